@@ -1,0 +1,1 @@
+"""Reinforcement-learning post-training at Megatron scale from a plain Lightning `Trainer`."""

@@ -1,0 +1,25 @@
+"""Fixtures shared by the whole suite, and the rules every test is held to."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tokenizer, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """A character tokenizer with a chat template."""
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny random Qwen3 (fp32) and its tokenizer, as `save_pretrained` writes it."""
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3")

@@ -1,0 +1,82 @@
+"""Tiny random models and a character tokenizer, built from configs: nothing is downloaded."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 128
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, padded with unused tokens to `VOCAB_SIZE`."""
+    tokens = SPECIAL_TOKENS + [chr(i) for i in range(32, 127)] + ["\n"]
+    tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        model_max_length=1024,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """A config of `family` ("llama", "qwen2", "qwen2_tied", "qwen3") that Megatron can split over TP=2 and PP=4."""
+    sizes = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
+    match family:
+        case "llama":
+            return LlamaConfig(**sizes, head_dim=32, tie_word_embeddings=False)
+        case "qwen2":
+            return Qwen2Config(**{**sizes, "hidden_size": 128}, tie_word_embeddings=False)
+        case "qwen2_tied":
+            return Qwen2Config(**{**sizes, "hidden_size": 128}, tie_word_embeddings=True)
+        case "qwen3":
+            return Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=False)
+    raise ValueError(f"unknown family {family!r}")
+
+
+def save_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
+    """Write a random fp32 model of `family` and the tokenizer into `directory`; norms are made distinct from one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or name.endswith("bias"):
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
