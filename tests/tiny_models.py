@@ -43,19 +43,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_config(family: str) -> PretrainedConfig:
     """A config of `family` ("llama", "qwen2", "qwen2_tied", "qwen3") that Megatron can split over TP=2 and PP=4."""
-    sizes = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.1,
-    )
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,
+    }
     match family:
         case "llama":
             return LlamaConfig(**sizes, head_dim=32, tie_word_embeddings=False)
