@@ -1,1 +1,56 @@
 """Reinforcement-learning post-training at Megatron scale from a plain Lightning `Trainer`."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.callbacks.hf_export import HFExport
+    from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+    from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+    from lightning_megatron_rl.data.prompts import PromptDataModule
+    from lightning_megatron_rl.data.sft import SFTDataModule
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.modules.policy import PolicyModule
+    from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.sample import Prompt, Sample
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GRPOModule": "modules.grpo",
+    "HFExport": "callbacks.hf_export",
+    "MegatronStrategy": "strategy.megatron",
+    "PolicyModule": "modules.policy",
+    "Prompt": "sample",
+    "PromptDataModule": "data.prompts",
+    "RolloutSamples": "callbacks.rollout_samples",
+    "SFTDataModule": "data.sft",
+    "SFTModule": "modules.sft",
+    "Sample": "sample",
+    "VLLMEngine": "rollout.vllm",
+    "WeightSync": "callbacks.weight_sync",
+}
+
+__all__ = [
+    "GRPOModule",
+    "HFExport",
+    "MegatronStrategy",
+    "PolicyModule",
+    "Prompt",
+    "PromptDataModule",
+    "RolloutSamples",
+    "SFTDataModule",
+    "SFTModule",
+    "Sample",
+    "VLLMEngine",
+    "WeightSync",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # importing the package stays cheap: torch, Lightning and Megatron come with the first name that needs them
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""LightningModules: a language model on Megatron, fine-tuned or trained with reinforcement learning."""

@@ -1,0 +1,39 @@
+"""Rewards of validation samples, per data set, as metrics over all replicas."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.sample import Sample
+
+
+class Evaluation:
+    """Collects the samples of one validation epoch.
+
+    Example:
+        ``evaluation.add(samples); evaluation.finish("val", all_reduce)`` gives ``{"val/gsm8k/mean_at_1": 0.41, ...}``
+    """
+
+    def __init__(self) -> None:
+        self._tally = Tally()
+        self.samples: list[Sample] = []  # of this replica, until the next epoch begins
+        self._finished = False
+
+    def add(self, samples: list[Sample]) -> None:
+        """Take the samples of one batch, one response per prompt."""
+        if self._finished:
+            self.samples, self._finished = [], False
+        self.samples += samples
+        for sample in samples:
+            self._tally.add_mean(f"{sample.prompt.dataset}/mean_at_1", sample.reward)
+            for name, value in sample.rewards.items():
+                self._tally.add_mean(f"{sample.prompt.dataset}/{name}", value)
+            self._tally.add_mean(f"{sample.prompt.dataset}/truncated_frac", float(sample.is_truncated))
+
+    def finish(self, stage: str, all_reduce: Callable[[Tensor, Literal["sum", "max"]], Tensor]) -> dict[str, float]:
+        """Return the epoch's metrics of all replicas, by ``<stage>/<set>/<metric>``, and start anew."""
+        metrics = self._tally.reduce(all_reduce).compute()
+        self._tally, self._finished = Tally(), True
+        return {f"{stage}/{name}": value for name, value in metrics.items()}

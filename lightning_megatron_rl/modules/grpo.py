@@ -1,0 +1,278 @@
+"""`GRPOModule`: group-relative policy optimisation. One batch of prompts is one rollout is one `global_step`."""
+
+import atexit
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LRSchedulerCallable
+from torch import Tensor, nn
+
+from lightning_megatron_rl.algorithms.advantages import group_advantages
+from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.modules.evaluation import Evaluation
+from lightning_megatron_rl.modules.grpo_loss import GRPOLoss, GRPOLossConfig
+from lightning_megatron_rl.modules.policy import PolicyModule
+from lightning_megatron_rl.modules.rollout_batch import Rollout, add_sample_metrics, check_batch_arithmetic, to_sequence
+from lightning_megatron_rl.rewards.base import Reward, compute_rewards
+from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.generate import generate_samples
+from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.sample import Prompt, Sample
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+
+_DEFAULT_SEED = 1234
+
+
+class GRPOModule(PolicyModule):
+    """Train a language model with GRPO: sample groups of responses, reward them, push the better ones.
+
+    Args:
+        model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
+        rewards: Functions or objects from samples to rewards; see `Reward`.
+        reward_weights: Weight of each reward in the sum; 1 each if not given.
+        engine: Samples the responses; vLLM in a child process of its own by default.
+        num_generations: Responses per prompt (the group).
+        updates_per_rollout: Optimizer steps per rollout; each takes an equal share of its prompts.
+        sampling: Temperature and limits of training rollouts.
+        validation_sampling: The same for validation; greedy if not given, otherwise as in `sampling`.
+        loss: The objective.
+        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
+        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
+        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
+        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
+        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
+        model_config: Overrides of Megatron's `TransformerConfig`.
+        logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+
+    Raises:
+        ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
+            score.
+
+    Example:
+        ``GRPOModule(model="Qwen/Qwen3-0.6B", rewards=[math_equal], num_generations=8)``
+    """
+
+    def __init__(
+        self,
+        model: str,
+        rewards: list[Reward],
+        reward_weights: list[float] | None = None,
+        engine: RolloutEngine | None = None,
+        num_generations: int = 8,
+        updates_per_rollout: int = 1,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        validation_sampling: SamplingParams | None = None,
+        loss: GRPOLossConfig | None = None,
+        optimizer: Optional["OptimizerConfig"] = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        packing: bool = True,
+        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
+        model_config: dict[str, Any] | None = None,
+        logprob_chunk_size: int = 1024,
+    ) -> None:
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            packing=packing,
+            layer_backend=layer_backend,
+            model_config=model_config,
+            logprob_chunk_size=logprob_chunk_size,
+        )
+        check_batch_arithmetic(num_generations, updates_per_rollout, rewards, reward_weights, sampling)
+        self.rewards = rewards
+        self.reward_weights = reward_weights
+        self.engine: RolloutEngine = engine if engine is not None else VLLMEngine()
+        self.num_generations = num_generations
+        self.updates_per_rollout = updates_per_rollout
+        self.sampling = sampling
+        self.validation_sampling = validation_sampling or SamplingParams(
+            temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop
+        )
+        self.temperature = sampling.temperature
+        self.loss = GRPOLoss(loss or GRPOLossConfig())
+        self.reference: list[nn.Module] | None = None  # a list, not a submodule: it is neither trained nor saved
+        self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
+        self.evaluation = Evaluation()
+        self.synced_version: int | None = None  # weights that the engine samples with
+        self._engine_started = False
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Check the model, then let the engine start while this process builds its own."""
+        super().setup(stage)
+        self._check_lengths()
+        self.synced_version = None  # another Trainer counts its steps from 0 again
+        assert self.strategy.replica is not None
+        if not self._engine_started:
+            atexit.register(self.engine.close)
+            self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
+            self._engine_started = True
+
+    def _check_lengths(self) -> None:
+        limit = self.engine.max_model_len
+        if limit > self.max_tokens_per_microbatch:
+            raise ValueError(
+                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch} < engine.max_model_len={limit}: a sampled"
+                " sequence may not fit into a micro-batch. Raise max_tokens_per_microbatch or lower max_model_len."
+            )
+        if self.sampling.max_tokens >= limit:
+            raise ValueError(
+                f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
+                f" engine.max_model_len={limit}: raise max_model_len or lower max_tokens."
+            )
+
+    def configure_model(self) -> None:
+        """Build the policy, and the frozen reference if the loss looks at it."""
+        super().configure_model()
+        if self.loss.config.kl_coef > 0 and self.reference is None:
+            self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
+        present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if present else [WeightSync()]
+
+    def close_engine(self) -> None:
+        """End the engine; the next phase that samples starts it anew."""
+        self.engine.close()
+        self._engine_started, self.synced_version = False, None
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
+        """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
+        rollout = self.rollout(prompts)
+        *inner, last = rollout.split(self.updates_per_rollout)
+        with self.phase("update"):
+            for part in inner:
+                self.forward_backward(part)
+                self.optimizers().step()  # type: ignore[union-attr]
+            loss = self.forward_backward(last)
+        return loss  # Lightning takes this step
+
+    def rollout(self, prompts: list[Prompt]) -> Rollout:
+        """Return samples of `prompts` with rewards, advantages, old and reference log-probs."""
+        with self.phase("rollout"):
+            samples = self.generate(prompts, self.sampling, self.num_generations)
+        with self.phase("reward"):
+            self.reward(samples)
+            self.assign_advantages(samples)
+        rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
+        with self.phase("old_logp"):
+            rollout.set_field("old_logprobs", self.score(rollout.sequences).logprobs)
+        if self.reference is not None:
+            with self.phase("ref_logp"):
+                rollout.set_field("ref_logprobs", self.score(rollout.sequences, self.reference).logprobs)
+        rollout.set_correction_weights(self.loss)
+        self.log_rollout(rollout)
+        self.last_rollout = rollout
+        return rollout
+
+    def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
+        """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
+        assert self.strategy.replica is not None
+        seed = int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
+        return self.strategy.replica.run_on_leader(
+            lambda: generate_samples(
+                self.engine,
+                prompts,
+                params,
+                num_generations=num_generations,
+                tokenizer=self.hf_model.tokenizer,
+                seed=seed,
+                step=self.trainer.global_step,
+            )
+        )
+
+    def reward(self, samples: list[Sample]) -> None:
+        """Fill in the rewards; the leader computes them, every rank gets them."""
+        assert self.strategy.replica is not None
+
+        def compute() -> list[tuple[dict[str, float], float]]:
+            compute_rewards(samples, self.rewards, self.reward_weights)
+            return [(sample.rewards, sample.reward) for sample in samples]
+
+        for sample, (parts, total) in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
+            sample.rewards, sample.reward = parts, total
+
+    def assign_advantages(self, samples: list[Sample]) -> None:
+        """Fill in the advantages: each sample's reward relative to its group's."""
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        advantages = group_advantages(rewards.view(-1, self.num_generations), self.loss.config.advantage)
+        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
+            sample.advantage = advantage
+
+    def forward_backward(self, rollout: Rollout) -> Tensor:
+        """Compute the gradients of one part of a rollout; return its loss, equal on every rank."""
+        rollout.set_token_weights(
+            self.loss,
+            max_response_length=self.sampling.max_tokens,
+            all_reduce=lambda vector: self.reduce_on_device(vector, "sum"),
+        )
+        metrics = self.update(rollout.sequences, self.loss)
+        self.log_metrics(metrics, prog_bar=("policy/loss",))
+        return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
+
+    def log_rollout(self, rollout: Rollout) -> None:
+        """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
+        tally = Tally()
+        add_sample_metrics(tally, rollout.samples, self.num_generations)
+        for sequence in rollout.sequences:
+            fields = sequence.fields
+            add_mismatch_metrics(tally, fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
+        metrics = tally.reduce(self.reduce_on_device).compute()
+        metrics["rollout/staleness"] = self.trainer.global_step - metrics["rollout/weight_version"]
+        self.log_metrics(metrics, prog_bar=("reward/mean",))
+
+    # ---- validation, test, prediction ------------------------------------------------------------------------------
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sample one response per prompt with `validation_sampling` and reward it."""
+        samples = self.generate(prompts, self.validation_sampling, 1)
+        self.reward(samples)
+        self.evaluation.add(samples)
+
+    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As validation."""
+        self.validation_step(prompts, batch_idx, dataloader_idx)
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> list[Sample]:
+        """Return one sample per prompt, drawn with `validation_sampling`."""
+        return self.generate(prompts, self.validation_sampling, 1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/<set>/mean_at_1`` for every data set, over all replicas."""
+        self.log_metrics(self.evaluation.finish("val", self.reduce_on_device))
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test/<set>/mean_at_1`` for every data set."""
+        self.log_metrics(self.evaluation.finish("test", self.reduce_on_device))
+
+    # ---- what WeightSync needs -------------------------------------------------------------------------------------
+
+    def sync_weights(self, version: int) -> None:
+        """Push the policy's weights to this replica's engine; a collective."""
+        assert self.strategy.replica is not None
+        weights = self.export_weights()
+        with self.phase("weight_sync"):
+            self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
+        self.synced_version = version
+
+
+def _push(engine: RolloutEngine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    try:
+        engine.update_weights(weights, version)
+    finally:
+        for _ in weights:  # the other ranks are in the middle of the export's collectives
+            pass

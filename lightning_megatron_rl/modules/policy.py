@@ -1,0 +1,327 @@
+"""`PolicyModule`: a Hugging Face language model trained by Megatron, and the two passes every method is made of."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable
+from torch import Tensor, nn
+
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.data.packing import (
+    MicroBatch,
+    TokenSequence,
+    make_microbatches,
+    plan_microbatches,
+    scatter_to_sequences,
+)
+from lightning_megatron_rl.strategy.distributed import synchronize
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+TokenLoss = Callable[[MicroBatch, Tensor, Tensor, Tally], Tensor]
+"""``(microbatch, logprobs [b, s], entropy [b, s], tally) -> loss per token [b, s]``; adds its metrics to the tally."""
+
+WEIGHT_FIELD = "weights"  # per-token weight u_t of the aggregation, see strategy.schedule
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probs and entropies of sequences, aligned with their tokens; position 0 has none and holds 0."""
+
+    logprobs: list[Tensor]  # per sequence: [tokens]
+    entropies: list[Tensor]  # per sequence: [tokens]
+
+
+class PolicyModule(pl.LightningModule):
+    """A language model on Megatron: builds it, scores sequences with it, updates it.
+
+    Args:
+        model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
+        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
+        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
+        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
+        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
+        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
+        model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
+        logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+    """
+
+    temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
+
+    def __init__(
+        self,
+        model: str,
+        optimizer: Optional["OptimizerConfig"] = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        packing: bool = True,
+        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
+        model_config: dict[str, Any] | None = None,
+        logprob_chunk_size: int = 1024,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("max_tokens_per_microbatch", max_tokens_per_microbatch),
+            ("logprob_chunk_size", logprob_chunk_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: it is a number of tokens, at least 1.")
+        self.model_path = model
+        self.optimizer_config = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.packing = packing
+        self.layer_backend = layer_backend
+        self.model_config = model_config or {}
+        self.logprob_chunk_size = logprob_chunk_size
+        self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
+        self._hf_model: HFModel | None = None
+
+    # ---- model and optimizer ---------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> "MegatronStrategy":
+        """The Trainer's strategy.
+
+        Raises:
+            TypeError: It is not a `MegatronStrategy`.
+        """
+        from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, MegatronStrategy):
+            raise TypeError(
+                f"{type(self).__name__} runs on MegatronStrategy, the Trainer has {type(strategy).__name__}:"
+                " use Trainer(strategy=MegatronStrategy(...)) or strategy='megatron'."
+            )
+        return strategy
+
+    @property
+    def hf_model(self) -> "HFModel":
+        """The Hugging Face side of the model: config, tokenizer, conversion."""
+        assert self._hf_model is not None, "the model is found in setup()"
+        return self._hf_model
+
+    def setup(self, stage: str) -> None:
+        """Find the model and check that the layout can hold it, before any weight is loaded."""
+        from lightning_megatron_rl.models.hf_model import HFModel
+
+        if self._hf_model is None:
+            self._hf_model = HFModel(self.model_path)
+        layout = self.strategy.layout
+        self._hf_model.check_layout(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
+            num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
+        )
+
+    def configure_model(self) -> None:
+        """Build this rank's chunks with the model's weights; called again, it does nothing."""
+        if "model" not in self._modules:
+            self.model = nn.ModuleList(self.build_chunks())
+
+    def build_chunks(self) -> list[nn.Module]:
+        """Return freshly built chunks holding the weights of `model_path`."""
+        return list(
+            self.hf_model.build_chunks(
+                params_dtype=self.strategy.precision_plugin.params_dtype,
+                layer_backend=self.layer_backend,
+                device=self.strategy.root_device,
+                sequence_parallel=self.strategy.layout.sequence_parallel,
+                config_overrides=self.model_config,
+            )
+        )
+
+    def configure_optimizers(self) -> Any:
+        """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
+        from megatron.core.optimizer import OptimizerConfig
+
+        optimizer = self.strategy.build_optimizer(self.optimizer_config or OptimizerConfig(lr=1e-6, weight_decay=0.0))
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Do nothing: Lightning zeroes after `training_step`, when Megatron's gradients are already there."""
+
+    # ---- the two passes --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def score(self, sequences: list[TokenSequence], chunks: list[nn.Module] | None = None) -> Scores:
+        """Return log-probs and entropies of `sequences` under the policy, or under other `chunks`.
+
+        Every rank of the replica gets them. Log-probs are of the distribution that is sampled: logits divided by
+        `temperature`.
+        """
+        scored = list(self.model) if chunks is None else chunks
+        microbatches = self._microbatches(sequences)
+        was_training = [chunk.training for chunk in scored]
+        for chunk in scored:
+            chunk.eval()  # no dropout in a log-prob pass
+        outputs = self._run_schedule(microbatches, self._score_step, forward_only=True, chunks=scored)
+        for chunk, training in zip(scored, was_training, strict=True):
+            chunk.train(training)
+        # only the last pipeline stage has outputs
+        outputs = self.strategy.broadcast_from_last_stage([output.cpu() for output in outputs])
+        on_cpu = [microbatch.to(torch.device("cpu")) for microbatch in microbatches]
+        logprobs, entropies = (
+            scatter_to_sequences([output[part] for output in outputs], on_cpu, sequences) for part in (0, 1)
+        )
+        return Scores(logprobs, entropies)
+
+    def update(self, sequences: list[TokenSequence], token_loss: TokenLoss) -> dict[str, float]:
+        """Compute gradients of the aggregated `token_loss` over all data-parallel ranks' sequences.
+
+        Args:
+            sequences: This replica's; field "weights" holds each token's weight (missing: 1, the token mean).
+            token_loss: Loss per token.
+
+        Returns:
+            Metrics, equal on every rank; "policy/loss" among them.
+        """
+        for chunk in self.model:
+            chunk.train()
+        step = partial(self._train_step, token_loss=token_loss)
+        tallies = self._run_schedule(self._microbatches(sequences), step, forward_only=False, chunks=list(self.model))
+        metrics: dict[str, float] = {}
+        if tallies:
+            total = Tally(self.strategy.root_device)
+            for tally in tallies:
+                total.merge(tally)
+            metrics = total.reduce(self.strategy.data_parallel_all_reduce).compute()
+        return self.strategy.broadcast_from_last_stage(metrics)
+
+    def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        plan = partial(plan_microbatches, lengths, self.max_tokens_per_microbatch, packed=self.packing)
+        # every data-parallel rank must run equally many micro-batches, or the gradient reduction waits for ever
+        count = torch.tensor(len(plan()), device=self.strategy.root_device)
+        self.strategy.data_parallel_all_reduce(count, "max")
+        return [
+            microbatch.to(self.strategy.root_device)
+            for microbatch in make_microbatches(
+                sequences,
+                plan(num_microbatches=int(count)),
+                packed=self.packing,
+                pad_to_multiple=self.strategy.layout.tensor_model_parallel_size,
+            )
+        ]
+
+    def _run_schedule(
+        self, microbatches: list[MicroBatch], step: Any, *, forward_only: bool, chunks: list[nn.Module]
+    ) -> list[Any]:
+        return self.strategy.forward_backward(
+            microbatches,
+            step,
+            sequence_length=max(microbatch.tokens.shape[1] for microbatch in microbatches),
+            micro_batch_size=microbatches[0].tokens.shape[0],
+            forward_only=forward_only,
+            chunks=chunks,
+        )
+
+    def _forward(self, chunk: nn.Module, microbatch: MicroBatch) -> Tensor:
+        from lightning_megatron_rl.models.forward import microbatch_forward
+        from lightning_megatron_rl.models.logprobs import logprob_processor
+
+        return microbatch_forward(
+            chunk,
+            microbatch.tokens,
+            microbatch.position_ids,
+            microbatch.labels,
+            microbatch.cu_seqlens,
+            microbatch.max_seqlen,
+            output_processor=logprob_processor(
+                vocab_size=self.hf_model.config.vocab_size,
+                temperature=self.temperature,
+                chunk_size=self.logprob_chunk_size,
+                with_entropy=True,
+            ),
+        )
+
+    def _score_step(self, chunk: nn.Module, microbatch: MicroBatch) -> tuple[Tensor, Any]:
+        def keep(output: Tensor) -> tuple[Tensor, Tensor]:
+            return output.new_zeros(()), output.detach().float().clone()
+
+        return self._forward(chunk, microbatch), keep
+
+    def _train_step(self, chunk: nn.Module, microbatch: MicroBatch, token_loss: TokenLoss) -> tuple[Tensor, Any]:
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, Tally]:
+            tally = Tally(output.device)
+            losses = token_loss(microbatch, output[0], output[1], tally)
+            losses = losses * microbatch.fields.get(WEIGHT_FIELD, torch.ones_like(losses))
+            # where, not times: a masked position may hold anything, inf * 0 is nan
+            losses = torch.where(microbatch.mask, losses, torch.zeros_like(losses))
+            tally.add_mean("policy/loss", losses.detach(), microbatch.mask)
+            return losses.sum(), microbatch.mask.sum().int(), tally
+
+        return self._forward(chunk, microbatch), loss
+
+    # ---- phases and logging ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs inside as ``time/<name>_s``, in the Trainer's profiler and in errors of collectives."""
+        started = time.perf_counter()
+        with self.trainer.profiler.profile(f"[{type(self).__name__}]{name}"), self.strategy.phase(name):
+            yield
+            synchronize(self.strategy.root_device)
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the step's clock."""
+        self._step_started = time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log what is known only after the optimizer step: gradient norm, learning rate and times."""
+        optimizer = self.trainer.strategy.optimizers[0]
+        step_s = time.perf_counter() - self._step_started
+        times = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
+        times["time/step_s"] = step_s
+        self.phase_seconds.clear()
+        self.log_metrics(
+            {
+                "policy/grad_norm": optimizer.grad_norm,  # type: ignore[attr-defined]
+                "policy/lr": optimizer.last_lr,  # type: ignore[attr-defined]
+                **self._slowest_rank(times),
+            }
+        )
+
+    def _slowest_rank(self, times: dict[str, float]) -> dict[str, float]:
+        values = torch.tensor(list(times.values()), dtype=torch.float64, device=self.strategy.root_device)
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        return dict(zip(times, values.tolist(), strict=True))
+
+    def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:
+        """Log values that are already equal on every rank (which is why Lightning's hint at sync_dist is silenced)."""
+        warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name in prog_bar, sync_dist=False, batch_size=1)
+
+    def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
+        return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
+
+    # ---- weights out -----------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under Hugging Face names; a collective of the replica."""
+        return self.hf_model.export_weights(list(self.model))
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory; a collective of all ranks."""
+        self.hf_model.save_pretrained(list(self.model), directory)

@@ -1,0 +1,149 @@
+"""A rollout as training data: samples with their token sequences, fields, weights and metrics."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.algorithms.advantages import zero_spread
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.policy import WEIGHT_FIELD
+from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.sample import Sample
+
+_NGRAM = 4  # tokens; the length at which a repetition is counted as one
+
+
+@dataclass
+class Rollout:
+    """The samples of one step and their token sequences; the responses to one prompt stand together."""
+
+    samples: list[Sample]
+    sequences: list[TokenSequence]  # one per sample
+    num_generations: int  # responses per prompt
+
+    def split(self, parts: int) -> list["Rollout"]:
+        """Return `parts` rollouts of equally many whole groups, in order.
+
+        Raises:
+            ValueError: The prompts do not divide, with the arithmetic.
+        """
+        prompts = len(self.samples) // self.num_generations
+        if prompts % parts:
+            raise ValueError(
+                f"updates_per_rollout={parts} does not divide the {prompts} prompts of this replica"
+                f" (batch_size / data-parallel size): {prompts} / {parts} = {prompts / parts:.2f}. Change batch_size or"
+                " updates_per_rollout."
+            )
+        size = prompts // parts * self.num_generations
+        return [
+            Rollout(self.samples[start : start + size], self.sequences[start : start + size], self.num_generations)
+            for start in range(0, len(self.samples), size)
+        ]
+
+    def set_field(self, name: str, values: Sequence[Tensor]) -> None:
+        """Give each sequence a field, ``[tokens]``."""
+        for sequence, value in zip(self.sequences, values, strict=True):
+            sequence.fields[name] = value
+
+    def set_correction_weights(self, loss: GRPOLoss) -> None:
+        """Give each sequence its importance-correction weights, if the loss corrects."""
+        for sequence in self.sequences:
+            fields = sequence.fields
+            weights = loss.correction_weights(fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
+            if weights is not None:
+                fields["correction_weights"] = weights
+
+    def set_token_weights(
+        self, loss: GRPOLoss, *, max_response_length: int, all_reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Give each token its weight in the aggregation, with global denominators."""
+        lengths = torch.tensor([len(sample.response_ids) for sample in self.samples])
+        weights = loss.token_weights(
+            lengths,
+            torch.arange(len(self.samples)) // self.num_generations,
+            max_response_length=max_response_length,
+            all_reduce=all_reduce,
+        )
+        for sequence, weight in zip(self.sequences, weights.float().tolist(), strict=True):
+            sequence.fields[WEIGHT_FIELD] = torch.full((len(sequence.token_ids),), weight)
+
+
+def to_sequence(sample: Sample) -> TokenSequence:
+    """Return prompt and response as one sequence with the sampler's log-probs and the advantage as fields."""
+    num_prompt, num_response = len(sample.prompt.token_ids), len(sample.response_ids)
+    mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
+    mask[num_prompt:] = True
+    rollout_logprobs = torch.zeros(len(mask))
+    rollout_logprobs[num_prompt:] = torch.tensor(sample.response_logprobs)
+    return TokenSequence(
+        token_ids=torch.tensor(sample.prompt.token_ids + sample.response_ids),
+        loss_mask=mask,
+        fields={"rollout_logprobs": rollout_logprobs, "advantages": torch.full((len(mask),), sample.advantage)},
+    )
+
+
+def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int) -> None:
+    """Add `reward/*` and `rollout/*`, see docs/metrics.md."""
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    groups = rewards.view(-1, num_generations)
+    tally.add_mean_std("reward/mean", "reward/std", rewards)
+    tally.add_min("reward/min", rewards)
+    tally.add_max("reward/max", rewards)
+    for name in samples[0].rewards:
+        tally.add_mean(f"reward/{name}", [sample.rewards[name] for sample in samples])
+    tally.add_mean("reward/zero_spread_frac", zero_spread(groups).double())
+    tally.add_mean("reward/pass_at_k", (groups > 0).any(dim=1).double())
+    lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+    tally.add_mean("rollout/response_len_mean", lengths)
+    tally.add_max("rollout/response_len_max", lengths)
+    tally.add_mean("rollout/truncated_frac", [float(sample.is_truncated) for sample in samples])
+    tally.add_mean("rollout/repetition_frac", [repetition(sample.response_ids) for sample in samples])
+    tally.add_min("rollout/weight_version", [float(sample.weight_version) for sample in samples])
+
+
+def repetition(token_ids: list[int]) -> float:
+    """Return the share of 4-grams of a response that occurred in it before.
+
+    Example:
+        ``repetition([1, 2, 3, 4, 1, 2, 3, 4]) == 0.2``: 1 of 5.
+    """
+    ngrams = [tuple(token_ids[start : start + _NGRAM]) for start in range(len(token_ids) - _NGRAM + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def check_batch_arithmetic(
+    num_generations: int,
+    updates_per_rollout: int,
+    rewards: list[Reward],
+    reward_weights: list[float] | None,
+    sampling: SamplingParams,
+) -> None:
+    """Refuse settings that no rollout could be trained with.
+
+    Raises:
+        ValueError: With the value, why, and the remedy.
+    """
+    if num_generations < 2:
+        raise ValueError(
+            f"num_generations={num_generations}: GRPO compares the responses to one prompt with each other; with one"
+            " response every advantage is 0. Set num_generations >= 2."
+        )
+    if updates_per_rollout < 1:
+        raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")
+    if not rewards:
+        raise ValueError("rewards=[]: give at least one reward function.")
+    if reward_weights is not None and len(reward_weights) != len(rewards):
+        raise ValueError(f"reward_weights has {len(reward_weights)} entries for {len(rewards)} rewards.")
+    if sampling.temperature == 0:
+        raise ValueError("sampling.temperature=0: greedy responses to one prompt are all equal. Use e.g. 1.0.")
+    if sampling.top_p < 1 or sampling.top_k != -1:
+        raise ValueError(
+            f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}: the sampler would draw from a cut-off"
+            " distribution and the trainer would score the full one, so every importance ratio would be wrong."
+            " Train with top_p=1 and top_k=-1; validation_sampling may cut."
+        )

@@ -1,0 +1,65 @@
+"""`SFTModule`: supervised fine-tuning on the response tokens of prompt-response pairs or chats."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
+from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+
+
+class SFTModule(PolicyModule):
+    """Minimise the negative log-likelihood of the target tokens, averaged over all of them in the global batch.
+
+    Example:
+        ``Trainer(strategy=MegatronStrategy()).fit(SFTModule(model="Qwen/Qwen3-0.6B"), SFTDataModule(...))``
+    """
+
+    def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> Tensor:
+        """Compute the gradients of one batch; return its loss."""
+        with self.phase("update"):
+            metrics = self.update(sequences, token_nll)
+        self.log_metrics(metrics, prog_bar=("policy/loss",))
+        return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
+
+    def on_validation_epoch_start(self) -> None:
+        """Start the sums of the epoch."""
+        self._tally = Tally()
+
+    def validation_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the batch's negative log-likelihood."""
+        scores = self.score(sequences)
+        for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
+            self._tally.add_mean("loss", -logprobs, sequence.loss_mask)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/loss`` and ``val/perplexity`` over all target tokens."""
+        self._log_likelihood("val")
+
+    def on_test_epoch_start(self) -> None:
+        """Start the sums of the epoch."""
+        self.on_validation_epoch_start()
+
+    def test_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As validation."""
+        self.validation_step(sequences, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test/loss`` and ``test/perplexity``."""
+        self._log_likelihood("test")
+
+    def predict_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> Scores:
+        """Return log-probs and entropies of the sequences' tokens."""
+        return self.score(sequences)
+
+    def _log_likelihood(self, stage: str) -> None:
+        loss = self._tally.reduce(self.reduce_on_device).compute()["loss"]
+        self.log_metrics({f"{stage}/loss": loss, f"{stage}/perplexity": math.exp(loss)})
+
+
+def token_nll(batch: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally) -> Tensor:
+    """Return the negative log-likelihood per token; a `TokenLoss`."""
+    tally.add_mean("policy/entropy", entropy.detach(), batch.mask)
+    return -logprobs

@@ -1,0 +1,52 @@
+"""From prompts to samples: requests with their own seeds, responses decoded and kept in groups."""
+
+from typing import TYPE_CHECKING
+
+from lightning_megatron_rl.rollout.engine import GenerationRequest, RolloutEngine, SamplingParams, derive_seed
+from lightning_megatron_rl.sample import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def generate_samples(
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    *,
+    num_generations: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    step: int,
+) -> list[Sample]:
+    """Sample `num_generations` responses to each prompt; those of one prompt stand together.
+
+    Args:
+        engine: A started engine.
+        prompts: This replica's prompts.
+        params: Temperature, limits and stop strings.
+        num_generations: Responses per prompt.
+        tokenizer: Decodes responses for rewards and logs; token ids are never made from text again.
+        seed: The run's seed. Each (step, prompt) gets a seed of its own, so a resumed run samples the same.
+        step: The `global_step`.
+    """
+    requests = [
+        GenerationRequest(
+            token_ids=prompt.token_ids,
+            seed=derive_seed(seed, step, prompt.index, prompt.dataset),
+            num_samples=num_generations,
+        )
+        for prompt in prompts
+    ]
+    return [
+        Sample(
+            prompt=prompt,
+            response_ids=generation.token_ids,
+            response_logprobs=generation.logprobs,
+            response=tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+            finish_reason=generation.finish_reason,
+            weight_version=engine.weight_version,
+        )
+        for prompt, group in zip(prompts, engine.generate(requests, params), strict=True)
+        for generation in group
+    ]

@@ -1,0 +1,172 @@
+"""Process groups, phases with a deadline, and the few collectives that modules and callbacks need."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+T = TypeVar("T")
+_TIMEOUT_MARKS = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
+
+
+class ReplicaGroup:
+    """The ranks that hold one replica of the model (tensor x pipeline x context), led by one of them.
+
+    Python objects travel over gloo, also where tensors use NCCL.
+
+    Args:
+        timeout_s: Deadline of its collectives, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        from megatron.core import parallel_state
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        replicas: list[int] = [0] * world
+        dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
+        self._group: dist.ProcessGroup | None = None
+        for replica in sorted(set(replicas)):
+            ranks = [r for r in range(world) if replicas[r] == replica]
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+            if rank in ranks:
+                self._group, self.ranks = group, ranks
+        self.is_leader = rank == self.ranks[0]
+
+    def broadcast_object(self, value: T, source: int | None = None) -> T:
+        """Return the object of global rank `source` (default: the leader) on every rank of the replica."""
+        if len(self.ranks) == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.ranks[0] if source is None else source, group=self._group)
+        return box[0]
+
+    def run_on_leader(self, function: Callable[[], T], others: Iterable[Any] = ()) -> T:
+        """Call `function` on the leader and return its result on every rank of the replica.
+
+        Args:
+            function: What the leader does.
+            others: What the other ranks run through meanwhile: an iterator with collectives that `function` consumes
+                on the leader.
+
+        Raises:
+            Exception: On every rank what the leader raised, so that no rank waits for one that is gone.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        if self.is_leader:
+            try:
+                result = function()
+            except Exception as caught:
+                error = caught
+        else:
+            for _ in others:
+                pass
+        portable = None if error is None else _portable(error)
+        result, portable = self.broadcast_object((result, portable))
+        if portable is not None:
+            raise error or portable
+        return result  # type: ignore[return-value]
+
+
+def run_on_rank_zero(function: Callable[[], T]) -> T:
+    """Call `function` on global rank 0; every rank gets its result, or raises what it raised."""
+    outcome: list[Any] = [None, None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as caught:
+            error = caught
+            outcome[1] = _portable(caught)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise error or outcome[1]
+    return outcome[0]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an exception that can be sent to another process: known built-in types keep their type."""
+    for kind in (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError):
+        if type(error) is kind:
+            return kind(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def check_writable(directory: Path, setting: str) -> None:
+    """Check on rank 0 that files can be written below `directory`, and tell every rank.
+
+    Raises:
+        OSError: It cannot be written; names the setting that chooses it.
+    """
+
+    def check() -> None:
+        probe = directory / ".write-test"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise OSError(f"{setting}={str(directory)!r} cannot be written: {error}. Choose another directory.") from error
+
+    run_on_rank_zero(check)
+
+
+def data_parallel_all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
+    """Reduce `tensor` in place over the model replicas (context-parallel ranks included); `op` is "sum" or "max"."""
+    from megatron.core import parallel_state
+
+    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    dist.all_reduce(tensor, op=reduce_op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return tensor
+
+
+def describe_rank() -> str:
+    """Name this rank and its coordinates, e.g. ``rank 3 (tp 1, pp 0, cp 0, dp 1)``."""
+    from megatron.core import parallel_state as ps
+
+    if not ps.model_parallel_is_initialized():
+        return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+    return (
+        f"rank {dist.get_rank()} (tp {ps.get_tensor_model_parallel_rank()}, pp"
+        f" {ps.get_pipeline_model_parallel_rank()}, cp {ps.get_context_parallel_rank()}, dp"
+        f" {ps.get_data_parallel_rank()})"
+    )
+
+
+@contextmanager
+def phase_deadline(name: str, timeout_s: float) -> Iterator[None]:
+    """Name the phase in the error of a collective that ran into the process-group timeout or lost its peer.
+
+    Raises:
+        RuntimeError: With the rank, the phase, the timeout and what to do, in place of the collective's own error.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).lower()
+        if not any(mark in text for mark in _TIMEOUT_MARKS) or isinstance(error, PhaseError):
+            raise
+        raise PhaseError(
+            f"{describe_rank()}: a collective failed after {time.monotonic() - started:.0f} s in phase '{name}'"
+            f" (process-group timeout {timeout_s:.0f} s): another rank is slower, gone or in another phase; its own"
+            " error is above or in its log. If the phase is only slow, raise MegatronStrategy(timeout_s=...)."
+            f" Original error: {error}"
+        ) from error
+
+
+class PhaseError(RuntimeError):
+    """A collective failed in a named phase."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a wall clock read afterwards counts its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

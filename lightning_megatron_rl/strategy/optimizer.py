@@ -1,0 +1,114 @@
+"""Megatron's optimizer behind the interface that Lightning and torch's learning-rate schedulers expect."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
+    from megatron.core.optimizer import OptimizerConfig
+
+_MEGATRON_DEFAULT_CLIP_GRAD = 1.0
+
+
+class MegatronOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose parameter groups are those of the wrapped Megatron optimizer.
+
+    Learning-rate schedulers write ``group["lr"]`` into the very dictionaries that Megatron reads, and `step` is
+    Megatron's: gradients are clipped by the global norm, the optimizer steps, and parameters are gathered.
+
+    Args:
+        megatron: What `megatron.core.optimizer.get_megatron_optimizer` returned.
+
+    Example:
+        ``torch.optim.lr_scheduler.LinearLR(strategy.build_optimizer(config), total_iters=10)``
+    """
+
+    def __init__(self, megatron: "CoreOptimizer") -> None:
+        self.megatron = megatron
+        # torch refuses Megatron's parameter shards, which are views: start with a placeholder, then take its groups
+        super().__init__([torch.empty(0)], defaults={"lr": megatron.param_groups[0]["lr"]})
+        self.param_groups = list(megatron.param_groups)
+        self.grad_norm: float = 0.0  # global norm before clipping, of the last step
+        self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
+        self.step_succeeded: bool = True  # False when Megatron skipped the step for non-finite gradients
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Run `closure` (forward and backward), then Megatron's step; return the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.last_lr = float(self.param_groups[0]["lr"])
+        succeeded, grad_norm, _ = self.megatron.step()
+        self.step_succeeded = bool(succeeded)
+        self.grad_norm = float(grad_norm) if grad_norm is not None else math.nan
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the main gradients (the schedule clears Megatron's gradient buffers itself)."""
+        self.megatron.zero_grad(set_to_none)
+
+    def set_clip_grad(self, max_norm: float) -> None:
+        """Clip by the global norm from now on; 0 or less means never.
+
+        Megatron computes the norm only when it clips, so "never" is an infinite threshold: the norm is still there
+        for the log.
+        """
+        threshold = max_norm if max_norm > 0 else math.inf
+        for optimizer in self._parts():
+            optimizer.config.clip_grad = threshold
+        self.megatron.config.clip_grad = threshold
+
+    def sharded_state_dict(self, model_state: dict[str, Any], metadata: dict[str, Any], is_loading: bool) -> Any:
+        """Return the optimizer state as Megatron's sharded tensors, for distributed checkpoints."""
+        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+
+    def load_sharded_state(self, state: Any) -> None:
+        """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it."""
+        with torch.no_grad():
+            self.megatron.load_state_dict(state)
+        # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
+        self.param_groups = list(self.megatron.param_groups)
+
+    def reload_model_params(self) -> None:
+        """Refresh the fp32 main parameters after weights were loaded into the model."""
+        self.megatron.reload_model_params()
+
+    def _parts(self) -> list["CoreOptimizer"]:
+        from megatron.core.optimizer import ChainedOptimizer
+
+        return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
+
+
+def resolve_optimizer_config(
+    config: "OptimizerConfig",
+    *,
+    params_dtype: torch.dtype,
+    use_distributed_optimizer: bool,
+    gradient_clip_val: float | None,
+) -> "OptimizerConfig":
+    """Return `config` with what the strategy and the Trainer decide filled in.
+
+    Raises:
+        ValueError: `clip_grad` set in the optimizer config and (differently) in the Trainer.
+    """
+    clip = float(gradient_clip_val or 0.0)
+    if config.clip_grad not in (_MEGATRON_DEFAULT_CLIP_GRAD, clip):
+        raise ValueError(
+            f"OptimizerConfig.clip_grad={config.clip_grad} with Trainer(gradient_clip_val={gradient_clip_val}):"
+            " gradient clipping is set in one place. Remove clip_grad and set Trainer(gradient_clip_val=...)."
+        )
+    if config.lr is None:
+        raise ValueError("OptimizerConfig.lr is None: set the learning rate, e.g. OptimizerConfig(lr=1e-6).")
+    return replace(
+        config,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
+        clip_grad=clip if clip > 0 else math.inf,
+    )

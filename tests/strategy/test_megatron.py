@@ -1,0 +1,100 @@
+"""The layout cannot change the numbers: every layout against a single process, and that against Transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import Run, fit_sft, frozen_sequences
+
+# Reassociated fp32 sums differ by some 1e-7 relative; two optimizer steps through 4 layers leave room for 1e-5.
+RELATIVE = 1e-5
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2_sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2": (2, {}),
+    "dp2_plain": (2, {"use_distributed_optimizer": False}),
+    "tp2_pp2_sp": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
+    "tp2_dp2_sp": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2_dp2": (4, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def assert_same_run(run: Run, reference: Run, relative: float = RELATIVE) -> None:
+    """Loss and gradient norm of each step and the final weights agree."""
+    assert len(run.steps) == len(reference.steps)
+    for mine, theirs in zip(run.steps, reference.steps, strict=True):
+        for name in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=relative), name
+    assert run.weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        error = (run.weights[name] - weight).norm() / weight.norm()
+        assert error <= relative, f"{name}: {error:.1e}"
+
+
+@pytest.fixture(scope="module")
+def reference(worker_pool, qwen3_dir) -> Run:
+    return worker_pool.run(fit_sft, qwen3_dir, {}, 1, world_size=1, init_process_group=False)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, reference, layout):
+    world_size, strategy = LAYOUTS[layout]
+    runs = worker_pool.run(fit_sft, qwen3_dir, strategy, world_size, world_size=world_size, init_process_group=False)
+    assert_same_run(runs[0], reference)
+    for run in runs[1:]:
+        for mine, first in zip(run.steps, runs[0].steps, strict=True):
+            assert mine == first, "a rank logged something else"
+
+
+@pytest.mark.parametrize("module", [{"max_tokens_per_microbatch": 40}, {"packing": False}])
+def test_microbatches_and_padding_do_not_change_the_numbers(worker_pool, qwen3_dir, reference, module):
+    run = worker_pool.run(fit_sft, qwen3_dir, {}, 1, module=module, world_size=1, init_process_group=False)[0]
+    assert_same_run(run, reference)
+
+
+def test_one_process_equals_transformers(qwen3_dir, reference):
+    """Loss and gradient norm of the first step from Transformers in fp32 and a plain backward."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
+    total, count = torch.zeros(()), 0
+    for sequence in frozen_sequences(8)[:4]:
+        logprobs = model(sequence.token_ids[None]).logits[0, :-1].log_softmax(-1)
+        target = sequence.token_ids[1:]
+        mask = sequence.loss_mask[1:]
+        total = total - logprobs.gather(-1, target[:, None])[mask].sum()
+        count += int(mask.sum())
+    loss = total / count
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert reference.steps[0]["policy/loss"] == pytest.approx(loss.item(), rel=RELATIVE)
+    assert reference.steps[0]["policy/grad_norm"] == pytest.approx(norm.item(), rel=RELATIVE)
+
+
+def test_tied_embeddings_under_pipeline_parallelism(worker_pool, tied_dir):
+    """Two copies of one weight on two stages get one gradient."""
+    single = worker_pool.run(fit_sft, tied_dir, {}, 1, world_size=1, init_process_group=False)[0]
+    strategy = {"pipeline_model_parallel_size": 2}
+    split = worker_pool.run(fit_sft, tied_dir, strategy, 2, world_size=2, init_process_group=False)[0]
+    assert_same_run(split, single)
+
+
+def test_clipping_and_schedule(worker_pool, qwen3_dir):
+    """`gradient_clip_val` clips by the global norm, and the norm before clipping is logged, in every layout."""
+    trainer = {"gradient_clip_val": 0.1}
+    single = worker_pool.run(fit_sft, qwen3_dir, {}, 1, trainer=trainer, world_size=1, init_process_group=False)[0]
+    split = worker_pool.run(fit_sft, qwen3_dir, *reversed(LAYOUTS["tp2_sp"]), trainer=trainer, world_size=2, init_process_group=False)[0]
+    assert_same_run(split, single)
+    assert single.steps[0]["policy/grad_norm"] > 0.1
+
+
+def test_bf16_mixed_follows_fp32(worker_pool, qwen3_dir, reference):
+    """bf16 keeps 8 bits: a loss of some 5 agrees to better than 2 %."""
+    run = worker_pool.run(
+        fit_sft, qwen3_dir, {}, 1, trainer={"precision": "bf16-mixed"}, world_size=1, init_process_group=False
+    )[0]
+    for mine, theirs in zip(run.steps, reference.steps, strict=True):
+        assert mine["policy/loss"] == pytest.approx(theirs["policy/loss"], rel=2e-2)
