@@ -130,3 +130,52 @@ def fit_sft(
     data = SequenceDataModule(sequences or frozen_sequences(steps * batch_size), batch_size)
     runner.fit(policy, data, ckpt_path=ckpt_path)
     return Run(recorder.steps, {name: tensor.clone() for name, tensor in policy.export_weights()})
+
+
+def fit_arithmetic(
+    model: Path,
+    strategy: dict[str, Any],
+    world_size: int,
+    *,
+    max_steps: int,
+    checkpoints: Path | None = None,
+    every_n_steps: int = 1,
+    ckpt_path: str | None = None,
+    trainer: dict[str, Any] | None = None,
+    save_weights_only: bool = False,
+) -> Run:
+    """Fit an `SFTModule` with a schedule on shuffled sums from `SFTDataModule`, saving checkpoints."""
+    from functools import partial
+
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.data.arithmetic import ArithmeticRows
+    from lightning_megatron_rl.data.sft import SFTDataModule
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    pl.seed_everything(7)
+    policy = SFTModule(
+        model=str(model),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3),
+        lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.2, total_iters=8),
+    )
+    data = SFTDataModule(
+        train=ArithmeticRows("train", size=20), tokenizer=str(model), completion_column="answer", batch_size=4
+    )
+    recorder = Recorder()
+    callbacks: list[pl.Callback] = [recorder]
+    if checkpoints is not None:
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=checkpoints,
+                filename="{step}",
+                every_n_train_steps=every_n_steps,
+                save_top_k=-1,
+                save_weights_only=save_weights_only,
+            )
+        )
+    options = {"max_steps": max_steps, "callbacks": callbacks, "enable_checkpointing": checkpoints is not None}
+    runner = make_trainer(strategy, world_size, **{**options, **(trainer or {})})
+    runner.fit(policy, data, ckpt_path=ckpt_path)
+    return Run(recorder.steps, {name: tensor.clone() for name, tensor in policy.export_weights()})

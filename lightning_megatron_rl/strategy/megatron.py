@@ -463,18 +463,18 @@ class MegatronStrategy(ParallelStrategy):
             path = Path(self.broadcast(str(checkpoint_path)))
             layout = checkpoint_io.read_layout(path)
             sharded: dict[str, Any] = self._model_state()
-            optimizers = self.optimizers if layout["has_optimizer"] else []
-            for index, optimizer in enumerate(optimizers):
+            if self.optimizers and not layout["has_optimizer"]:
+                raise ValueError(
+                    f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training cannot"
+                    " resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
+                )
+            for index, optimizer in enumerate(self.optimizers):
                 assert isinstance(optimizer, MegatronOptimizer)
                 sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
-            for index, optimizer in enumerate(optimizers):
-                optimizer.load_sharded_state(loaded[f"optimizer{index}"])
-            if not layout["has_optimizer"]:
-                for optimizer in self.optimizers:
-                    # fp32 main parameters still hold the weights from before the load
-                    optimizer.reload_model_params()  # type: ignore[attr-defined]
+            for index, optimizer in enumerate(self.optimizers):
+                optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
             if self.optimizers and not self._restore_rng(path, layout):
                 rank_zero_warn(
                     f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"

@@ -75,10 +75,6 @@ class MegatronOptimizer(Optimizer):
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
         self.param_groups = list(self.megatron.param_groups)
 
-    def reload_model_params(self) -> None:
-        """Refresh the fp32 main parameters after weights were loaded into the model."""
-        self.megatron.reload_model_params()
-
     def _parts(self) -> list["CoreOptimizer"]:
         from megatron.core.optimizer import ChainedOptimizer
 

@@ -1,0 +1,43 @@
+"""Write a small random Qwen3 and its character tokenizer: ``build_model.py DIRECTORY``. Nothing is downloaded."""
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
+CHARACTERS = "0123456789+-="
+
+
+def build_model(directory: Path, seed: int = 0) -> None:
+    """Write model and tokenizer in Hugging Face format."""
+    tokens = [*SPECIAL_TOKENS, *CHARACTERS]  # 16: the vocabulary divides by the tensor-parallel sizes in use
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokens),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    build_model(Path(sys.argv[1]))
