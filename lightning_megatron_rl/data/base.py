@@ -46,6 +46,9 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.shuffle = shuffle
         self.seed = seed
+        if not self.val_sources:
+            # Lightning asks whether the hook is overridden: a fit then has no validation, and `validate` is refused
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._sets: dict[str, list[Item]] = {}
         self._train_loader: ResumableLoader[Item] | None = None
@@ -91,9 +94,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         num_replicas, rank = self._data_parallel()
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             # the same first batches in every epoch
-            batches = GlobalBatches(
-                len(items), self.batch_size, num_replicas=num_replicas, rank=rank, drop_last=True
-            )
+            batches = GlobalBatches(len(items), self.batch_size, num_replicas=num_replicas, rank=rank, drop_last=True)
             return EvaluationLoader(items, batches)
         if self._train_loader is None or self._train_loader_owner is not self.trainer:
             batches = GlobalBatches(
@@ -189,7 +190,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             fitting = f"{lower} or {lower + num_replicas}" if lower else str(num_replicas)
             raise ValueError(
                 f"batch_size({self.batch_size}) / data-parallel size({num_replicas}) = "
-                f"{self.batch_size / num_replicas:.2f} is not whole: set batch_size to {fitting}"
+                f"{self.batch_size / num_replicas:g} is not whole: set batch_size to {fitting}"
             )
         if num_rows < self.batch_size:
             raise ValueError(

@@ -50,11 +50,11 @@ class GlobalBatches:
         """The rows of batch `number`, counted from the first batch of epoch 0."""
         epoch, in_epoch = divmod(number, self.per_epoch)
         start = in_epoch * self.batch_size
-        return self._order(epoch)[start : start + self.batch_size][self.rank :: self.num_replicas]
+        return list(self._order(epoch)[start : start + self.batch_size][self.rank :: self.num_replicas])
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
-            return list(range(self.num_rows))
+            return range(self.num_rows)
         if self._order_of is None or self._order_of[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self._order_of = epoch, torch.randperm(self.num_rows, generator=generator).tolist()

@@ -2,15 +2,18 @@
 
 import datetime
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron_rl.data import PromptDataModule
 from lightning_megatron_rl.sample import Prompt
@@ -95,7 +98,11 @@ def test_resume_continues_with_exactly_the_next_batch(
     reference = Recorder(asks_for_total_steps)
     trainer = make_trainer(tmp_path, [saver], **RUNS[run])
     trainer.fit(reference, make_data(tokenizer_dir, with_val))
-    assert trainer.global_step == len(reference.seen) == (9 if run == "limited" else 13 if "max_steps" in RUNS[run] else 15)
+    assert (
+        trainer.global_step
+        == len(reference.seen)
+        == (9 if run == "limited" else 13 if "max_steps" in RUNS[run] else 15)
+    )
     batches = [step[2] for step in reference.seen]
     for start in range(0, len(batches), 5):
         epoch = [index for batch in batches[start : start + 5] for index in batch]
@@ -159,6 +166,25 @@ def test_validate_test_and_predict_see_every_prompt_of_every_set_once(tokenizer_
     assert data.val_names == ["a", "b"]
 
 
+def test_no_validation_set_means_no_validation(tokenizer_dir: str, tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(Recorder(), make_data(tokenizer_dir))
+    assert not trainer.enable_validation
+    assert not [w for w in recwarn if "across ranks is zero" in str(w.message)]
+    with pytest.raises(MisconfigurationException, match="`val_dataloader` must be implemented"):
+        trainer.validate(Recorder(), datamodule=make_data(tokenizer_dir))
+
+
+@pytest.mark.parametrize(("batch_size", "remedy"), [(9, "8 or 12"), (3, "4")])
+def test_batch_size_that_does_not_divide_is_refused(tokenizer_dir: str, tmp_path: Path, batch_size: int, remedy: str):
+    data = make_data(tokenizer_dir, batch_size=batch_size)
+    data.trainer = make_trainer(tmp_path, devices=4, strategy="ddp")
+    message = rf"batch_size\({batch_size}\) / data-parallel size\(4\) = {batch_size / 4} .*set batch_size to {remedy}$"
+    with pytest.raises(ValueError, match=message):
+        data.setup("fit")
+    data.setup("validate")  # validation batches may be uneven
+
+
 class WriteSeen(L.Callback):
     """Writes what a rank has seen to `directory`, since its process ends with the run."""
 
@@ -172,15 +198,16 @@ class WriteSeen(L.Callback):
 
 
 @pytest.fixture
-def without_threads() -> Iterator[None]:
-    """One thread, so that a fork is safe."""
+def forks() -> Iterator[None]:
+    """One thread, so that a fork is safe; the port that Lightning leaves in the environment is taken out again."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("without_threads")
+@pytest.mark.usefixtures("forks")
 def test_two_ranks_see_the_batches_of_one(tokenizer_dir: str, tmp_path: Path):
     """Real gloo processes under Lightning, resumed in the middle of the second epoch from a run on one device."""
     reference = Recorder()
