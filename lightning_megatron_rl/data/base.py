@@ -1,0 +1,199 @@
+"""What the data modules share: named sets of encoded rows, global batches over data-parallel ranks, exact resume."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
+from lightning_megatron_rl.data.sources import Row, Source, describe_source, load_rows, needs_download
+from lightning_megatron_rl.data.templates import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Overlong = Literal["drop", "error"]
+
+
+class RowDataModule[Item](L.LightningDataModule, ABC):
+    """A data module whose rows are encoded once, in memory, and given out in lists.
+
+    `test` and `predict` run on the validation sets.
+    """
+
+    def __init__(
+        self,
+        train: Source,
+        val: dict[str, Source] | None,
+        tokenizer: str,
+        batch_size: int,
+        val_batch_size: int | None,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1 or (val_batch_size is not None and val_batch_size < 1):
+            raise ValueError(f"batch_size={batch_size} and val_batch_size={val_batch_size} must be at least 1")
+        if "train" in (val or {}):
+            raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
+        self.train_source = train
+        self.val_sources = val or {}
+        self.tokenizer_name = tokenizer
+        self.batch_size = batch_size
+        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        if not self.val_sources:
+            # Lightning asks whether the hook is overridden: a fit then has no validation, and `validate` is refused
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._sets: dict[str, list[Item]] = {}
+        self._train_loader: ResumableLoader[Item] | None = None
+        self._train_loader_owner: L.Trainer | None = None
+        self._position: dict[str, Any] | None = None  # of a checkpoint, until the training loader exists
+
+    @abstractmethod
+    def encode(self, rows: list[Row], dataset: str, source_name: str) -> list[Item]:
+        """The items of all rows that are not left out."""
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._tokenizer
+
+    @property
+    def val_names(self) -> list[str]:
+        """Names of the validation sets, in the order of their `dataloader_idx`."""
+        return list(self.val_sources)
+
+    def prepare_data(self) -> None:
+        """Fill the download caches, in one process per node."""
+        for source in [self.train_source, *self.val_sources.values()]:
+            if needs_download(source):
+                load_rows(source)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and encode what the stage needs, and check the batch arithmetic, before any weights are loaded."""
+        sources = dict(self.val_sources)
+        if stage in (None, "fit"):
+            sources = {"train": self.train_source, **sources}
+        for name, source in sources.items():
+            if name not in self._sets:
+                self._sets[name] = self.encode(load_rows(source), name, describe_source(source))
+        if "train" in sources:
+            self._check_batches(len(self._sets["train"]))
+
+    def train_dataloader(self) -> ResumableLoader[Item] | EvaluationLoader[Item]:
+        """Global batches of the training set, all of them full; one loader for all of a trainer's epochs."""
+        items = self._sets["train"]
+        num_replicas, rank = self._data_parallel()
+        if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            # the same first batches in every epoch
+            batches = GlobalBatches(len(items), self.batch_size, num_replicas=num_replicas, rank=rank, drop_last=True)
+            return EvaluationLoader(items, batches)
+        if self._train_loader is None or self._train_loader_owner is not self.trainer:
+            batches = GlobalBatches(
+                len(items),
+                self.batch_size,
+                num_replicas=num_replicas,
+                rank=rank,
+                shuffle=self.shuffle,
+                seed=self.seed,
+                drop_last=True,
+            )
+            self._train_loader = ResumableLoader(items, batches)
+            self._train_loader_owner = self.trainer
+        if self._position is not None:
+            self._train_loader.load_state_dict(self._position)
+            self._position = None
+        return self._train_loader
+
+    def val_dataloader(self) -> list[EvaluationLoader[Item]]:
+        """One loader per validation set: every row once over all ranks; a rank's last batch may be an empty list."""
+        num_replicas, rank = self._data_parallel()
+        return [
+            EvaluationLoader(
+                self._sets[name],
+                GlobalBatches(len(self._sets[name]), self.val_batch_size, num_replicas=num_replicas, rank=rank),
+            )
+            for name in self.val_names
+        ]
+
+    def test_dataloader(self) -> list[EvaluationLoader[Item]]:
+        """The validation sets."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> list[EvaluationLoader[Item]]:
+        """The validation sets."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training set, for the checkpoint."""
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's position.
+
+        Lightning restores a loader only if it builds it after reading the checkpoint and takes the last epoch for
+        unfinished, so the position is kept here. `validate(ckpt_path=…)` calls this too; it moves nothing.
+        """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._train_loader is not None and self._train_loader_owner is self.trainer:
+            self._train_loader.load_state_dict(state_dict["train"])
+        else:
+            self._position = state_dict["train"]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave the records on the host: what the device needs is packed first."""
+        return batch
+
+    def drop_overlong(
+        self, items: list[Item], lengths: list[int], limit: int, mode: Overlong, dataset: str, setting: str
+    ) -> list[Item]:
+        """The items whose length is within the limit; the others are counted in a warning, or refused.
+
+        Raises:
+            ValueError: on the first overlong item if `mode` is "error", or if no item is left.
+        """
+        overlong = [row for row, length in enumerate(lengths) if length > limit]
+        if overlong and mode == "error":
+            raise ValueError(
+                f"{dataset} row {overlong[0]} has {lengths[overlong[0]]} tokens, {setting}={limit} ({len(overlong)} of "
+                f"{len(items)} rows are too long): raise it to at least {max(lengths)}, or drop such rows"
+            )
+        if len(overlong) == len(items):
+            raise ValueError(
+                f"all {len(items)} rows of {dataset} have more than {setting}={limit} tokens (shortest: "
+                f"{min(lengths)}): raise it"
+            )
+        if overlong:
+            rank_zero_warn(
+                f"{dataset}: {len(overlong)} of {len(items)} rows dropped: more than {setting}={limit} tokens"
+            )
+        return [item for item, length in zip(items, lengths, strict=True) if length <= limit]
+
+    def _data_parallel(self) -> tuple[int, int]:
+        """Data-parallel size and rank: the strategy's, or 1 and 0 on a single device and without a trainer."""
+        kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
+
+    def _check_batches(self, num_rows: int) -> None:
+        num_replicas, _ = self._data_parallel()
+        if self.batch_size % num_replicas:
+            lower = self.batch_size // num_replicas * num_replicas
+            fitting = f"{lower} or {lower + num_replicas}" if lower else str(num_replicas)
+            raise ValueError(
+                f"batch_size({self.batch_size}) / data-parallel size({num_replicas}) = "
+                f"{self.batch_size / num_replicas:g} is not whole: set batch_size to {fitting}"
+            )
+        if num_rows < self.batch_size:
+            raise ValueError(
+                f"the training set has {num_rows} rows, batch_size is {self.batch_size}: {num_rows} // "
+                f"{self.batch_size} = 0 batches per epoch. Set batch_size to at most {num_rows}, or add rows"
+            )

@@ -1,0 +1,138 @@
+"""Loading: which rows each data-parallel rank takes of every global batch, and a loader that resumes exactly."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class GlobalBatches:
+    """The rows that one data-parallel rank takes of each global batch, in an endless sequence of epochs.
+
+    A global batch is a slice of its epoch's order of all rows, which depends on seed and epoch only; rank `r` of `n`
+    takes every `n`-th row of it from the `r`-th on. So the ranks together see the same batches for every `n`, no row is
+    seen twice in an epoch, and all ranks have the same number of batches.
+
+    Args:
+        num_rows: Rows of the data set.
+        batch_size: Rows of a batch, over all ranks.
+        num_replicas: Data-parallel size.
+        rank: Data-parallel rank.
+        shuffle: Whether every epoch has an order of its own.
+        seed: Seed of the orders; epoch `e` uses `seed + e`, as PyTorch's `DistributedSampler` does.
+        drop_last: Whether to leave out a last batch that is not full. Kept, it may be uneven or empty on some ranks.
+
+    Example:
+        5 rows, ``batch_size=4``, 2 ranks, in order: rank 0 takes [0, 2] and [4], rank 1 takes [1, 3] and [].
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.per_epoch = num_rows // batch_size if drop_last else -(-num_rows // batch_size)
+        self._order_of: tuple[int, list[int]] | None = None  # the epoch last asked for, and its order
+
+    def __getitem__(self, number: int) -> list[int]:
+        """The rows of batch `number`, counted from the first batch of epoch 0."""
+        epoch, in_epoch = divmod(number, self.per_epoch)
+        start = in_epoch * self.batch_size
+        return list(self._order(epoch)[start : start + self.batch_size][self.rank :: self.num_replicas])
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.num_rows)
+        if self._order_of is None or self._order_of[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._order_of = epoch, torch.randperm(self.num_rows, generator=generator).tolist()
+        return self._order_of[1]
+
+
+class EvaluationLoader[Item]:
+    """Lists of items, one epoch from its first batch each time.
+
+    Neither loader is a `DataLoader`: the items are in memory already, and Lightning leaves other iterables alone
+    instead of building them again around a sampler of its own.
+
+    Example:
+        ``EvaluationLoader(prompts, GlobalBatches(len(prompts), batch_size=64))``
+    """
+
+    def __init__(self, items: Sequence[Item], batches: GlobalBatches) -> None:
+        self.items = items
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches.per_epoch
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        for number in range(len(self)):
+            yield [self.items[row] for row in self.batches[number]]
+
+
+class ResumableLoader[Item]:
+    """Lists of items without end, an epoch's number of them per iteration; a restored one gives the very next.
+
+    What comes next depends only on how many batches came before, not on Lightning's count of epochs: after a
+    checkpoint at an epoch's end, a run bounded by `max_steps` skips an epoch number. The state is the same on all ranks
+    and for every data-parallel size. Lightning and the data module call `state_dict` and `load_state_dict`.
+
+    Raises:
+        ValueError: when restored within an epoch whose batches would be others than those of the checkpoint.
+
+    Example:
+        ``ResumableLoader(prompts, GlobalBatches(len(prompts), batch_size=64, shuffle=True, drop_last=True))``
+    """
+
+    def __init__(self, items: Sequence[Item], batches: GlobalBatches) -> None:
+        self.items = items
+        self.batches = batches
+        self._num_done = 0  # batches given out since the start of training
+
+    def __len__(self) -> int:
+        return self.batches.per_epoch
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        for _ in range(len(self)):
+            rows = self.batches[self._num_done]
+            self._num_done += 1
+            yield [self.items[row] for row in rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what must not change for it to mean the same batch."""
+        batches = self.batches
+        return {
+            "num_done": self._num_done,
+            "per_epoch": batches.per_epoch,
+            "num_rows": batches.num_rows,
+            "batch_size": batches.batch_size,
+            "shuffle": batches.shuffle,
+            "seed": batches.seed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved position; between two epochs the data may have changed."""
+        now = self.state_dict()
+        keys = ("num_rows", "batch_size", "shuffle", "seed")
+        changed = [f"{key} was {state_dict[key]!r}, is {now[key]!r}" for key in keys if state_dict[key] != now[key]]
+        epoch, in_epoch = divmod(state_dict["num_done"], state_dict["per_epoch"])
+        if changed and in_epoch:
+            raise ValueError(
+                f"the checkpoint stands after {in_epoch} of {state_dict['per_epoch']} batches of epoch {epoch}, and "
+                f"the data changed since: {'; '.join(changed)}. The epoch cannot go on where it stopped: restore these "
+                f"settings, or start from exported weights instead of ckpt_path"
+            )
+        self._num_done = epoch * len(self) + in_epoch

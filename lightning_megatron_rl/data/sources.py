@@ -1,0 +1,220 @@
+"""Sources: rows of a data set from a JSONL or Parquet file, a `datasets` name or directory, or a Python callable."""
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+
+_OTHER_TABLE_SUFFIXES = {".json", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".gz", ".zst", ".xlsx", ".npy", ".pt"}
+_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+class RowSource(Protocol):
+    """A function or an object that, called without arguments, returns all rows of a data set."""
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """All rows."""
+        ...
+
+
+@dataclass
+class DataSource:
+    """A data set by its path, with what else is needed to name a part of it.
+
+    Args:
+        path: A `.jsonl` or `.parquet` file, a directory or hub name that `datasets.load_dataset` takes, or the dotted
+            path of a Python callable that returns a list of rows.
+        split: Split of a directory or hub data set; a file or callable has none.
+        name: Configuration of a directory or hub data set, like `main` of `openai/gsm8k`.
+        limit: Take only the first so many rows.
+
+    Example:
+        ``DataSource("openai/gsm8k", name="main", split="test", limit=500)``
+    """
+
+    path: str
+    split: str = "train"
+    name: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit} leaves no rows of {self.path!r}: set at least 1, or null for all")
+
+
+Source = RowSource | DataSource | str
+
+
+def load_rows(source: Source) -> list[Row]:
+    """Read all rows of a source; a string stands for `DataSource(string)`.
+
+    Raises:
+        ValueError: if the source cannot be found or read, has no rows, or gives something other than a list of dicts.
+
+    Example:
+        ``load_rows("prompts.jsonl")`` with the line ``{"prompt": "1+1="}`` gives ``[{"prompt": "1+1="}]``.
+    """
+    if isinstance(source, str):
+        source = DataSource(source)
+    rows = _read(source) if isinstance(source, DataSource) else source()
+    name = describe_source(source)
+    if not isinstance(rows, list):
+        raise ValueError(f"{name} returned {type(rows).__name__}, not a list of rows (dicts)")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} of {name} is {_shorten(row)}, not a dict of columns")
+    if isinstance(source, DataSource) and source.limit is not None:
+        rows = rows[: source.limit]
+    if not rows:
+        raise ValueError(f"{name} is an empty data set: 0 rows")
+    return rows
+
+
+def needs_download(source: Source) -> bool:
+    """Whether one process per node should load the source before the others do.
+
+    Example:
+        ``needs_download("openai/gsm8k")`` is True, ``needs_download("prompts.jsonl")`` False.
+    """
+    if isinstance(source, str):
+        source = DataSource(source)
+    return isinstance(source, DataSource) and _reader(source.path) is _read_datasets
+
+
+def describe_source(source: Source) -> str:
+    """The source as error messages name it.
+
+    Example:
+        ``describe_source(DataSource("openai/gsm8k", split="test"))`` is ``"'openai/gsm8k' (split 'test')"``.
+    """
+    if isinstance(source, str):
+        source = DataSource(source)
+    if isinstance(source, DataSource):
+        is_hub = _reader(source.path) is _read_datasets
+        return f"{source.path!r} (split {source.split!r})" if is_hub else repr(source.path)
+    return getattr(source, "__qualname__", type(source).__qualname__)
+
+
+def column(row: Row, name: str, where: str) -> Any:
+    """The value of a column.
+
+    Raises:
+        ValueError: if the row lacks it, with the columns that there are.
+
+    Example:
+        ``column({"prompt": "1+1="}, "prompt", "row 0 of 'a.jsonl'")`` is ``"1+1="``.
+    """
+    if name not in row:
+        raise ValueError(
+            f"{where} has no column {name!r}; its columns are {sorted(row)}: "
+            f"name the right one in prompt_column, answer_column, completion_column or messages_column"
+        )
+    return row[name]
+
+
+def _read(source: DataSource) -> list[Row]:
+    return _reader(source.path)(source)
+
+
+def _reader(path: str) -> Callable[[DataSource], list[Row]]:
+    """Which reader a path asks for: by suffix, then what exists, then the form of the name."""
+    suffix = Path(path).suffix
+    if suffix in _FILE_READERS:
+        return _FILE_READERS[suffix]
+    if Path(path).is_dir():
+        return _read_datasets
+    if suffix in _OTHER_TABLE_SUFFIXES or Path(path).is_file():
+        return _refuse_suffix
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+        return _refuse_missing
+    return _call_dotted_path if _DOTTED_PATH.fullmatch(path) else _read_datasets
+
+
+def _read_jsonl(source: DataSource) -> list[Row]:
+    rows = []
+    with _existing(source).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{source.path}, line {number}: not valid JSON ({error.msg} at column {error.colno}): "
+                    f"{_shorten(line.strip())}"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{source.path}, line {number}: {_shorten(row)} is not a JSON object of columns")
+            rows.append(row)
+            if len(rows) == source.limit:
+                break
+    return rows
+
+
+def _read_parquet(source: DataSource) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = _existing(source)
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{source.path} is not a readable Parquet file: {error}") from error
+
+
+def _read_datasets(source: DataSource) -> list[Row]:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(source.path, source.name, split=source.split)
+    except (OSError, ValueError) as error:  # not found, offline, no such split, no such configuration
+        raise ValueError(
+            f"data set {source.path!r} (name={source.name!r}, split={source.split!r}) could not be loaded: {error}. "
+            f"It is neither a .jsonl or .parquet file nor a dotted path, so it was looked up with "
+            f"datasets.load_dataset: check name and split, and the network on the first use"
+        ) from error
+    if source.limit is not None:
+        table = table.select(range(min(source.limit, len(table))))
+    return table.to_list()
+
+
+def _call_dotted_path(source: DataSource) -> list[Row]:
+    module, _, attribute = source.path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{source.path!r} is no file, and as a dotted path of a callable it cannot be imported: {error}"
+        ) from error
+    return function()
+
+
+def _refuse_suffix(source: DataSource) -> list[Row]:
+    raise ValueError(
+        f"{source.path}: unknown suffix {Path(source.path).suffix!r}; files are read as {sorted(_FILE_READERS)}: "
+        f"convert the file, or give a directory or hub name for datasets.load_dataset, or a Python callable"
+    )
+
+
+def _refuse_missing(source: DataSource) -> list[Row]:
+    raise ValueError(f"{source.path}: no such file or directory (working directory: {Path.cwd()})")
+
+
+def _existing(source: DataSource) -> Path:
+    path = Path(source.path)
+    if not path.is_file():
+        _refuse_missing(source)
+    return path
+
+
+def _shorten(value: Any, length: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+_FILE_READERS: dict[str, Callable[[DataSource], list[Row]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -1,0 +1,232 @@
+"""Templates: rows to text by a plain or a chat template, and text to token ids, segment by segment."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]
+
+
+@dataclass
+class Segment:
+    """A piece of text that is tokenised by itself, so that its borders always fall between two tokens."""
+
+    text: str
+    is_target: bool = False  # its tokens are trained on
+    add_special_tokens: bool = False  # the tokenizer's own, like BOS; chat templates write theirs into the text
+    append_eos: bool = False  # the end-of-sequence token follows
+
+
+@dataclass
+class PromptTemplate:
+    """How prompts become text.
+
+    Args:
+        apply_chat_template: Put text prompts into a user message of the tokenizer's chat template. Prompts that are
+            lists of messages always go through it.
+        system_prompt: Text of a system message put first; needs the chat template.
+        prompt_template: Text around a prompt that is text; `{prompt}` stands for it, other braces for themselves.
+        add_special_tokens: Whether prompts without chat template get the tokenizer's special tokens, like BOS.
+
+    Raises:
+        ValueError: if a setting would have no effect.
+
+    Example:
+        ``PromptTemplate(prompt_template="Q: {prompt} A:")`` turns ``1+1`` into ``Q: 1+1 A:``.
+    """
+
+    apply_chat_template: bool = False
+    system_prompt: str | None = None
+    prompt_template: str = "{prompt}"
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError(
+                f"prompt_template={self.prompt_template!r} does not contain {{prompt}}: all prompts would be equal"
+            )
+
+    def messages(self, prompt: Any, where: str) -> list[Message] | None:
+        """The prompt as chat messages, or None if it is plain text.
+
+        Raises:
+            ValueError: if the prompt is neither text nor a list of messages, or does not fit the settings.
+
+        Example:
+            ``PromptTemplate(apply_chat_template=True).messages("Hi", "row 0")`` is one user message.
+        """
+        if isinstance(prompt, str):
+            if not self.apply_chat_template:
+                if self.system_prompt is not None:
+                    raise ValueError("system_prompt needs apply_chat_template=True, or put it into prompt_template")
+                return None
+            messages = [{"role": "user", "content": self.fill(prompt)}]
+        else:
+            messages = check_messages(prompt, where)
+            if self.prompt_template != "{prompt}":
+                raise ValueError(
+                    f"{where}: prompt_template={self.prompt_template!r} is for text, but this prompt is a list of "
+                    f"messages: leave it at its default"
+                )
+            if messages[-1]["role"] == "assistant":
+                raise ValueError(f"{where}: the prompt ends with an assistant message, so nothing is left to answer")
+        return self.with_system_prompt(messages, where)
+
+    def with_system_prompt(self, messages: list[Message], where: str) -> list[Message]:
+        """The messages after the system message, if there is one.
+
+        Raises:
+            ValueError: if the messages begin with a system message already.
+
+        Example:
+            ``PromptTemplate(system_prompt="Be brief.").with_system_prompt([], "row 0")`` is one system message.
+        """
+        if self.system_prompt is None:
+            return messages
+        if messages and messages[0]["role"] == "system":
+            raise ValueError(f"{where}: the messages have a system message of their own; leave system_prompt unset")
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def fill(self, prompt: str) -> str:
+        """The prompt inside `prompt_template`.
+
+        Example:
+            ``PromptTemplate(prompt_template="{prompt}=").fill("1+1")`` is ``"1+1="``.
+        """
+        return self.prompt_template.replace("{prompt}", prompt)
+
+    def prompt_segment(self, tokenizer: "PreTrainedTokenizerBase", prompt: Any, where: str) -> Segment:
+        """The text of a prompt up to where the response begins.
+
+        Example:
+            ``PromptTemplate().prompt_segment(tokenizer, "1+1=", "row 0").text`` is ``"1+1="``.
+        """
+        messages = self.messages(prompt, where)
+        if messages is None:
+            return Segment(self.fill(prompt), add_special_tokens=self.add_special_tokens)
+        return Segment(render_chat(tokenizer, messages, where, add_generation_prompt=True))
+
+
+def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a hub name or directory.
+
+    Raises:
+        ValueError: if there is none.
+
+    Example:
+        ``load_tokenizer("Qwen/Qwen3-0.6B")``
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {name_or_path!r}: {error}. Give the directory or hub name of a model"
+        ) from error
+
+
+def check_messages(messages: Any, where: str) -> list[Message]:
+    """The messages, known to be a non-empty list of dicts with text as `role` and `content`.
+
+    Raises:
+        ValueError: otherwise.
+
+    Example:
+        ``check_messages([{"role": "user", "content": "Hi"}], "row 0")`` returns its argument.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"{where}: {messages!r} ({type(messages).__name__}) is neither text nor a non-empty list of chat messages"
+        )
+    for number, message in enumerate(messages):
+        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not is_message:
+            raise ValueError(f"{where}: message {number} is {message!r}, not a dict with text as 'role' and 'content'")
+    return messages
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], where: str, *, add_generation_prompt: bool
+) -> str:
+    """The text that the tokenizer's chat template makes of messages.
+
+    Raises:
+        ValueError: if there is no chat template or it refuses the messages.
+
+    Example:
+        ``render_chat(tokenizer, [{"role": "user", "content": "Hi"}], "row 0", add_generation_prompt=True)``
+    """
+    from jinja2.exceptions import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where}: the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts with "
+            f"apply_chat_template=False, or a tokenizer of an instruction-tuned model"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    except TemplateError as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(f"{where}: the chat template refuses messages with roles {roles}: {error}") from error
+
+
+def conversation_segments(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], where: str, *, first_target: int = 0
+) -> list[Segment]:
+    """A conversation cut at the borders of its assistant turns, which are the targets.
+
+    A turn's target is what the template adds to the conversation before it, generation prompt included: exactly what
+    a model has to generate, with the template's end of turn. Messages after the last target are left out.
+
+    Args:
+        tokenizer: Has the chat template.
+        messages: The conversation.
+        where: The row, for errors.
+        first_target: Index of the first message that may be a target.
+
+    Raises:
+        ValueError: if the template rewrites earlier turns once later ones follow, so that no such cut exists, or if
+            there is no assistant turn.
+
+    Example:
+        User "Hi", assistant "Yo" in ChatML: a segment ``<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n``
+        and a target ``Yo<|im_end|>\\n``.
+    """
+    segments: list[Segment] = []
+    done = ""
+    for end in range(first_target, len(messages)):
+        if messages[end]["role"] != "assistant":
+            continue
+        before = render_chat(tokenizer, messages[:end], where, add_generation_prompt=True)
+        after = render_chat(tokenizer, messages[: end + 1], where, add_generation_prompt=False)
+        if not (before.startswith(done) and after.startswith(before)):
+            raise ValueError(
+                f"{where}: the chat template changes earlier text when message {end} (assistant) is added, so its "
+                f"tokens cannot be told apart: split the conversation into rows that end with one assistant turn "
+                f"each, or use prompt and completion columns"
+            )
+        segments += [Segment(before[len(done) :]), Segment(after[len(before) :], is_target=True)]
+        done = after
+    if not segments:
+        raise ValueError(f"{where}: no assistant message to train on")
+    return segments
+
+
+def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment) -> list[int]:
+    """Token ids of one segment.
+
+    Raises:
+        ValueError: if it ends with an end-of-sequence token and the tokenizer has none.
+
+    Example:
+        ``tokenize_segment(tokenizer, Segment("1+1="))``
+    """
+    ids: list[int] = tokenizer(segment.text, add_special_tokens=segment.add_special_tokens)["input_ids"]
+    if not segment.append_eos:
+        return ids
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set append_eos=False")
+    return [*ids, tokenizer.eos_token_id]

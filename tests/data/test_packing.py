@@ -1,0 +1,194 @@
+import random
+
+import pytest
+import torch
+
+from lightning_megatron_rl.data import (
+    TokenSequence,
+    make_microbatches,
+    padding_fraction,
+    plan_microbatches,
+    scatter_to_sequences,
+)
+
+
+def make_sequences(lengths: list[int], seed: int = 0) -> list[TokenSequence]:
+    """Sequences of distinct non-zero token ids, random targets, and a field that equals the token id."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences, first = [], 1
+    for length in lengths:
+        ids = torch.arange(first, first + length)
+        mask = torch.rand(length, generator=generator) < 0.6
+        mask[0] = False
+        sequences.append(TokenSequence(ids, mask, {"advantages": ids.float()}))
+        first += length
+    return sequences
+
+
+def random_lengths(generator: random.Random) -> list[int]:
+    return [generator.randint(1, generator.choice([3, 12, 40])) for _ in range(generator.randint(1, 40))]
+
+
+def cost(lengths: list[int], bin_: list[int], packed: bool) -> int:
+    return sum(lengths[i] for i in bin_) if packed else len(bin_) * max((lengths[i] for i in bin_), default=0)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_plan_is_a_partition_within_the_limit(packed: bool, seed: int):
+    generator = random.Random(seed)
+    lengths = random_lengths(generator)
+    max_tokens = max(lengths) + generator.randint(0, 60)
+    plan = plan_microbatches(lengths, max_tokens, packed=packed)
+    assert sorted(i for bin_ in plan for i in bin_) == list(range(len(lengths)))
+    assert all(bin_ and cost(lengths, bin_, packed) <= max_tokens for bin_ in plan)
+    assert plan == plan_microbatches(lengths, max_tokens, packed=packed)
+    # data-parallel ranks agree on the largest number: every number from the plan's own upwards must be met exactly
+    for number in range(1, len(plan) + 4):
+        larger = plan_microbatches(lengths, max_tokens, packed=packed, num_microbatches=number)
+        assert len(larger) == max(number, len(plan))
+        assert sorted(i for bin_ in larger for i in bin_) == list(range(len(lengths)))
+        assert all(cost(lengths, bin_, packed) <= max_tokens for bin_ in larger)
+
+
+def test_plan_is_balanced_and_small():
+    lengths = [10] * 8 + [20] * 4  # 160 tokens; first fit at the limit 55 would give bins of 50, 50, 50 and 10
+    assert [cost(lengths, bin_, True) for bin_ in plan_microbatches(lengths, 55)] == [40, 40, 40, 40]
+    # padded bins hold neighbours in length, so none of these wastes a token
+    assert [cost(lengths, bin_, False) for bin_ in plan_microbatches(lengths, 55, packed=False)] == [40, 40, 40, 40]
+    # 1000 sequences of which no two fit together need 1000 bins
+    assert len(plan_microbatches([600] * 1000, 1000)) == 1000
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_asking_for_more_bins_fills_them_evenly_and_leaves_the_rest_empty(packed: bool):
+    plan = plan_microbatches([4, 4, 4, 4], 100, packed=packed, num_microbatches=4)
+    assert sorted(plan) == [[0], [1], [2], [3]]
+    assert [len(bin_) for bin_ in plan_microbatches([4], 100, packed=packed, num_microbatches=3)] == [1, 0, 0]
+    assert plan_microbatches([], 100, packed=packed) == []
+    assert plan_microbatches([], 100, packed=packed, num_microbatches=2) == [[], []]
+
+
+def test_too_long_sequence_is_refused_with_index_length_limit_and_remedy():
+    with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens.*max_tokens_per_microbatch=8.*at least 9"):
+        plan_microbatches([3, 9], 8)
+
+
+def test_packed_layout():
+    sequences = make_sequences([2, 3])
+    sequences[1].loss_mask = torch.tensor([False, True, True])
+    (batch,) = make_microbatches(sequences, [[0, 1]], pad_to_multiple=4)
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
+    assert batch.labels.tolist() == [[2, 0, 4, 5, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]]
+    assert batch.sequence_index.tolist() == [[0, 0, 1, 1, 1, -1, -1, -1]]
+    assert batch.mask[0, 2:].tolist() == [True, True, False, False, False, False]
+    assert batch.fields["advantages"].tolist() == [[2.0, 0, 4, 5, 0, 0, 0, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 8]
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.max_seqlen == 3
+    (whole,) = make_microbatches(sequences, [[0, 1]], pad_to_multiple=5)
+    assert whole.cu_seqlens.tolist() == [0, 2, 5]  # no padding, no segment for it
+
+
+def test_padded_layout():
+    (batch,) = make_microbatches(make_sequences([2, 3]), [[0, 1]], packed=False, pad_to_multiple=2)
+    assert batch.tokens.tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
+    assert batch.labels.tolist() == [[2, 0, 0, 0], [4, 5, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.sequence_index.tolist() == [[0, 0, -1, -1], [1, 1, 1, -1]]
+    assert batch.fields["advantages"].tolist() == [[2.0, 0, 0, 0], [4, 5, 0, 0]]
+    assert batch.cu_seqlens is None
+    assert batch.max_seqlen == 4
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_empty_bin_is_a_microbatch_of_padding(packed: bool, multiple: int):
+    sequences = make_sequences([3])
+    batch, empty = make_microbatches(sequences, [[0], []], packed=packed, pad_to_multiple=multiple)
+    assert empty.tokens.shape == (1, multiple)
+    assert not empty.mask.any()
+    assert (empty.sequence_index == -1).all()
+    assert empty.fields["advantages"].shape == (1, multiple)
+    assert {t.dtype for t in empty.fields.values()} == {t.dtype for t in batch.fields.values()}
+    for name in ("tokens", "labels", "position_ids", "mask", "sequence_index"):
+        assert getattr(empty, name).dtype == getattr(batch, name).dtype
+    if packed:
+        assert empty.cu_seqlens.tolist() == [0, multiple]
+        assert empty.cu_seqlens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("multiple", [1, 4, 7])
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_crosses_sequences_and_all_comes_back(packed: bool, multiple: int, seed: int):
+    generator = random.Random(seed)
+    lengths = random_lengths(generator)
+    sequences = make_sequences(lengths, seed)
+    plan = plan_microbatches(lengths, max(lengths) + 50, packed=packed, num_microbatches=generator.randint(1, 8))
+    batches = make_microbatches(sequences, plan, packed=packed, pad_to_multiple=multiple)
+    for batch in batches:
+        assert batch.tokens.shape[1] % multiple == 0
+        owner, width = batch.sequence_index, batch.tokens.shape[1]
+        for row in range(batch.tokens.shape[0]):
+            for s in range(width):
+                i, t = int(owner[row, s]), int(batch.position_ids[row, s])
+                has_label = i >= 0 and t + 1 < lengths[i]
+                assert batch.tokens[row, s] == (sequences[i].token_ids[t] if i >= 0 else 0)
+                assert batch.labels[row, s] == (sequences[i].token_ids[t + 1] if has_label else 0)
+                assert batch.mask[row, s] == (has_label and bool(sequences[i].loss_mask[t + 1]))
+                assert batch.fields["advantages"][row, s] == batch.labels[row, s]
+        if packed:  # attention and positions see the same borders
+            starts = (batch.position_ids[0] == 0).nonzero().flatten().tolist()
+            assert [*starts, width] == batch.cu_seqlens.tolist()
+            assert batch.max_seqlen == int(batch.cu_seqlens.diff().max())
+    # each label comes back at the place of its own token; garbage on padding comes back nowhere
+    outputs = [torch.where(b.sequence_index >= 0, b.labels.float() + 0.5, torch.nan) for b in batches]
+    for sequence, values in zip(sequences, scatter_to_sequences(outputs, batches, sequences), strict=True):
+        assert values.tolist() == [0.0, *(sequence.token_ids[1:] + 0.5).tolist()]
+    assert sum(int(b.mask.sum()) for b in batches) == sum(int(s.loss_mask.sum()) for s in sequences)
+
+
+def test_scatter_gives_gradients_and_packed_equals_padded():
+    sequences = make_sequences([5, 2, 7, 1])
+    table = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    results = []
+    for packed in (True, False):
+        batches = make_microbatches(sequences, [[0, 3], [1, 2]], packed=packed, pad_to_multiple=4)
+        results.append(scatter_to_sequences([table[b.labels] for b in batches], batches, sequences))
+    for packed_values, padded_values in zip(*results, strict=True):
+        assert torch.equal(packed_values, padded_values)
+    torch.cat(results[0]).sum().backward()
+    assert table.grad[2] == 1  # label of token 1
+    assert table.grad[1] == 0  # first token: nothing predicts it
+
+
+def test_padding_fraction():
+    sequences = make_sequences([2, 4])
+    assert padding_fraction(make_microbatches(sequences, [[0, 1]], packed=False)) == 0.25
+    assert padding_fraction(make_microbatches(sequences, [[0, 1]])) == 0.0
+    assert padding_fraction(make_microbatches(sequences, [[0, 1], []], pad_to_multiple=2)) == 0.25
+    assert padding_fraction([]) == 0.0
+
+
+def test_to_moves_everything():
+    (batch,) = make_microbatches(make_sequences([3, 2]), [[0, 1]])
+    moved = batch.to("meta")
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)] + list(moved.fields.values())
+    assert len(tensors) == 7
+    assert all(tensor.device.type == "meta" for tensor in tensors)
+    assert moved.max_seqlen == batch.max_seqlen
+
+
+def test_bad_sequences_are_refused():
+    ids = torch.tensor([4, 5])
+    with pytest.raises(ValueError, match=r"loss_mask\[0\] is True"):
+        TokenSequence(ids, torch.tensor([True, True]))
+    with pytest.raises(ValueError, match=r"advantages has shape \[3\], token_ids has \[2\]"):
+        TokenSequence(ids, torch.tensor([False, True]), {"advantages": torch.zeros(3)})
+    with pytest.raises(ValueError, match="not empty"):
+        TokenSequence(ids[:0], ids[:0].bool())
+    sequences = [*make_sequences([2]), TokenSequence(ids, torch.tensor([False, True]))]
+    with pytest.raises(ValueError, match=r"sequence 1 has fields \[\], sequence 0 has \['advantages'\]"):
+        make_microbatches(sequences, [[0, 1]])
