@@ -14,10 +14,17 @@ from lightning_megatron_rl.algorithms.advantages import group_advantages
 from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss, GRPOLossConfig
 from lightning_megatron_rl.modules.policy import PolicyModule
-from lightning_megatron_rl.modules.rollout_batch import Rollout, add_sample_metrics, check_batch_arithmetic, to_sequence
+from lightning_megatron_rl.modules.rollout_batch import (
+    Rollout,
+    add_sample_metrics,
+    check_batch_arithmetic,
+    check_split,
+    to_sequence,
+)
 from lightning_megatron_rl.rewards.base import Reward, compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
@@ -112,6 +119,7 @@ class GRPOModule(PolicyModule):
         """Check the model, then let the engine start while this process builds its own."""
         super().setup(stage)
         self._check_lengths()
+        self._check_prompts()
         self.synced_version = None  # another Trainer counts its steps from 0 again
         assert self.strategy.replica is not None
         if not self._engine_started:
@@ -132,6 +140,13 @@ class GRPOModule(PolicyModule):
                 f" engine.max_model_len={limit}: raise max_model_len or lower max_tokens."
             )
 
+    def _check_prompts(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, PromptDataModule):
+            return  # prompts of the user's own: checked when the first rollout is split
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        check_split(data.batch_size // replicas, self.updates_per_rollout)
+
     def configure_model(self) -> None:
         """Build the policy, and the frozen reference if the loss looks at it."""
         super().configure_model()
@@ -147,6 +162,10 @@ class GRPOModule(PolicyModule):
         """End the engine; the next phase that samples starts it anew."""
         self.engine.close()
         self._engine_started, self.synced_version = False, None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Forget what the engine has: the weights are about to be others."""
+        self.synced_version = None
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -182,6 +201,8 @@ class GRPOModule(PolicyModule):
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
         assert self.strategy.replica is not None
+        if not prompts:  # the last validation batch of this replica
+            return []
         seed = int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
         return self.strategy.replica.run_on_leader(
             lambda: generate_samples(
@@ -198,6 +219,8 @@ class GRPOModule(PolicyModule):
     def reward(self, samples: list[Sample]) -> None:
         """Fill in the rewards; the leader computes them, every rank gets them."""
         assert self.strategy.replica is not None
+        if not samples:
+            return
 
         def compute() -> list[tuple[dict[str, float], float]]:
             compute_rewards(samples, self.rewards, self.reward_weights)
@@ -223,6 +246,22 @@ class GRPOModule(PolicyModule):
         metrics = self.update(rollout.sequences, self.loss)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
         return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
+
+    def describe_batch(self, batch: list[Prompt]) -> list[tuple[str, str]]:
+        """Return the arithmetic of a rollout, for the table at start."""
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        prompts, group, updates = len(batch) * replicas, self.num_generations, self.updates_per_rollout
+        return [
+            ("prompts per rollout", f"{len(batch)} per replica x {replicas} replicas = {prompts}"),
+            ("samples per rollout", f"{prompts} prompts x {group} generations = {prompts * group}"),
+            (
+                "samples per update",
+                f"{prompts * group} samples / {updates} updates per rollout = {prompts * group // updates}",
+            ),
+            ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
+            ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
+            ("advantage, aggregation", f"{self.loss.config.advantage}, {self.loss.config.aggregation}"),
+        ]
 
     def log_rollout(self, rollout: Rollout) -> None:
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
@@ -253,11 +292,11 @@ class GRPOModule(PolicyModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/<set>/mean_at_1`` for every data set, over all replicas."""
-        self.log_metrics(self.evaluation.finish("val", self.reduce_on_device))
+        self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/<set>/mean_at_1`` for every data set."""
-        self.log_metrics(self.evaluation.finish("test", self.reduce_on_device))
+        self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
 
     # ---- what WeightSync needs -------------------------------------------------------------------------------------
 

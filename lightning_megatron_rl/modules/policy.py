@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
@@ -88,6 +89,7 @@ class PolicyModule(pl.LightningModule):
         self.logprob_chunk_size = logprob_chunk_size
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
+        self._described = False  # whether the table at start was printed
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
 
@@ -283,8 +285,30 @@ class PolicyModule(pl.LightningModule):
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - started
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start the step's clock."""
+        """Start the step's clock; before the first step, print what the run is made of."""
+        if not self._described:
+            self._described = True
+            self._print_start_table(batch)
         self._step_started = time.perf_counter()
+
+    def describe_batch(self, batch: Any) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what one batch means, with its arithmetic."""
+        return []
+
+    @property
+    def _packing_name(self) -> str:
+        return "packed" if self.packing else "padded"
+
+    def _print_start_table(self, batch: Any) -> None:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        optimizer = "distributed optimizer" if self.strategy.use_distributed_optimizer else "optimizer on every replica"
+        rows = [
+            ("model", f"{self.model_path} ({self.hf_model.config.model_type}), {parameters:,} parameters on this rank"),
+            ("layout", self.strategy.layout.describe(self.trainer.world_size)),
+            ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
+            *self.describe_batch(batch),
+        ]
+        print_table("run", rows)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is known only after the optimizer step: gradient norm, learning rate and times."""
@@ -325,3 +349,15 @@ class PolicyModule(pl.LightningModule):
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory; a collective of all ranks."""
         self.hf_model.save_pretrained(list(self.model), directory)
+
+
+@rank_zero_only
+def print_table(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print two columns on rank 0."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -33,12 +33,7 @@ class Rollout:
             ValueError: The prompts do not divide, with the arithmetic.
         """
         prompts = len(self.samples) // self.num_generations
-        if prompts % parts:
-            raise ValueError(
-                f"updates_per_rollout={parts} does not divide the {prompts} prompts of this replica"
-                f" (batch_size / data-parallel size): {prompts} / {parts} = {prompts / parts:.2f}. Change batch_size or"
-                " updates_per_rollout."
-            )
+        check_split(prompts, parts)
         size = prompts // parts * self.num_generations
         return [
             Rollout(self.samples[start : start + size], self.sequences[start : start + size], self.num_generations)
@@ -114,6 +109,20 @@ def repetition(token_ids: list[int]) -> float:
     """
     ngrams = [tuple(token_ids[start : start + _NGRAM]) for start in range(len(token_ids) - _NGRAM + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def check_split(prompts: int, updates_per_rollout: int) -> None:
+    """Refuse prompts of one replica that do not divide by the updates, with the arithmetic.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if prompts % updates_per_rollout:
+        raise ValueError(
+            f"updates_per_rollout={updates_per_rollout} does not divide the {prompts} prompts of one replica"
+            f" (batch_size / data-parallel size): {prompts} / {updates_per_rollout} = {prompts / updates_per_rollout:.2f}."
+            " Change batch_size or updates_per_rollout."
+        )
 
 
 def check_batch_arithmetic(

@@ -24,9 +24,18 @@ class SFTModule(PolicyModule):
         self.log_metrics(metrics, prog_bar=("policy/loss",))
         return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
 
+    def describe_batch(self, batch: list[TokenSequence]) -> list[tuple[str, str]]:
+        """Return the arithmetic of a batch, for the table at start."""
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        return [
+            ("sequences per update", f"{len(batch)} per replica x {replicas} replicas = {len(batch) * replicas}"),
+            ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
+        ]
+
     def on_validation_epoch_start(self) -> None:
-        """Start the sums of the epoch."""
+        """Start the sums of the epoch; a replica without a sequence knows the name as well."""
         self._tally = Tally()
+        self._tally.add_mean("loss", torch.empty(0))
 
     def validation_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the batch's negative log-likelihood."""

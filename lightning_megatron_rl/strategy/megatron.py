@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
 _DEFAULT_SEED = 1234
-logging.getLogger("megatron").setLevel(logging.WARNING)  # its info lines are lists of every parameter
+# its info lines are lists of every parameter, its warnings advice to Megatron's own developers
+logging.getLogger("megatron").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module=r"megatron\.")
 T = TypeVar("T")
 
 
@@ -368,6 +370,12 @@ class MegatronStrategy(ParallelStrategy):
     def data_parallel_all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce in place over the model replicas; `op` is "sum" or "max"."""
         return data_parallel_all_reduce(tensor, op)
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        """Return the sorted names of all ranks."""
+        everywhere: list[Sequence[str]] = [()] * self.world_size
+        dist.all_gather_object(everywhere, list(names))
+        return sorted({name for rank in everywhere for name in rank})
 
     def broadcast_from_last_stage(self, obj: T) -> T:
         """Return the object of this replica's last pipeline stage on every rank of the replica."""

@@ -1,0 +1,164 @@
+"""GRPO: one rollout, every layout, one number; and that number against Transformers and a plain autograd graph."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.rollout_batch import Rollout, check_split, repetition
+from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.generate import generate_samples
+from tests.distributed import WorkerError
+from tests.modules.runs import (
+    NUM_GENERATIONS,
+    ReplayEngine,
+    fails_on_long,
+    fit_grpo,
+    length,
+    parity,
+    prompts,
+)
+from tests.strategy.test_megatron import LAYOUTS, RELATIVE
+from tests.training import Run
+
+
+def job(pool: Any, model: Any, layout: str = "single", **kwargs: Any) -> list[Run]:
+    world_size, strategy = {**LAYOUTS, "single": (1, {})}[layout]
+    return pool.run(fit_grpo, model, strategy, world_size, world_size=world_size, init_process_group=False, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def reference(worker_pool, qwen3_dir) -> Run:
+    return job(worker_pool, qwen3_dir)[0]
+
+
+def without_times(step: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in step.items() if not name.startswith(("time/", "perf/"))}
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "tp2_dp2_sp"])
+def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, reference, layout):
+    runs = job(worker_pool, qwen3_dir, layout)
+    for run in runs:
+        assert run.steps == runs[0].steps, "a rank logged something else"
+    for mine, theirs in zip(runs[0].steps, reference.steps, strict=True):
+        mine, theirs = without_times(mine), without_times(theirs)
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            # KL and loss of a first update cancel to nearly nothing: compare those against the scale of a log-prob
+            assert mine[name] == pytest.approx(value, rel=RELATIVE, abs=1e-6), name
+    for name, weight in reference.weights.items():
+        error = (runs[0].weights[name] - weight).norm() / weight.norm()
+        assert error <= RELATIVE, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"])
+def test_aggregations_do_not_see_micro_batches_or_replicas(worker_pool, qwen3_dir, aggregation):
+    loss = {"aggregation": aggregation}
+    whole = job(worker_pool, qwen3_dir, steps=1, loss=loss)[0]
+    split = job(worker_pool, qwen3_dir, "dp2", steps=1, loss=loss, module={"max_tokens_per_microbatch": 64})[0]
+    for name in ("policy/loss", "policy/grad_norm"):
+        assert split.steps[0][name] == pytest.approx(whole.steps[0][name], rel=RELATIVE), name
+
+
+def test_weights_go_to_the_engine_before_every_rollout(reference):
+    assert reference.extra["versions"] == [0, 1]
+    assert reference.extra["names"] == set(reference.weights)
+    assert [step["rollout/weight_version"] for step in reference.steps] == [0, 1]
+    assert all(step["rollout/staleness"] == 0 for step in reference.steps)
+
+
+def test_first_update_equals_transformers_and_autograd(worker_pool, qwen3_dir):
+    """Loss and gradient norm of a first update, written down again with Transformers and nothing of ours."""
+    run = job(worker_pool, qwen3_dir, steps=1, module={"updates_per_rollout": 1})[0]
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny_models import make_tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
+    samples = generate_samples(
+        ReplayEngine(), prompts(4), SamplingParams(temperature=0.8, max_tokens=10), num_generations=NUM_GENERATIONS,
+        tokenizer=make_tokenizer(), seed=1234, step=0,
+    )  # fmt: skip
+    rewards = torch.tensor(parity(samples)) + 0.5 * torch.tensor(length(samples))
+    groups = rewards.view(-1, NUM_GENERATIONS)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    total, count = torch.zeros(()), 0
+    for sample, advantage in zip(samples, advantages, strict=True):
+        start = len(sample.prompt.token_ids)
+        ids = torch.tensor([sample.prompt.token_ids + sample.response_ids])
+        table = (model(ids).logits[0, start - 1 : -1] / 0.8).log_softmax(-1)
+        logprobs = table.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        old = logprobs.detach()
+        weight = (old - torch.tensor(sample.response_logprobs)).exp().clamp(max=2.0)
+        policy = -(logprobs - old).exp() * advantage * weight
+        kl = (old - logprobs).exp() - (old - logprobs) - 1  # the reference is the policy itself
+        entropy = -(table.exp() * table).sum(-1)
+        total = total + (policy + 0.1 * kl - 0.01 * entropy).sum()
+        count += len(sample.response_ids)
+    loss = total / count
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert run.steps[0]["policy/loss"] == pytest.approx(loss.item(), rel=RELATIVE)
+    assert run.steps[0]["policy/grad_norm"] == pytest.approx(norm.item(), rel=RELATIVE)
+    assert run.steps[0]["policy/kl_old"] == pytest.approx(0.0, abs=1e-8)
+
+
+def test_failing_reward_names_its_sample_on_every_rank(worker_pool, qwen3_dir):
+    """The rank that computes rewards fails; the other must not wait for it."""
+    with pytest.raises(WorkerError) as failure:
+        job(worker_pool, qwen3_dir, "tp2_sp", rewards=[fails_on_long])
+    message = str(failure.value)
+    assert message.count("fails_on_long") >= 2 and "ZeroDivisionError" in message
+    assert "rank 1 of 2" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_generations": 1}, "num_generations=1"),
+        ({"updates_per_rollout": 0}, "updates_per_rollout=0"),
+        ({"rewards": []}, "at least one reward"),
+        ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 rewards"),
+        ({"sampling": SamplingParams(temperature=0.0)}, "greedy"),
+        ({"sampling": SamplingParams(top_p=0.9)}, "top_p=0.9"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOModule(**{"model": "nothing", "rewards": [length], "engine": ReplayEngine(), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": "grpoo"}, "grpoo.*dr_grpo"),
+        ({"aggregation": "mean"}, "mean.*token_mean"),
+        ({"kl_estimator": "k4"}, "k4.*k3"),
+        ({"clip_low": 1.5}, "clip_low=1.5"),
+        ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+    ],
+)
+def test_unknown_or_impossible_loss_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOLossConfig(**options)
+
+
+def test_micro_batch_that_a_sample_may_not_fit_is_refused(worker_pool, qwen3_dir):
+    with pytest.raises(WorkerError, match="max_tokens_per_microbatch=32 < engine.max_model_len=64"):
+        job(worker_pool, qwen3_dir, module={"max_tokens_per_microbatch": 32})
+
+
+def test_prompts_that_do_not_divide_are_refused_with_the_arithmetic():
+    with pytest.raises(ValueError, match=r"6 / 4 = 1.50"):
+        check_split(6, 4)
+    rollout = Rollout([None] * 24, [None] * 24, NUM_GENERATIONS)  # type: ignore[list-item]
+    assert [len(part.samples) for part in rollout.split(3)] == [8, 8, 8]
+
+
+def test_repetition():
+    assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(0.2)
+    assert repetition([1, 2]) == 0.0
