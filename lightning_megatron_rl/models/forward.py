@@ -1,6 +1,7 @@
 """One forward pass of a model chunk over a padded or a packed micro-batch."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,11 +54,11 @@ def _packed_seq_params(cu_seqlens: Tensor, max_seqlen: int | None, length: int) 
     from megatron.core.packed_seq_params import PackedSeqParams
 
     boundaries = cu_seqlens.tolist()
-    longest = max(end - start for start, end in zip(boundaries[:-1], boundaries[1:], strict=True))
+    longest = max(end - start for start, end in pairwise(boundaries))
     if boundaries[0] != 0 or boundaries[-1] != length:
         raise ValueError(
-            f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, but the packed micro-batch has {length} tokens: "
-            "it must start at 0 and end there (padding at the end is a sequence of its own)"
+            f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, but the packed micro-batch has {length} "
+            "tokens: it must start at 0 and end there (padding at the end is a sequence of its own)"
         )
     if max_seqlen != longest:
         # Megatron reads a longest sequence as long as the whole batch as "positions do not restart"

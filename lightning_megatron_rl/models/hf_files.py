@@ -1,4 +1,4 @@
-"""Files of Hugging Face checkpoints: finding or downloading one, and writing one that appears only when it is complete."""
+"""Files of Hugging Face checkpoints: finding or downloading one, and writing one that appears when it is complete."""
 
 import copy
 import json

@@ -26,8 +26,8 @@ class HFModel:
     family is not supported.
 
     Example:
-        ``model = HFModel("Qwen/Qwen3-0.6B")``, after Megatron's parallel state is up ``chunks = model.build_chunks(…)``,
-        and after training ``model.save_pretrained(chunks, "export")``.
+        ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
+        ``chunks = model.build_chunks(…)``; after training ``model.save_pretrained(chunks, "export")``.
     """
 
     def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:

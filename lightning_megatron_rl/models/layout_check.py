@@ -37,7 +37,7 @@ def check_layout(
     num_layers_in_first_pipeline_stage: int | None = None,
     num_layers_in_last_pipeline_stage: int | None = None,
 ) -> None:
-    """Raise `ValueError` with the arithmetic and a remedy if a model of Hugging Face `config` cannot be split like this.
+    """Raise `ValueError` with arithmetic and remedy if a model of Hugging Face `config` cannot be split like this.
 
     The vocabulary need not be divisible: the embedding and output layer are padded with rows that take no part in
     softmax, sampling or export.

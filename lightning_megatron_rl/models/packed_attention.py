@@ -6,6 +6,7 @@ a causal sequence is never seen by its tokens.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class _Buckets:
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal softmax(q k^T scale) v for `query` [s, b, heads, d] and `key`, `value` [s, b, groups, d]: [s, b, heads, d].
+    """Causal softmax(q k^T scale) v: [s, b, heads, d] for `query` like it and `key`, `value` [s, b, groups, d].
 
     Example:
         With one token, the result is `value`, repeated for the heads of each group.
@@ -46,7 +47,7 @@ def packed_attention(
         ``cu_seqlens = [0, 3, 5]``: tokens 0 to 2 see each other, and so do tokens 3 and 4.
     """
     boundaries = cu_seqlens.tolist()
-    lengths = tuple(end - start for start, end in zip(boundaries[:-1], boundaries[1:], strict=True))
+    lengths = tuple(end - start for start, end in pairwise(boundaries))
     buckets = _buckets(lengths, query.device)
     batches = ([tensor[buckets.gather] for tensor in (query, key, value)]) if len(lengths) > 1 else [query, key, value]
     outs = []
@@ -98,7 +99,7 @@ def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
 def zigzag_attention(
     query: Tensor, key: Tensor, value: Tensor, cp_rank: int, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """`dense_attention` of this rank's part of `query` [s / cp, b, heads, d] to all of `key`, `value` [cp, s / cp, b, ...].
+    """`dense_attention` of this rank's `query` [s / cp, b, heads, d] to all `key`, `value` [cp, s / cp, b, groups, d].
 
     Keys and values come in the order of the ranks that hold them, as an all-gather leaves them.
     """
@@ -132,7 +133,7 @@ def packed_zigzag_attention(
         zigzag_attention(
             query[start:end, None], key[:, start:end, None], value[:, start:end, None], cp_rank, scale, dropout
         )
-        for start, end in zip(boundaries[:-1], boundaries[1:], strict=True)
+        for start, end in pairwise(boundaries)
         if end > start
     ]
     return torch.cat(outs).squeeze(1)

@@ -86,7 +86,7 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
         _add_norm_parameters(self, "layer_norm_", input_size, config)
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Normalise `hidden` [s, b, input_size] and multiply: [s, b, output_size / tp] and the bias if it was skipped."""
+        """Normalise and multiply `hidden` [s, b, input_size]: [s, b, output_size / tp], and the bias if it was skipped."""
         eps = self.config.layernorm_epsilon
         normalized = _normalize(hidden, self.layer_norm_weight, self.layer_norm_bias, eps, self.config)
         return super().forward(normalized, *args, **options)
@@ -175,7 +175,7 @@ class TorchDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend over `query` [s, b, heads, d] or, packed, [tokens, heads, d]: [s, b, heads x d] or [tokens, heads x d]."""
+        """Attend: `query` [s, b, heads, d] gives [s, b, heads x d]; packed, [tokens, heads, d] gives [tokens, heads x d]."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
         dropout = self.dropout if self.training else 0.0
