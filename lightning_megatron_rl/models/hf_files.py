@@ -113,9 +113,9 @@ class CheckpointWriter:
         if count > 1:
             listing = {"metadata": {"total_size": self._total_size}, "weight_map": weight_map}
             (self.temporary / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2) + "\n")
-        for file in source.iterdir():
-            if file.is_file() and _belongs(file.name):
-                shutil.copyfile(file, self.temporary / file.name)
+        for original in source.iterdir():
+            if original.is_file() and _belongs(original.name):
+                shutil.copyfile(original, self.temporary / original.name)
         config = copy.deepcopy(config)
         config.dtype = dtype
         config.save_pretrained(self.temporary)

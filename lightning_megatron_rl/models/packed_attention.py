@@ -54,8 +54,8 @@ def packed_attention(
     start = 0
     for sequences, length in buckets.shapes:
         stop = start + sequences * length
-        batch = (part[start:stop].unflatten(0, (sequences, length)).transpose(0, 1) for part in batches)
-        out = dense_attention(*batch, scale, dropout)  # [length, sequences, heads, d]
+        q, k, v = (part[start:stop].unflatten(0, (sequences, length)).transpose(0, 1) for part in batches)
+        out = dense_attention(q, k, v, scale, dropout)  # [length, sequences, heads, d]
         outs.append(out.transpose(0, 1).flatten(0, 1))
         start = stop
     result = torch.cat(outs) if len(outs) > 1 else outs[0]

@@ -86,7 +86,7 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
         _add_norm_parameters(self, "layer_norm_", input_size, config)
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Normalise and multiply `hidden` [s, b, input_size]: [s, b, output_size / tp], and the bias if it was skipped."""
+        """Map `hidden` [s, b, input_size] to [s, b, output_size / tp], and the bias if it was skipped."""
         eps = self.config.layernorm_epsilon
         normalized = _normalize(hidden, self.layer_norm_weight, self.layer_norm_bias, eps, self.config)
         return super().forward(normalized, *args, **options)
@@ -175,7 +175,7 @@ class TorchDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend: `query` [s, b, heads, d] gives [s, b, heads x d]; packed, [tokens, heads, d] gives [tokens, heads x d]."""
+        """Map `query` [s, b, heads, d] to [s, b, heads x d] or, packed, [tokens, heads, d] to [tokens, heads x d]."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
         dropout = self.dropout if self.training else 0.0
