@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import os
 import pickle
 import signal
@@ -148,7 +149,7 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], di
             assert isinstance(connection, Connection)
             rank = ranks.pop(connection)
             try:
-                succeeded, value = pickle.loads(connection.recv_bytes())
+                succeeded, value = _decode(connection.recv_bytes())
             except EOFError:
                 code = workers[rank].process.wait()
                 succeeded, value = False, f"exited with code {code}\n{workers[rank].tail(4000)}"
@@ -158,6 +159,22 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], di
                 stories[rank] = value
                 deadline = min(deadline, time.monotonic() + GRACE)
     return results, stories
+
+
+def _encode(value: Any) -> bytes:
+    """Pickle by torch: Megatron changes how tensors are pickled by Python, such that reading them imports Megatron."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _decode(data: bytes) -> Any:
+    """Read what `_encode` wrote."""
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def _free_port() -> int:
@@ -216,9 +233,9 @@ def _serve(descriptor: int, parent: int) -> None:
         except EOFError:
             return
         try:
-            answer = pickle.dumps((True, _run_job(pickle.loads(message))))
+            answer = _encode((True, _run_job(pickle.loads(message))))
         except BaseException:  # SystemExit of a library must reach the test too
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = _encode((False, traceback.format_exc()))
         sys.stdout.flush()
         connection.send_bytes(answer)
 
