@@ -44,19 +44,19 @@ def torch_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    from lightning_megatron_rl.models.torch_backend import TorchSpecProvider
+    from lightning_megatron_rl.models.torch_backend import TorchSelfAttention, TorchSpecProvider
 
     backend = TorchSpecProvider()
     query_key_norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=TorchSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_layer_norm_linear(),

@@ -21,7 +21,8 @@ def microbatch_forward(
     """Run `chunk` (bare, or wrapped by `Float16Module` or DDP) on `tokens`, `position_ids`, `labels`, each [b, s].
 
     Sequences of a padded batch are padded on the right. A packed batch has b = 1; `cu_seqlens` (int32, [sequences + 1])
-    holds the boundaries of its sequences, which do not see each other, and `max_seqlen` the length of the longest.
+    holds the boundaries of its sequences, which do not see each other, and `max_seqlen` the length of the longest;
+    under context parallelism they count whole sequences, of which this rank's tokens are the zigzag share.
     The last pipeline stage returns what `output_processor` returns, the others their hidden states.
 
     Raises `ValueError` if the boundaries do not fit the tokens, or the tokens cannot be split for sequence parallelism.
@@ -39,18 +40,21 @@ def microbatch_forward(
             f"{length} % {config.tensor_model_parallel_size} = {length % config.tensor_model_parallel_size}: "
             f"pad the micro-batch to a multiple of {config.tensor_model_parallel_size} tokens"
         )
+    packed_seq_params = None
+    if cu_seqlens is not None:
+        packed_seq_params = _packed_seq_params(cu_seqlens, max_seqlen, length * config.context_parallel_size)
     return chunk(
         tokens,
         position_ids,
         None,
         labels=labels,
-        packed_seq_params=None if cu_seqlens is None else _packed_seq_params(cu_seqlens, max_seqlen, length),
+        packed_seq_params=packed_seq_params,
         output_processor=output_processor,
     )
 
 
 def _packed_seq_params(cu_seqlens: Tensor, max_seqlen: int | None, length: int) -> Any:
-    """Megatron's description of a packed batch of `length` tokens."""
+    """Megatron's description of a packed batch of `length` tokens on all context-parallel ranks together."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     boundaries = cu_seqlens.tolist()

@@ -46,20 +46,22 @@ def packed_attention(
     Example:
         ``cu_seqlens = [0, 3, 5]``: tokens 0 to 2 see each other, and so do tokens 3 and 4.
     """
-    boundaries = cu_seqlens.tolist()
-    lengths = tuple(end - start for start, end in pairwise(boundaries))
+    lengths = tuple(end - start for start, end in pairwise(cu_seqlens.tolist()))
+    if len(set(lengths)) == 1:
+        shape = (len(lengths), lengths[0])
+        q, k, v = (tensor.unflatten(0, shape).transpose(0, 1) for tensor in (query, key, value))
+        return dense_attention(q, k, v, scale, dropout).transpose(0, 1).flatten(0, 1)
     buckets = _buckets(lengths, query.device)
-    batches = ([tensor[buckets.gather] for tensor in (query, key, value)]) if len(lengths) > 1 else [query, key, value]
+    gathered = [tensor[buckets.gather] for tensor in (query, key, value)]
     outs = []
     start = 0
     for sequences, length in buckets.shapes:
         stop = start + sequences * length
-        q, k, v = (part[start:stop].unflatten(0, (sequences, length)).transpose(0, 1) for part in batches)
+        q, k, v = (tensor[start:stop].unflatten(0, (sequences, length)).transpose(0, 1) for tensor in gathered)
         out = dense_attention(q, k, v, scale, dropout)  # [length, sequences, heads, d]
         outs.append(out.transpose(0, 1).flatten(0, 1))
         start = stop
-    result = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return result[buckets.restore] if len(lengths) > 1 else result
+    return torch.cat(outs)[buckets.restore]
 
 
 @lru_cache(maxsize=32)  # every layer of a micro-batch asks for the same one
@@ -83,6 +85,19 @@ def _buckets(lengths: tuple[int, ...], device: torch.device) -> _Buckets:
             restore[first : first + length] = torch.arange(slot, slot + length)
             slot += longest
     return _Buckets(shapes, torch.cat(gather).to(device), restore.to(device))
+
+
+@lru_cache(maxsize=32)  # every layer of a micro-batch asks for the same one
+def packed_positions(boundaries: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
+    """Position of each token within its own packed sequence, for the tokens that this context-parallel rank holds.
+
+    Example:
+        ``packed_positions((0, 3, 5), 1, 0, device) == [0, 1, 2, 0, 1]``.
+    """
+    lengths = [end - start for start, end in pairwise(boundaries)]
+    if cp_size == 1:
+        return torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return torch.cat([zigzag_positions(length, cp_size, cp_rank) for length in lengths]).to(device)
 
 
 def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:

@@ -4,6 +4,7 @@ Checkpoints, distributed optimizer and Megatron-Bridge's mappings are then the s
 Megatron's own "local" layers have other names and know neither packed sequences nor context parallelism.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -25,6 +28,7 @@ from torch import Tensor
 from lightning_megatron_rl.models.packed_attention import (
     dense_attention,
     packed_attention,
+    packed_positions,
     packed_zigzag_attention,
     zigzag_attention,
 )
@@ -131,6 +135,40 @@ class TorchLinear(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, sharded_offsets=sharded_offsets)
 
 
+class TorchSelfAttention(SelfAttention):
+    """Megatron's self-attention, which rotates the packed queries and keys of a micro-batch at once.
+
+    Without a fused kernel Megatron rotates them sequence by sequence, into slices of one tensor, whose backward copies
+    the whole gradient once per sequence. Here the angles are laid out like the tokens, which then count as one sequence
+    until attention, where `cu_seqlens` separates them.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over `hidden_states` [s, b, h] by angles `rotary_pos_emb` [longest, 1, 1, d]: [s, b, h], a bias."""
+        if packed_seq_params is not None and rotary_pos_emb is not None:
+            boundaries = tuple(_padded_boundaries(packed_seq_params).tolist())
+            group = self.pg_collection.cp
+            positions = packed_positions(boundaries, group.size(), group.rank(), rotary_pos_emb.device)
+            rotary_pos_emb = rotary_pos_emb[positions]  # [s, 1, 1, d]
+            packed_seq_params = dataclasses.replace(packed_seq_params, qkv_format="sbhd")
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **options,
+        )
+
+
 class TorchDotProductAttention(MegatronModule):
     """Causal attention on torch's scaled_dot_product_attention: grouped queries, packed sequences, context parallelism.
 
@@ -175,16 +213,19 @@ class TorchDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Map `query` [s, b, heads, d] to [s, b, heads x d] or, packed, [tokens, heads, d] to [tokens, heads x d]."""
+        """Map `query` [s, b, heads, d] to [s, b, heads x d]; packed batches may come without b, and get one."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
         dropout = self.dropout if self.training else 0.0
         cp_size = self.cp_group.size()
-        cu_seqlens = None if packed_seq_params is None else _padded_boundaries(packed_seq_params)
+        cu_seqlens = None
+        if packed_seq_params is not None:
+            cu_seqlens = _padded_boundaries(packed_seq_params)
+            query, key, value = (tensor.flatten(0, -3) for tensor in (query, key, value))  # [tokens, heads, d]
         if cp_size == 1:
             if cu_seqlens is None:
                 return dense_attention(query, key, value, self.scale, dropout).flatten(2)
-            return packed_attention(query, key, value, cu_seqlens, self.scale, dropout).flatten(1)
+            return packed_attention(query, key, value, cu_seqlens, self.scale, dropout).flatten(1)[:, None]
         key, value = (
             gather_from_sequence_parallel_region(
                 tensor.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
@@ -194,7 +235,7 @@ class TorchDotProductAttention(MegatronModule):
         rank = self.cp_group.rank()
         if cu_seqlens is None:
             return zigzag_attention(query, key, value, rank, self.scale, dropout).flatten(2)
-        return packed_zigzag_attention(query, key, value, cu_seqlens, rank, self.scale, dropout).flatten(1)
+        return packed_zigzag_attention(query, key, value, cu_seqlens, rank, self.scale, dropout).flatten(1)[:, None]
 
 
 def _padded_boundaries(packed_seq_params: Any) -> Tensor:

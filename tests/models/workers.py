@@ -120,10 +120,148 @@ def schedule_logprobs(
 
 
 def logprobs_under_layout(
-    directory: str, sequences: list[list[int]], packed: bool, tp: int, pp: int, sp: bool, temperature: float
-) -> list[Tensor] | None:
-    """`schedule_logprobs` of a checkpoint under TP x PP, None on ranks before the last stage."""
+    directory: str, sequences: list[list[int]], tp: int, pp: int, sp: bool, temperature: float
+) -> list[list[Tensor] | None]:
+    """`schedule_logprobs` of padded and of packed batches under TP x PP, None on ranks before the last stage."""
     start_megatron(tp, pp)
     model, chunks = build(directory, sp=sp)
-    micro_batches = batches(sequences, packed, multiple=tp)
-    return schedule_logprobs(chunks, micro_batches, vocab_size=model.config.vocab_size, temperature=temperature)
+    return [
+        schedule_logprobs(
+            chunks, batches(sequences, packed, tp), vocab_size=model.config.vocab_size, temperature=temperature
+        )
+        for packed in (False, True)
+    ]
+
+
+def equal_length_logprobs(directory: str, sequences: list[list[int]], pp: int, vpp: int) -> list[Tensor] | None:
+    """Log-probs under virtual pipeline stages, whose micro-batches must have one length."""
+    start_megatron(pp=pp, vpp=vpp)
+    model, chunks = build(directory)
+    assert len(chunks) == vpp
+    micro_batches = [_batch(sequences[i : i + 2], True, 1) for i in range(0, len(sequences), 2)]
+    return schedule_logprobs(chunks, micro_batches, vocab_size=model.config.vocab_size)
+
+
+def context_parallel_logprobs(directory: str, sequences: list[list[int]], cp: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy [2, tokens / cp] of packed sequences, and which tokens they belong to."""
+    import torch.distributed as dist
+
+    from lightning_megatron_rl.models.forward import microbatch_forward
+    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.packed_attention import zigzag_positions
+
+    start_megatron(cp=cp)
+    model, [chunk] = build(directory)
+    batch = _batch(sequences, True, 1)
+    lengths = (batch["cu"][1:] - batch["cu"][:-1]).tolist()
+    starts = batch["cu"][:-1].tolist()
+    held = torch.cat(
+        [start + zigzag_positions(length, cp, dist.get_rank()) for start, length in zip(starts, lengths, strict=True)]
+    )
+    arguments = [batch[name][:, held] for name in ("tokens", "positions", "labels")]
+    processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True)
+    with torch.no_grad():
+        output = microbatch_forward(chunk, *arguments, batch["cu"], batch["longest"], output_processor=processor)
+    return output[:, 0], held
+
+
+def exported_gradients(directory: str, sequences: list[list[int]], packed: bool, tp: int) -> dict[str, Tensor]:
+    """Gradients of the sum of log-probs and entropies, under Hugging Face names: exported in place of the weights."""
+    from lightning_megatron_rl.models.forward import microbatch_forward
+    from lightning_megatron_rl.models.logprobs import logprob_processor
+
+    start_megatron(tp)
+    model, [chunk] = build(directory)
+    processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11)
+    for batch in batches(sequences, packed):
+        arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
+        output = microbatch_forward(chunk, *arguments, output_processor=processor)
+        sum(output[:, row, start:end].sum() for row, start, end in batch["places"]).backward()
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.grad)
+    return {name: tensor.clone() for name, tensor in model.export_weights([chunk])}
+
+
+def exported_weights(
+    directory: str, tp: int, pp: int, vpp: int | None = None, dtype: torch.dtype | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """What every rank gets from `export_weights`."""
+    start_megatron(tp, pp, vpp)
+    model, chunks = build(directory, sp=tp > 1, **options)
+    return {name: tensor.clone() for name, tensor in model.export_weights(chunks, dtype)}
+
+
+def save_under_layout(directory: str, target: str, tp: int, pp: int, **options: Any) -> None:
+    """Load a checkpoint and save it again."""
+    start_megatron(tp, pp)
+    model, chunks = build(directory)
+    model.save_pretrained(chunks, target, **options)
+
+
+def save_until_files_are_too_large(directory: str, target: str, limit: int) -> tuple[str, list[str]]:
+    """The error that each rank gets when rank 0 cannot write more than `limit` bytes in a file, and what is left."""
+    import os
+    import resource
+    import signal
+
+    import torch.distributed as dist
+
+    start_megatron(dist.get_world_size())
+    model, chunks = build(directory)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    message = "no error"
+    try:
+        model.save_pretrained(chunks, target, max_shard_size=100_000)
+    except ValueError as error:
+        message = str(error)
+    finally:
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return message, os.listdir(Path(target).parent)
+
+
+def build_error(directory: str, tp: int, pp: int, **options: Any) -> str:
+    """What `build_chunks` says on this rank."""
+    start_megatron(tp, pp)
+    try:
+        build(directory, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def random_weights(directory: str) -> dict[str, Tensor]:
+    """The parameters of a model that is built without loading weights."""
+    start_megatron()
+    _, [chunk] = build(directory, load_weights=False)
+    return {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+
+
+def bf16_logprobs(directory: str, sequences: list[list[int]]) -> list[Tensor] | None:
+    """Log-probs in bf16, the chunk wrapped as for mixed precision."""
+    from megatron.core.transformer.module import Float16Module
+
+    start_megatron()
+    model, [chunk] = build(directory, dtype=torch.bfloat16)
+    chunk = Float16Module(chunk.config, chunk).eval()
+    return schedule_logprobs([chunk], batches(sequences, True), vocab_size=model.config.vocab_size)
+
+
+def cached_hub_model(name: str, cache: str) -> str:
+    """Where a hub name leads when the hub's cache lies in `cache`."""
+    from huggingface_hub import constants
+
+    from lightning_megatron_rl.models.hf_files import local_checkpoint
+
+    usual = constants.HF_HUB_CACHE
+    constants.HF_HUB_CACHE = cache
+    try:
+        return str(local_checkpoint(name))
+    except ValueError as error:
+        return f"ValueError: {error}"
+    finally:
+        constants.HF_HUB_CACHE = usual
