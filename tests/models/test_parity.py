@@ -169,3 +169,13 @@ def test_gradients_match_transformers(
             torch.testing.assert_close(
                 gradient, expected[name], atol=1e-4 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def test_recomputed_activations_give_the_same_gradients(
+    checkpoint: Callable[[str], Path], sequences: list[list[int]], worker_pool: WorkerPool
+):
+    arguments = (str(checkpoint("qwen3")), sequences, True, 1)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    [expected] = worker_pool.run(exported_gradients, *arguments, world_size=1)
+    [result] = worker_pool.run(exported_gradients, *arguments, config_overrides=recompute, world_size=1)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)  # the same operations, done twice

@@ -165,13 +165,16 @@ def context_parallel_logprobs(directory: str, sequences: list[list[int]], cp: in
     return output[:, 0], held
 
 
-def exported_gradients(directory: str, sequences: list[list[int]], packed: bool, tp: int) -> dict[str, Tensor]:
+def exported_gradients(
+    directory: str, sequences: list[list[int]], packed: bool, tp: int, **options: Any
+) -> dict[str, Tensor]:
     """Gradients of the sum of log-probs and entropies, under Hugging Face names: exported in place of the weights."""
     from lightning_megatron_rl.models.forward import microbatch_forward
     from lightning_megatron_rl.models.logprobs import logprob_processor
 
     start_megatron(tp)
-    model, [chunk] = build(directory)
+    model, [chunk] = build(directory, **options)
+    chunk.train()
     processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11)
     for batch in batches(sequences, packed):
         arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
