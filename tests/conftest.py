@@ -6,10 +6,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.distributed import WorkerPool
 from tests.tiny_models import make_tokenizer, save_tiny_model
 
 
@@ -23,3 +25,11 @@ def tokenizer():
 def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny random Qwen3 (fp32) and its tokenizer, as `save_pretrained` writes it."""
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def worker_pool() -> Iterator[WorkerPool]:
+    """Up to four warm gloo processes for the whole run: `worker_pool.run(function, *args, world_size=2)`."""
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()

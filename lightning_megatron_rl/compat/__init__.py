@@ -1,0 +1,1 @@
+"""What Megatron-core and Megatron-Bridge need where there is no GPU or no Transformer Engine, and nothing else."""

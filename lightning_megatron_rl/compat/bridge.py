@@ -1,0 +1,91 @@
+"""Megatron-Bridge's `AutoBridge` without importing all of Megatron-Bridge.
+
+`import megatron.bridge` imports about sixty model families and diffusion pipelines, with their dependencies. The
+modules that convert weights need none of them, so the packages above them are put in place without their `__init__`.
+"""
+
+import contextlib
+import functools
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Architecture in config.json -> module below megatron.bridge.models that registers it; add a line to support another.
+FAMILIES = {
+    "LlamaForCausalLM": "llama.llama_bridge",
+    "Qwen2ForCausalLM": "qwen.qwen2_bridge",
+    "Qwen3ForCausalLM": "qwen.qwen3_bridge",
+}
+
+
+@functools.cache
+def import_auto_bridge() -> Any:
+    """Return Megatron-Bridge's `AutoBridge` class with the bridges of `FAMILIES` registered.
+
+    A `megatron.bridge` that somebody imported whole before is used as it is. Takes seconds: call it late.
+
+    Example:
+        ``import_auto_bridge().from_hf_pretrained("path/to/qwen3")``
+    """
+    # Megatron-core must look for Transformer Engine before the stand-in below exists, or it would find that.
+    importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    packages = {f"megatron.bridge.models.{module.rpartition('.')[0]}" for module in FAMILIES.values()}
+    for package in ("megatron.bridge", "megatron.bridge.models", *sorted(packages)):
+        _add_bare_package(package)
+    with _transformer_engine_names():
+        importlib.import_module("megatron.bridge.peft.lora_layers")
+    auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+    for module in FAMILIES.values():
+        importlib.import_module(f"megatron.bridge.models.{module}")
+    return auto_bridge.AutoBridge
+
+
+def _add_bare_package(name: str) -> None:
+    """Register package `name` without running its `__init__`, unless it was imported before."""
+    if name in sys.modules:
+        return
+    parent, _, child = name.rpartition(".")
+    locations = [
+        str(Path(location) / child)
+        for location in importlib.import_module(parent).__path__
+        if (Path(location) / child).is_dir()
+    ]
+    spec = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    spec.submodule_search_locations = locations
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+
+
+@contextlib.contextmanager
+def _transformer_engine_names() -> Iterator[None]:
+    """The names that Bridge's LoRA layers take from Transformer Engine while they are imported, if it is absent.
+
+    They serve as types in `isinstance` only. They are removed again, because everybody else takes an importable
+    `transformer_engine` for an installed one.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        yield
+        return
+    package = types.ModuleType("transformer_engine")
+    module = types.ModuleType("transformer_engine.pytorch")
+    module.__dict__.update(
+        Linear=type("Linear", (), {}),
+        LayerNormLinear=type("LayerNormLinear", (), {}),
+        ops=types.SimpleNamespace(Sequential=type("Sequential", (), {})),
+    )
+    package.__dict__.update(pytorch=module, __path__=[])
+    stand_ins = {"transformer_engine": package, "transformer_engine.pytorch": module}
+    sys.modules.update(stand_ins)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)  # Bridge reports every name that it tries and does not find
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        for name in stand_ins:
+            del sys.modules[name]

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints as Megatron models: building, loading, exporting, and log-probs under model parallelism."""

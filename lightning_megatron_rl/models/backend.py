@@ -1,0 +1,79 @@
+"""Which modules a model's layers are made of: Transformer Engine's, or plain torch under the same parameter names."""
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+
+LayerBackend = Literal["auto", "torch", "transformer_engine"]
+
+
+def resolve_layer_backend(layer_backend: LayerBackend, device: torch.device) -> LayerBackend:
+    """Return "torch" or "transformer_engine": "auto" is the latter on CUDA where it is installed.
+
+    Raises `ValueError` if Transformer Engine is asked for and cannot run here.
+
+    Example:
+        ``resolve_layer_backend("auto", torch.device("cpu")) == "torch"``
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if layer_backend == "auto":
+        return "transformer_engine" if device.type == "cuda" and installed else "torch"
+    if layer_backend == "torch":
+        return layer_backend
+    if layer_backend != "transformer_engine":
+        raise ValueError(f"layer_backend={layer_backend!r} is none of 'auto', 'torch', 'transformer_engine'")
+    if device.type != "cuda":
+        raise ValueError(
+            f"layer_backend='transformer_engine' runs on CUDA only, and this run is on {device.type!r}: "
+            "use layer_backend='auto' or 'torch'"
+        )
+    if not installed:
+        raise ValueError(
+            "layer_backend='transformer_engine', but Transformer Engine is not installed: "
+            "pip install 'lightning-megatron-rl[gpu]', or use layer_backend='torch'"
+        )
+    return layer_backend
+
+
+def torch_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's description of the dense transformer layers that this pipeline stage builds from torch modules.
+
+    `config` is a `TransformerConfig`; the result is a `TransformerBlockSubmodules`, which Megatron-Bridge's providers
+    take as `transformer_layer_spec`.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from lightning_megatron_rl.models.torch_backend import TorchSelfAttention, TorchSpecProvider
+
+    backend = TorchSpecProvider()
+    query_key_norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=TorchSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_layer_norm_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=query_key_norm,
+            k_layernorm=query_key_norm,
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=backend.layer_norm())

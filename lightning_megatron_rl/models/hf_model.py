@@ -1,0 +1,244 @@
+"""A Hugging Face checkpoint and its Megatron twin: building, loading, exporting and saving through Megatron-Bridge."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl.compat.bridge import FAMILIES, import_auto_bridge
+from lightning_megatron_rl.models import layout_check
+from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
+from lightning_megatron_rl.models.hf_files import CheckpointWriter, local_checkpoint, raise_everywhere
+
+SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
+
+
+class HFModel:
+    """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
+
+    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing or the
+    family is not supported.
+
+    Example:
+        ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
+        ``chunks = model.build_chunks(…)``; after training ``model.save_pretrained(chunks, "export")``.
+    """
+
+    def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:
+        from transformers import AutoConfig
+
+        self.name_or_path = name_or_path
+        self.trust_remote_code = trust_remote_code
+        self.path: Path = local_checkpoint(name_or_path)
+        self.config: Any = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+        layout_check.check_family(self.config, list(FAMILIES))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the checkpoint's weights (fp32 if its config does not say)."""
+        return self.config.dtype or torch.float32
+
+    def check_layout(
+        self,
+        *,
+        tensor_model_parallel_size: int,
+        pipeline_model_parallel_size: int,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        num_layers_in_first_pipeline_stage: int | None = None,
+        num_layers_in_last_pipeline_stage: int | None = None,
+    ) -> None:
+        """Raise `ValueError` if the model cannot be split like this; see `layout_check.check_layout`."""
+        layout_check.check_layout(
+            self.config,
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
+        )
+
+    @cached_property
+    def _bridge(self) -> Any:
+        """Megatron-Bridge's converter for this checkpoint."""
+        return import_auto_bridge().from_hf_pretrained(str(self.path), trust_remote_code=self.trust_remote_code)
+
+    def build_chunks(
+        self,
+        *,
+        params_dtype: torch.dtype,
+        layer_backend: LayerBackend,
+        device: torch.device,
+        sequence_parallel: bool,
+        load_weights: bool = True,
+        config_overrides: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Build this rank's part of the model, one Megatron `GPTModel` per virtual pipeline stage, not wrapped in DDP.
+
+        Megatron's parallel state must be up; the layout is read from it. `config_overrides` are fields of Megatron's
+        `TransformerConfig`. Losses are summed over tokens (`calculate_per_token_loss`), micro-batches may differ in
+        length, dropout is off. Raises `ValueError` for a layout the model cannot be split into, for unknown overrides
+        and for overrides of what the strategy decides, and if the checkpoint lacks a weight.
+        """
+        overrides = config_overrides or {}
+        backend = resolve_layer_backend(layer_backend, device)
+        settings = _settings(params_dtype, sequence_parallel)
+        provider = self._bridge.to_megatron_provider(load_weights=load_weights)
+        _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
+        self.check_layout(
+            tensor_model_parallel_size=settings["tensor_model_parallel_size"],
+            pipeline_model_parallel_size=settings["pipeline_model_parallel_size"],
+            virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
+            num_layers_in_first_pipeline_stage=overrides.get("num_layers_in_first_pipeline_stage"),
+            num_layers_in_last_pipeline_stage=overrides.get("num_layers_in_last_pipeline_stage"),
+        )
+        if backend == "torch":
+            provider.transformer_layer_spec = torch_block_spec
+            settings |= _WITHOUT_TRANSFORMER_ENGINE
+        if device.type == "cpu":
+            settings |= _WITHOUT_CUDA
+        for name, value in {**settings, **overrides}.items():
+            setattr(provider, name, value)
+        provider.finalize()
+        if load_weights:
+            provider.register_pre_wrap_hook(_poison, prepend=True)
+            provider.register_pre_wrap_hook(self._check_complete)
+        return provider.provide_distributed_model(
+            wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=device.type == "cpu"
+        )
+
+    def _check_complete(self, chunks: list[Any]) -> list[Any]:
+        """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
+        missing = [name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.isnan().all()]
+        raise_everywhere(f"checkpoint {self.path} has no weights for {', '.join(missing)}" if missing else None)
+        return chunks
+
+    def export_weights(self, chunks: list[Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight whole, under its Hugging Face name, in `dtype` (default: the checkpoint's) on its device.
+
+        A collective: all ranks of the world must iterate to the end, and all get all tensors. Padding of the
+        vocabulary is cut off; a tied output layer is yielded only if the checkpoint has one.
+        """
+        padded = self._padded_names
+        with torch.no_grad():
+            for name, tensor in self._bridge.export_hf_weights(
+                chunks, show_progress=False, weight_dtype=dtype or self.dtype
+            ):
+                yield name, tensor[: self.config.vocab_size] if name in padded else tensor
+
+    @cached_property
+    def _padded_names(self) -> set[str]:
+        """Hugging Face names of the weights that have one row per token of the vocabulary."""
+        mappings = self._bridge._model_bridge.mapping_registry()
+        return {mappings.megatron_to_hf_lookup(name).hf_param for name in SHARED_WITH_OUTPUT}
+
+    def save_pretrained(
+        self,
+        chunks: list[Any],
+        directory: str | Path,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int = 5_000_000_000,
+    ) -> None:
+        """Write a checkpoint that Transformers loads: weights, config, tokenizer and generation config.
+
+        A collective: all ranks call it, rank 0 writes, in files of at most `max_shard_size` bytes. The directory
+        appears under its name only when it is complete. Raises `ValueError` on all ranks if it is not empty or rank 0
+        cannot write.
+        """
+        writer = None
+        error = None
+        if dist.get_rank() == 0:
+            try:
+                writer = CheckpointWriter(Path(directory), max_shard_size)
+            except (OSError, ValueError) as exception:
+                error = str(exception)
+        raise_everywhere(error)
+        for name, tensor in self.export_weights(chunks, dtype):
+            if writer is not None and error is None:
+                try:
+                    writer.add(name, tensor)
+                except Exception as exception:  # the other ranks are inside the collective: finish it, then tell them
+                    error = f"writing {directory} failed at {name}: {type(exception).__name__}: {exception}"
+        if writer is not None and error is None:
+            try:
+                writer.finish(self.path, self.config, dtype or self.dtype)
+            except Exception as exception:
+                error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
+        if writer is not None and error is not None:
+            writer.abandon()
+        raise_everywhere(error)
+
+
+# Kernels that Transformer Engine brings along.
+_WITHOUT_TRANSFORMER_ENGINE = {
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+}
+# Fusions that are compiled for CUDA.
+_WITHOUT_CUDA = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
+
+
+def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+    """Fields of Megatron's `TransformerConfig` that follow from the parallel state, the precision and the training."""
+    from megatron.core import parallel_state
+
+    return {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": sequence_parallel,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "autocast_dtype": params_dtype,
+        "bf16": params_dtype == torch.bfloat16,
+        "fp16": params_dtype == torch.float16,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
+        "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+    }
+
+
+def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known: set[str]) -> None:
+    """Refuse overrides that nobody reads, and those that would contradict the strategy."""
+    for name in overrides:
+        if name in settings:
+            raise ValueError(f"config_overrides: {name} is decided by the strategy and the trainer; set it there")
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=3)
+            raise ValueError(
+                f"config_overrides: {name!r} is no field of Megatron's TransformerConfig"
+                + (f"; did you mean {' or '.join(close)}?" if close else "")
+            )
+
+
+def _poison(chunks: list[Any]) -> list[Any]:
+    """Fill parameters with NaN before weights are loaded, so that one which is not loaded shows."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(torch.nan)
+    return chunks

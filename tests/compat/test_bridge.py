@@ -1,0 +1,30 @@
+"""Megatron-Bridge's AutoBridge comes with our families and without the rest of Megatron-Bridge."""
+
+import importlib.util
+import sys
+
+from lightning_megatron_rl.compat.bridge import FAMILIES, import_auto_bridge
+from tests.distributed import WorkerPool
+
+
+def import_and_look_around() -> tuple[list[str], list[str], bool, bool]:
+    auto_bridge = import_auto_bridge()
+    assert import_auto_bridge() is auto_bridge
+    unwanted = ("megatron.bridge.diffusion", "megatron.bridge.models.gemma", "megatron.bridge.recipes")
+    loaded = [name for name in sys.modules if name.startswith(unwanted)]
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return (
+        auto_bridge.list_supported_models(),
+        loaded,
+        gpt_layer_specs.HAVE_TE,
+        importlib.util.find_spec("transformer_engine") is not None,
+    )
+
+
+def test_only_what_is_needed_is_imported(fresh_worker: WorkerPool):
+    [(supported, unwanted, megatron_has_te, te_is_importable)] = fresh_worker.run(import_and_look_around, world_size=1)
+    assert sorted(supported) == sorted(FAMILIES)
+    assert unwanted == []
+    # the stand-in for Transformer Engine's names must be gone, and must not have been taken for the real one
+    assert megatron_has_te == te_is_importable == (importlib.util.find_spec("transformer_engine") is not None)

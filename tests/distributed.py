@@ -1,0 +1,244 @@
+"""Warm gloo workers: run a function on N processes as one job, with a deadline, and keep the processes for the next."""
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE = 5.0  # seconds the other ranks get to report after the first one failed
+
+
+class WorkerError(RuntimeError):
+    """A function failed, died or ran past its deadline on at least one rank; the message holds each rank's story."""
+
+
+@dataclass
+class _Job:
+    """What a worker needs to be rank `rank` of one job."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rank: int
+    world_size: int
+    port: int
+    timeout: float  # seconds
+    init_process_group: bool
+
+
+class _Worker:
+    """One child process and the pipe to it; its output goes to a file that is quoted when it fails."""
+
+    def __init__(self) -> None:
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  lives as long as the worker
+        self.connection, child = Pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed", str(child.fileno()), str(os.getpid())],
+            pass_fds=[child.fileno()],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its own group, so that its children can be ended with it
+        )
+        child.close()
+
+    def kill(self) -> None:
+        """End the worker and everything it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        self.log.close()
+
+    def stacks(self) -> str:
+        """The worker's output with the stack of every thread, while it is stuck."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+        return self.tail(8000)
+
+    def tail(self, characters: int) -> str:
+        """The end of what the worker has printed."""
+        self.log.seek(0)
+        return self.log.read()[-characters:]
+
+
+class WorkerPool:
+    """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds in each).
+
+    Example:
+        ``pool.run(all_reduce_ranks, 10, world_size=2)`` calls ``all_reduce_ranks(10)`` as ranks 0 and 1 of a gloo job
+        and returns ``[result of rank 0, result of rank 1]``. The function must live at the top of a module.
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._workers: list[_Worker] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        timeout: float = 180.0,
+        init_process_group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run `function(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
+
+        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; the gloo group is up unless
+        `init_process_group` is false; Megatron's parallel state, the group and the environment are reset afterwards.
+        Results and arguments are pickled by value. Raises `WorkerError` after `timeout` seconds or when a rank raises.
+        """
+        if world_size > self.size:
+            raise ValueError(f"world_size {world_size} > {self.size} workers of this pool")
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker())
+        workers = self._workers[:world_size]
+        port = _free_port()
+        for rank, worker in enumerate(workers):
+            job = _Job(function, args, kwargs, rank, world_size, port, timeout, init_process_group)
+            worker.connection.send_bytes(pickle.dumps(job))
+        results, stories = _collect(workers, timeout)
+        if len(results) + len(stories) < world_size:  # somebody is still busy: find out where, then start afresh
+            for rank, worker in enumerate(workers):
+                if rank not in results and rank not in stories:
+                    stories[rank] = f"still running after {timeout:g} s or after another rank failed\n{worker.stacks()}"
+            self.close()
+        elif any(worker.process.poll() is not None for worker in workers):
+            self.close()
+        if stories:
+            text = "\n".join(f"--- rank {rank} of {world_size}: {story}" for rank, story in sorted(stories.items()))
+            raise WorkerError(f"{function.__module__}.{function.__qualname__} failed\n{text}")
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End all workers; the next job starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and failures by rank, as far as they came within `timeout` (or `GRACE` after the first failure)."""
+    results: dict[int, Any] = {}
+    stories: dict[int, str] = {}
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while ranks and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(ranks), left):
+            assert isinstance(connection, Connection)
+            rank = ranks.pop(connection)
+            try:
+                succeeded, value = _decode(connection.recv_bytes())
+            except EOFError:
+                code = workers[rank].process.wait()
+                succeeded, value = False, f"exited with code {code}\n{workers[rank].tail(4000)}"
+            if succeeded:
+                results[rank] = value
+            else:
+                stories[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return results, stories
+
+
+def _encode(value: Any) -> bytes:
+    """Pickle by torch: Megatron changes how tensors are pickled by Python, such that reading them imports Megatron."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _decode(data: bytes) -> Any:
+    """Read what `_encode` wrote."""
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _free_port() -> int:
+    """A TCP port that is free on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _run_job(job: _Job) -> Any:
+    """Be one rank of `job`, and leave the process as it was."""
+    from datetime import timedelta
+
+    import torch
+
+    environment = dict(os.environ)
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        if job.init_process_group:
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+        return job.function(*job.args, **job.kwargs)
+    finally:
+        if "megatron.core.parallel_state" in sys.modules:
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process when the test run that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _serve(descriptor: int, parent: int) -> None:
+    """The life of a worker: read a job, answer it, until the pipe closes."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            answer = _encode((True, _run_job(pickle.loads(message))))
+        except BaseException:  # SystemExit of a library must reach the test too
+            answer = _encode((False, traceback.format_exc()))
+        sys.stdout.flush()
+        connection.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,53 @@
+"""Checkpoints and independent references for the tests of this room."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny random checkpoints by family, written once."""
+    return cache(lambda family: save_tiny_model(tmp_path_factory.mktemp("models") / family, family))
+
+
+@pytest.fixture(scope="session")
+def odd_vocabulary(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model with 127 tokens, which no tensor-parallel size but one divides."""
+    directory = tmp_path_factory.mktemp("odd") / "qwen2"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2_tied"), dtype=torch.float32)
+    model.resize_token_embeddings(127)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def sequences() -> list[list[int]]:
+    """Token ids of sequences of unequal lengths, one of them with a single prediction; no padding token.
+
+    Transformers gives the padding token's embedding no gradient.
+    """
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (9, 2, 40, 17, 23, 5)]
+
+
+def hf_logprobs(
+    directory: Path, sequences: list[list[int]], temperature: float = 1.0, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Log-probs of the next tokens and entropy [2, tokens] of each sequence alone, by Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    results = []
+    for sequence in sequences:
+        ids = torch.tensor([sequence])
+        with torch.no_grad():
+            log_p = (model(ids[:, :-1]).logits.float() / temperature).log_softmax(-1)
+        chosen = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+        results.append(torch.cat([chosen, -(log_p.exp() * log_p).sum(-1)]))
+    return results

@@ -1,0 +1,39 @@
+"""The choice of layer backend: defaults, refusals and their remedies."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from lightning_megatron_rl.models.backend import resolve_layer_backend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WITHOUT_TE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
+
+
+def test_the_cpu_always_gets_torch():
+    assert resolve_layer_backend("auto", CPU) == "torch"
+    assert resolve_layer_backend("torch", CPU) == "torch"
+
+
+@WITHOUT_TE
+def test_cuda_without_transformer_engine_gets_torch():
+    assert resolve_layer_backend("auto", CUDA) == "torch"
+
+
+@WITHOUT_TE
+def test_transformer_engine_must_be_installed():
+    with pytest.raises(ValueError, match=r"not installed: pip install"):
+        resolve_layer_backend("transformer_engine", CUDA)
+
+
+def test_transformer_engine_needs_cuda():
+    with pytest.raises(ValueError, match=r"runs on CUDA only.*'cpu'.*use layer_backend="):
+        resolve_layer_backend("transformer_engine", CPU)
+
+
+def test_a_typo_is_named():
+    with pytest.raises(ValueError, match="'pytorch' is none of"):
+        resolve_layer_backend("pytorch", CPU)  # type: ignore[arg-type]

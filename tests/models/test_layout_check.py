@@ -1,0 +1,129 @@
+"""Layouts and model variants that are refused, with the arithmetic in the message, and those that are not."""
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from lightning_megatron_rl.models.layout_check import LLAMA3_ROPE, check_family, check_layout
+
+SUPPORTED = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+SIZES = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def layout(**options: Any) -> dict[str, Any]:
+    return {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **options}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({}, {"tensor_model_parallel_size": 3}, r"num_attention_heads=8 over .*8 % 3 = 2.*among 1, 2, 4, 8"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            {"tensor_model_parallel_size": 4},
+            r"num_key_value_heads=6 .*6 % 4 = 2 and 4 % 6 = 4",
+        ),
+        ({"intermediate_size": 98}, {"tensor_model_parallel_size": 4}, r"intermediate_size=98 over .*98 % 4 = 2"),
+        ({"vocab_size": 5}, {"tensor_model_parallel_size": 4}, r"vocab_size=5 .*no token to the last rank"),
+        ({}, {"pipeline_model_parallel_size": 4}, r"num_hidden_layers=6 .*6 % 4 = 2.*num_layers_in_first"),
+        (
+            {},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            r"6 % 4 = 2",
+        ),
+        (
+            {},
+            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 2},
+            r"with 2 in the first or last stage leaves 4 layers for 3 of 4",
+        ),
+        (
+            {},
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 2,
+                "num_layers_in_last_pipeline_stage": 3,
+            },
+            r"with 2 \+ 3 .* leaves 1 layers for 0 of 2",
+        ),
+        (
+            {},
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 3,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            r"stage of 3 layers cannot be cut .*3 % 2 = 1",
+        ),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(sizes: dict[str, int], options: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        check_layout(Qwen3Config(**{**SIZES, **sizes}), **layout(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_model_parallel_size": 4},  # 130 tokens are padded to 132
+        {"tensor_model_parallel_size": 8},  # two ranks share a key-value head
+        {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 3},
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 2,
+            "num_layers_in_last_pipeline_stage": 4,
+        },
+    ],
+)
+def test_layouts_that_divide_pass(options: dict[str, int]):
+    check_layout(Qwen3Config(**SIZES), **layout(**options))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            Qwen3Config(architectures=["MambaForCausalLM"]),
+            r"\['MambaForCausalLM'\] is not supported; .*Qwen3ForCausalLM",
+        ),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True), "use_sliding_window"),
+        (Qwen3Config(architectures=["Qwen3ForCausalLM"], attention_bias=True), "attention_bias"),
+        (LlamaConfig(architectures=["LlamaForCausalLM"], mlp_bias=True), "mlp_bias"),
+        (
+            Qwen3Config(
+                architectures=["Qwen3ForCausalLM"],
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            ),
+            "rope_type='yarn'",
+        ),
+        (
+            LlamaConfig(
+                architectures=["LlamaForCausalLM"],
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    **LLAMA3_ROPE,
+                    "low_freq_factor": 2.0,
+                },
+            ),
+            r"low_freq_factor=2.0: Megatron has 1.0",
+        ),
+    ],
+)
+def test_variants_that_would_be_computed_wrongly_are_refused(config: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_family(config, SUPPORTED)

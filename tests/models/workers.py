@@ -1,0 +1,270 @@
+"""Functions that the tests of this room run on gloo workers; each returns plain data or CPU tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def start_megatron(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1) -> None:
+    """Bring up Megatron's parallel state on the CPU, over the group that the pool has made."""
+    from lightning_megatron_rl.compat.adam import install_adam
+    from lightning_megatron_rl.compat.cpu import install_cpu_support
+
+    install_cpu_support(CPU)
+    install_adam(CPU)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+    )
+    model_parallel_cuda_manual_seed(1234)
+
+
+def build(directory: Path | str, *, sp: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The `HFModel` of `directory` and its chunks, in evaluation mode."""
+    from lightning_megatron_rl.models.hf_model import HFModel
+
+    model = HFModel(str(directory))
+    chunks = model.build_chunks(params_dtype=dtype, layer_backend="auto", device=CPU, sequence_parallel=sp, **options)
+    for chunk in chunks:
+        chunk.eval()
+    return model, chunks
+
+
+def batches(sequences: list[list[int]], packed: bool, multiple: int = 1) -> list[dict[str, Any]]:
+    """Two micro-batches of different length; each predicts the next token, and `places` says where sequences lie."""
+    half = (len(sequences) + 1) // 2
+    return [_batch(part, packed, multiple) for part in (sequences[:half], sequences[half:])]
+
+
+def _batch(sequences: list[list[int]], packed: bool, multiple: int) -> dict[str, Any]:
+    inputs = [torch.tensor(sequence[:-1]) for sequence in sequences]
+    labels = [torch.tensor(sequence[1:]) for sequence in sequences]
+    if not packed:
+        longest = max(len(row) for row in inputs)
+        longest += -longest % multiple
+        tokens, labels_ = (
+            torch.stack([F.pad(row, (0, longest - len(row))) for row in rows]) for rows in (inputs, labels)
+        )
+        positions = torch.arange(longest).expand_as(tokens)
+        places = [(row, 0, len(sequence)) for row, sequence in enumerate(inputs)]
+        return {
+            "tokens": tokens,
+            "positions": positions,
+            "labels": labels_,
+            "cu": None,
+            "longest": None,
+            "places": places,
+        }
+    lengths = [len(row) for row in inputs]
+    padding = -sum(lengths) % multiple
+    if padding:  # padding is a sequence of its own
+        lengths.append(padding)
+        inputs.append(torch.zeros(padding, dtype=torch.int64))
+        labels.append(torch.zeros(padding, dtype=torch.int64))
+    ends = torch.tensor(lengths).cumsum(0)
+    cu = F.pad(ends, (1, 0)).to(torch.int32)
+    return {
+        "tokens": torch.cat(inputs)[None],
+        "positions": torch.cat([torch.arange(length) for length in lengths])[None],
+        "labels": torch.cat(labels)[None],
+        "cu": cu,
+        "longest": max(lengths),
+        "places": [(0, int(cu[i]), int(cu[i + 1])) for i in range(len(sequences))],
+    }
+
+
+def schedule_logprobs(
+    chunks: list[Any], micro_batches: list[dict[str, Any]], *, vocab_size: int, temperature: float = 1.0
+) -> list[Tensor] | None:
+    """Log-probs and entropy [2, tokens] of each sequence through Megatron's schedule; None before the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from lightning_megatron_rl.models.forward import microbatch_forward
+    from lightning_megatron_rl.models.logprobs import logprob_processor
+
+    processor = logprob_processor(vocab_size=vocab_size, temperature=temperature, chunk_size=7, with_entropy=True)
+    results: list[Tensor] = []
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        batch = next(iterator)
+        arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
+        output = microbatch_forward(chunk, *arguments, output_processor=processor)
+
+        def collect(output: Tensor) -> Any:
+            results.extend(output[:, row, start:end].clone() for row, start, end in batch["places"])
+            return output.sum(), torch.tensor(1), {}
+
+        return output, collect
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0]["tokens"].size(1),
+            micro_batch_size=micro_batches[0]["tokens"].size(0),
+            forward_only=True,
+        )
+    return results or None
+
+
+def logprobs_under_layout(
+    directory: str, sequences: list[list[int]], tp: int, pp: int, sp: bool, temperature: float
+) -> list[list[Tensor] | None]:
+    """`schedule_logprobs` of padded and of packed batches under TP x PP, None on ranks before the last stage."""
+    start_megatron(tp, pp)
+    model, chunks = build(directory, sp=sp)
+    return [
+        schedule_logprobs(
+            chunks, batches(sequences, packed, tp), vocab_size=model.config.vocab_size, temperature=temperature
+        )
+        for packed in (False, True)
+    ]
+
+
+def equal_length_logprobs(directory: str, sequences: list[list[int]], pp: int, vpp: int) -> list[Tensor] | None:
+    """Log-probs under virtual pipeline stages, whose micro-batches must have one length."""
+    start_megatron(pp=pp, vpp=vpp)
+    model, chunks = build(directory)
+    assert len(chunks) == vpp
+    micro_batches = [_batch(sequences[i : i + 2], True, 1) for i in range(0, len(sequences), 2)]
+    return schedule_logprobs(chunks, micro_batches, vocab_size=model.config.vocab_size)
+
+
+def context_parallel_logprobs(directory: str, sequences: list[list[int]], cp: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy [2, tokens / cp] of packed sequences, and which tokens they belong to."""
+    import torch.distributed as dist
+
+    from lightning_megatron_rl.models.forward import microbatch_forward
+    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.packed_attention import zigzag_positions
+
+    start_megatron(cp=cp)
+    model, [chunk] = build(directory)
+    batch = _batch(sequences, True, 1)
+    lengths = (batch["cu"][1:] - batch["cu"][:-1]).tolist()
+    starts = batch["cu"][:-1].tolist()
+    held = torch.cat(
+        [start + zigzag_positions(length, cp, dist.get_rank()) for start, length in zip(starts, lengths, strict=True)]
+    )
+    arguments = [batch[name][:, held] for name in ("tokens", "positions", "labels")]
+    processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True)
+    with torch.no_grad():
+        output = microbatch_forward(chunk, *arguments, batch["cu"], batch["longest"], output_processor=processor)
+    return output[:, 0], held
+
+
+def exported_gradients(
+    directory: str, sequences: list[list[int]], packed: bool, tp: int, **options: Any
+) -> dict[str, Tensor]:
+    """Gradients of the sum of log-probs and entropies, under Hugging Face names: exported in place of the weights."""
+    from lightning_megatron_rl.models.forward import microbatch_forward
+    from lightning_megatron_rl.models.logprobs import logprob_processor
+
+    start_megatron(tp)
+    model, [chunk] = build(directory, **options)
+    chunk.train()
+    processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11)
+    for batch in batches(sequences, packed):
+        arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
+        output = microbatch_forward(chunk, *arguments, output_processor=processor)
+        sum(output[:, row, start:end].sum() for row, start, end in batch["places"]).backward()
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.grad)
+    return {name: tensor.clone() for name, tensor in model.export_weights([chunk])}
+
+
+def exported_weights(
+    directory: str, tp: int, pp: int, vpp: int | None = None, dtype: torch.dtype | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """What every rank gets from `export_weights`."""
+    start_megatron(tp, pp, vpp)
+    model, chunks = build(directory, sp=tp > 1, **options)
+    return {name: tensor.clone() for name, tensor in model.export_weights(chunks, dtype)}
+
+
+def save_under_layout(directory: str, target: str, tp: int, pp: int, **options: Any) -> None:
+    """Load a checkpoint and save it again."""
+    start_megatron(tp, pp)
+    model, chunks = build(directory)
+    model.save_pretrained(chunks, target, **options)
+
+
+def save_until_files_are_too_large(directory: str, target: str, limit: int) -> tuple[str, list[str]]:
+    """The error that each rank gets when rank 0 cannot write more than `limit` bytes in a file, and what is left."""
+    import os
+    import resource
+    import signal
+
+    import torch.distributed as dist
+
+    start_megatron(dist.get_world_size())
+    model, chunks = build(directory)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    message = "no error"
+    try:
+        model.save_pretrained(chunks, target, max_shard_size=100_000)
+    except ValueError as error:
+        message = str(error)
+    finally:
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return message, os.listdir(Path(target).parent)
+
+
+def build_error(directory: str, tp: int, pp: int, **options: Any) -> str:
+    """What `build_chunks` says on this rank."""
+    start_megatron(tp, pp)
+    try:
+        build(directory, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def random_weights(directory: str) -> dict[str, Tensor]:
+    """The parameters of a model that is built without loading weights."""
+    start_megatron()
+    _, [chunk] = build(directory, load_weights=False)
+    return {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+
+
+def bf16_logprobs(directory: str, sequences: list[list[int]]) -> list[Tensor] | None:
+    """Log-probs in bf16, the chunk wrapped as for mixed precision."""
+    from megatron.core.transformer.module import Float16Module
+
+    start_megatron()
+    model, [chunk] = build(directory, dtype=torch.bfloat16)
+    chunk = Float16Module(chunk.config, chunk).eval()
+    return schedule_logprobs([chunk], batches(sequences, True), vocab_size=model.config.vocab_size)
+
+
+def cached_hub_model(name: str, cache: str) -> str:
+    """Where a hub name leads when the hub's cache lies in `cache`."""
+    from huggingface_hub import constants
+
+    from lightning_megatron_rl.models.hf_files import local_checkpoint
+
+    usual = constants.HF_HUB_CACHE
+    constants.HF_HUB_CACHE = cache
+    try:
+        return str(local_checkpoint(name))
+    except ValueError as error:
+        return f"ValueError: {error}"
+    finally:
+        constants.HF_HUB_CACHE = usual

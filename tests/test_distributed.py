@@ -1,0 +1,69 @@
+"""The harness itself: results by rank, remote tracebacks, deadlines, and a clean start for each job."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import WorkerError, WorkerPool
+
+
+def sum_of_ranks(offset: int) -> tuple[int, int, int]:
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return os.getpid(), dist.get_world_size(), int(total)
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("the remote message")
+    dist.barrier()
+
+
+def hang_on_rank_one() -> None:
+    os.environ["LEFT_BEHIND"] = "1"
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+
+
+def die() -> None:
+    os._exit(7)
+
+
+def environment_and_group() -> tuple[str | None, bool, str]:
+    return os.environ.get("LEFT_BEHIND"), dist.is_initialized(), os.environ["RANK"]
+
+
+def test_pool_reuses_its_processes_and_orders_results(worker_pool: WorkerPool):
+    first = worker_pool.run(sum_of_ranks, 10, world_size=2)
+    second = worker_pool.run(sum_of_ranks, offset=0, world_size=2)
+    assert [result[1:] for result in first] == [(2, 21)] * 2
+    assert [result[1:] for result in second] == [(2, 1)] * 2
+    assert [result[0] for result in first] == [result[0] for result in second]
+
+
+def test_remote_traceback_is_raised_and_the_pool_survives(worker_pool: WorkerPool):
+    with pytest.raises(WorkerError, match="the remote message"):
+        worker_pool.run(fail_on_rank_one, world_size=2)
+    assert worker_pool.run(sum_of_ranks, 0, world_size=2)[0][2] == 1
+
+
+def test_deadline_names_the_line_and_the_pool_recovers(worker_pool: WorkerPool):
+    worker_pool.run(sum_of_ranks, 0, world_size=2)  # warm: the short deadline below is not for imports
+    with pytest.raises(WorkerError, match=r"rank 1 of 2: still running[\s\S]*hang_on_rank_one"):
+        worker_pool.run(hang_on_rank_one, world_size=2, timeout=3.0)
+    answers = worker_pool.run(environment_and_group, world_size=2, init_process_group=False)
+    assert answers == [(None, False, "0"), (None, False, "1")]
+
+
+def test_dead_worker_is_reported_with_its_exit_code(worker_pool: WorkerPool):
+    with pytest.raises(WorkerError, match="exited with code 7"):
+        worker_pool.run(die, world_size=1)
+    assert worker_pool.run(sum_of_ranks, 3, world_size=1)[0][2] == 3
+
+
+def test_too_many_ranks_are_refused(worker_pool: WorkerPool):
+    with pytest.raises(ValueError, match="world_size 99"):
+        worker_pool.run(sum_of_ranks, 0, world_size=99)
