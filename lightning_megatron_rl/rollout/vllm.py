@@ -203,7 +203,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """End the process and free the shared memory; the engine can be started again."""
         if self._worker is not None:
-            self._worker.close()
+            self._worker.close(grace_s=5.0 if self._limits else 0.0)  # while it loads it does not listen
         if self._shared is not None:
             self._shared.close()
         self._forget()
