@@ -43,7 +43,7 @@ def test_missing_weight_is_refused(layout, weights):
 
 
 def test_unknown_weight_is_refused(layout, weights):
-    with pytest.raises(ValueError, match="'decoder.final_layernorm.weight' is not in the model's checkpoint"):
+    with pytest.raises(ValueError, match=r"'decoder.final_layernorm.weight' is not in the model's checkpoint"):
         list(layout.check([*weights.items(), ("decoder.final_layernorm.weight", torch.ones(64))]))
 
 

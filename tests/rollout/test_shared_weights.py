@@ -70,7 +70,7 @@ def test_another_list_is_planned_anew(shared, other):
 
 
 def test_one_tensor_at_a_time(shared):
-    """An iterable that gathers shard by shard must not be drained first: each tensor is free before the next but one."""
+    """An iterable that gathers shard by shard is not drained first: a tensor is free before the next but one."""
     references: list[weakref.ref] = []
     num_alive = []
 

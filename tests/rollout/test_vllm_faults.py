@@ -33,7 +33,7 @@ def test_it_outlives_the_thread_that_started_it(fault_harness):
 
 
 def test_tied_embeddings_are_updated_on_both_sides(fault_harness):
-    """On CPU the output embedding is a repacked copy: an update that only reaches the input embedding would show here."""
+    """On CPU the output embedding is a repacked copy: an update that only reaches the input embedding shows here."""
     requests = make_requests(4)
     fault_harness.push_random_weights(21)
     assert (
@@ -144,17 +144,17 @@ def test_start_that_fails_says_why_and_is_not_repeated(model_dir):
 # A trainer that owns an engine, and a child (such as a data-loader worker) that inherited its file descriptors.
 TRAINER = """
 import os, sys, time
-from lightning_megatron_rl.rollout import SamplingParams
-from tests.rollout.conftest import make_engine, make_requests
-engine = make_engine()
+from lightning_megatron_rl.rollout import GenerationRequest, SamplingParams, VLLMEngine
+engine = VLLMEngine(max_model_len=512, kv_cache_memory_gb=0.25, num_threads=1)
 engine.start(sys.argv[1])
 if sys.argv[2] == "sampling":
-    engine.generate(make_requests(1), SamplingParams(max_tokens=2))
+    engine.wait_ready()
 fork = os.fork()
 if fork == 0:
     time.sleep(600)
 print(engine.pid, fork, "vllm" in sys.modules, flush=True)
-engine.generate(make_requests(64, num_samples=8), SamplingParams(max_tokens=300, ignore_eos=True))
+requests = [GenerationRequest([7 + i] * 150, seed=i, num_samples=8) for i in range(64)]
+engine.generate(requests, SamplingParams(max_tokens=300, ignore_eos=True))
 """
 
 
