@@ -112,6 +112,7 @@ class Harness:
     engine: VLLMEngine
     model: PreTrainedModel
     version: int = 0
+    restarts_after_its_starter: int = 0  # once the thread that started it had ended
 
     def push_random_weights(self, seed: int) -> None:
         """Give the engine and the reference the same new weights."""
@@ -162,9 +163,15 @@ def harness(model_dir: Path, states_around_start: dict[str, dict[str, Any]]) -> 
 def fault_harness(tied_model_dir: Path) -> Iterator[Harness]:
     """A running engine with a tied model, to be killed at will; it was started by a thread that has ended."""
     engine = make_engine(max_restarts=100)
-    thread = threading.Thread(target=engine.start, args=(tied_model_dir,))
+
+    def start() -> None:
+        engine.start(tied_model_dir)
+        engine.wait_ready()
+
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    engine.wait_ready()
-    yield Harness(engine, AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32).eval())
+    engine.generate(make_requests(1), SamplingParams(max_tokens=2))
+    model = AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32).eval()
+    yield Harness(engine, model, restarts_after_its_starter=engine.num_restarts)
     engine.close()
