@@ -150,7 +150,7 @@ def check_disk(free_bytes: int, flavour: str, where: Path) -> None:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The caller's variables without those that would lead uv or pip to another environment or other versions."""
+    """The caller's variables without those that would lead uv or pip elsewhere (see `STEERING`)."""
     return {name: value for name, value in environment.items() if not STEERING.match(name) or KEPT.match(name)}
 
 
