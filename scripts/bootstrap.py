@@ -308,7 +308,8 @@ def create_environment(uv: str, environment: Mapping[str, str], lock: int) -> No
         say("no Python 3.12 on PATH or in pyenv: asking uv for one")
     name = python or ".".join(str(part) for part in PYTHON_VERSION)
     if not run([uv, "venv", "--quiet", "--clear", "--no-project", "--python", name, ".venv"], environment, lock):
-        raise SetupError(f"uv could not make .venv with Python {name}; install one: {install_command('python')}")
+        hint = f"{install_command('python')} (where the distribution has it), or pyenv install 3.12"
+        raise SetupError(f"uv could not make .venv with Python {name} (see above); install one: {hint}")
 
 
 def install_packages(uv: str, flavour: str, environment: Mapping[str, str], lock: int) -> None:
