@@ -12,6 +12,8 @@ import pytest
 
 from tests.tiny_models import make_tokenizer, save_tiny_model
 
+pytest_plugins = ["tests.policing"]
+
 
 @pytest.fixture(scope="session")
 def tokenizer():
