@@ -14,6 +14,8 @@ import pytest
 from tests.distributed import WorkerPool
 from tests.tiny_models import make_tokenizer, save_tiny_model
 
+pytest_plugins = ["tests.policing"]
+
 
 @pytest.fixture(scope="session")
 def tokenizer():

@@ -1,0 +1,211 @@
+"""A pytest plugin that holds every test to two rules: it ends in time, and it leaves nothing behind.
+
+Left behind counts what is there after a test (its function-scoped fixtures torn down) and was not there before it:
+environment variables, child processes, non-daemon threads, torch's process group, the working directory, shared memory.
+What a fixture of wider scope starts is there before the test; one that starts processes later calls `keep_process`.
+"""
+
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import psutil
+import pytest
+
+DEADLINE = 300.0  # seconds per test, unless it is marked with `deadline(seconds)`
+LAST_RESORT = 60.0  # seconds after which a test that did not react to its deadline ends the run
+GRACE = 3.0  # seconds for processes and threads that were told to end
+SHARED_MEMORY = re.compile(r"psm_|sem\.|torch_|nccl-")  # Python's, POSIX semaphores, torch's, NCCL's
+LIBRARY_VARIABLES = {  # set by libraries when they are imported or first used, to the same value every time
+    "CUDA_MODULE_LOADING",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TRITON_CACHE_DIR",
+}
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+
+_kept: set[int] = set()
+_stderr = pytest.StashKey[TextIO]()
+
+
+def keep_process(pid: int) -> None:
+    """Let process `pid` and its children, started for a session fixture, outlive the test that needed it first.
+
+    They must be gone at the end of the run.
+    """
+    _kept.add(pid)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is there at one moment that a test could leave behind."""
+
+    environment: dict[str, str]
+    processes: frozenset[psutil.Process]
+    threads: frozenset[threading.Thread]
+    shared_memory: frozenset[str]
+    process_group: bool
+    directory: str
+
+
+def take_snapshot() -> Snapshot:
+    """Look around in this process."""
+    return Snapshot(
+        environment={name: value for name, value in os.environ.items() if name not in LIBRARY_VARIABLES},
+        processes=frozenset(process for process in psutil.Process().children(recursive=True) if _runs(process)),
+        threads=frozenset(thread for thread in threading.enumerate() if not thread.daemon),
+        shared_memory=_shared_memory(),
+        process_group=_has_process_group(),
+        directory=os.getcwd(),
+    )
+
+
+def clean_up(before: Snapshot, keep: set[int]) -> list[str]:
+    """Undo what happened since `before`, as far as possible, and return a line for each thing that had been left."""
+    found = []
+    for process in _leaked_processes(before, keep):
+        found.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
+        process.kill()
+        process.wait(GRACE)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread not in before.threads:
+            thread.join(GRACE)
+            if thread.is_alive():
+                found.append(f"thread {thread.name}")
+    if _has_process_group() and not before.process_group:
+        found.append("torch.distributed's default process group")
+        sys.modules["torch.distributed"].destroy_process_group()
+    found += [f"shared memory /dev/shm/{name}" for name in sorted(_shared_memory() - before.shared_memory)]
+    if os.getcwd() != before.directory:
+        found.append(f"working directory {os.getcwd()}")
+        os.chdir(before.directory)
+    environment = take_snapshot().environment
+    for name in sorted(environment.keys() | before.environment.keys()):
+        old, new = before.environment.get(name), environment.get(name)
+        if old == new:
+            continue
+        found.append(f"environment variable {name}: {old!r} became {new!r}")
+        if old is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = old
+    return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether `process` is alive, and not one that Python keeps for the whole run."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return not any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _leaked_processes(before: Snapshot, keep: set[int]) -> list[psutil.Process]:
+    """Children (of any depth) that are neither in `before` nor below one of `keep`, and do not end within `GRACE`."""
+    leaked = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            family = {process.pid, *(parent.pid for parent in process.parents())}
+        except psutil.NoSuchProcess:
+            continue
+        if process not in before.processes and not family & keep and _runs(process):
+            leaked.append(process)
+    _, alive = psutil.wait_procs(leaked, timeout=GRACE if leaked else 0)
+    return [process for process in alive if _runs(process)]
+
+
+def _shared_memory() -> frozenset[str]:
+    """Names in /dev/shm of the kinds that Python and torch make, without those that other process trees have open."""
+    names = {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name)}
+    if not names:
+        return frozenset()
+    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        if process.pid in ours:
+            continue
+        try:
+            mapped = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:  # ended, or another user's
+            continue
+        names = {name for name in names if f"/dev/shm/{name}" not in mapped}
+    return frozenset(names)
+
+
+def _has_process_group() -> bool:
+    """Whether torch.distributed is initialised in this process; does not import it."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+@contextmanager
+def deadline(seconds: float, name: str, stderr: TextIO) -> Iterator[None]:
+    """Fail the code inside after `seconds`; if it does not react, end the run with every thread's stack on `stderr`.
+
+    A thread sends the signal, since code under test may use the process's only alarm timer for itself.
+    """
+
+    def fail(signum: int, frame: FrameType | None) -> None:
+        pytest.fail(f"{name} did not end within {seconds:g} s")
+
+    main = threading.main_thread().ident
+    assert main is not None
+    previous = signal.signal(signal.SIGUSR2, fail)
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + LAST_RESORT, exit=True, file=stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR2, previous)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr, which is not captured yet, and adopt orphans, so that grandchildren are seen as well."""
+    config.addinivalue_line("markers", "deadline(seconds): fail the test after this many seconds (default 300)")
+    config.stash[_stderr] = os.fdopen(os.dup(2), "w")
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Put each test, its set-up and tear-down under a deadline."""
+    marker = item.get_closest_marker("deadline")
+    with deadline(float(marker.args[0]) if marker else DEADLINE, item.nodeid, item.config.stash[_stderr]):
+        return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _run_leaves_nothing() -> Iterator[None]:
+    """Check after the last test and all fixtures that nothing is left of the run."""
+    before = take_snapshot()
+    yield
+    if left := clean_up(before, keep=set()):
+        pytest.fail("the run left behind:\n  " + "\n  ".join(left))
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing(_run_leaves_nothing: None) -> Iterator[None]:
+    """Check after each test that it left nothing behind."""
+    before = take_snapshot()
+    yield
+    if left := clean_up(before, _kept):
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left))
