@@ -32,6 +32,14 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def worker_pool() -> Iterator[WorkerPool]:
     """Up to four warm gloo processes for the whole run: `worker_pool.run(function, *args, world_size=2)`."""
-    pool = WorkerPool(4)
+    from tests.policing import keep_process  # a plugin: pytest must be the first to import it
+
+    pool = WorkerPool(4, on_start=keep_process)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen2 whose input and output embeddings are one weight."""
+    return save_tiny_model(tmp_path_factory.mktemp("tied"), "qwen2_tied")

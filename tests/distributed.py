@@ -90,8 +90,9 @@ class WorkerPool:
         and returns ``[result of rank 0, result of rank 1]``. The function must live at the top of a module.
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, on_start: Callable[[int], None] = lambda pid: None) -> None:
         self.size = size
+        self.on_start = on_start  # called with the id of each process that is started
         self._workers: list[_Worker] = []
 
     def run(
@@ -113,6 +114,7 @@ class WorkerPool:
             raise ValueError(f"world_size {world_size} > {self.size} workers of this pool")
         while len(self._workers) < world_size:
             self._workers.append(_Worker())
+            self.on_start(self._workers[-1].process.pid)
         workers = self._workers[:world_size]
         port = _free_port()
         for rank, worker in enumerate(workers):

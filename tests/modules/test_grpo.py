@@ -64,7 +64,7 @@ def test_aggregations_do_not_see_micro_batches_or_replicas(worker_pool, qwen3_di
 
 
 def test_weights_go_to_the_engine_before_every_rollout(reference):
-    assert reference.extra["versions"] == [0, 1]
+    assert reference.extra["versions"] == [0, 1, 2], "two rollouts, then validation"
     assert reference.extra["names"] == set(reference.weights)
     assert [step["rollout/weight_version"] for step in reference.steps] == [0, 1]
     assert all(step["rollout/staleness"] == 0 for step in reference.steps)
