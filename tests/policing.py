@@ -1,17 +1,19 @@
 """A pytest plugin that holds every test to two rules: it ends in time, and it leaves nothing behind.
 
 Left behind counts what is there after a test (its function-scoped fixtures torn down) and was not there before it:
-environment variables, child processes, non-daemon threads, torch's process group, the working directory, shared memory.
-What a fixture of wider scope starts is there before the test; one that starts processes later calls `keep_process`.
+environment variables, processes, non-daemon threads, torch's process group, the working directory, shared memory.
+What a fixture of wider scope starts is there before the test, and may be restarted during it (the same command line up
+to numbers); a fixture that starts processes later calls `keep_process`.
 """
 
-import ctypes
 import faulthandler
 import os
 import re
 import signal
 import sys
 import threading
+import uuid
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,16 +28,17 @@ DEADLINE = 300.0  # seconds per test, unless it is marked with `deadline(seconds
 LAST_RESORT = 60.0  # seconds after which a test that did not react to its deadline ends the run
 GRACE = 3.0  # seconds for processes and threads that were told to end
 SHARED_MEMORY = re.compile(r"psm_|sem\.|torch_|nccl-")  # Python's, POSIX semaphores, torch's, NCCL's
-LIBRARY_VARIABLES = {  # set by libraries when they are imported or first used, to the same value every time
+LIBRARY_VARIABLES = {  # set by pytest, by this plugin, or by libraries always to the same value
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
+    "PYTEST_POLICING_RUN",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCHINDUCTOR_COMPILE_THREADS",
     "TRITON_CACHE_DIR",
 }
-PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+MARKER = "PYTEST_POLICING_RUN"  # in the environment of everything this run starts: orphans are known by it
 
 _kept: set[int] = set()
 _stderr = pytest.StashKey[TextIO]()
@@ -54,7 +57,7 @@ class Snapshot:
     """What is there at one moment that a test could leave behind."""
 
     environment: dict[str, str]
-    processes: frozenset[psutil.Process]
+    processes: dict[psutil.Process, str]  # with their commands
     threads: frozenset[threading.Thread]
     shared_memory: frozenset[str]
     process_group: bool
@@ -65,7 +68,7 @@ def take_snapshot() -> Snapshot:
     """Look around in this process."""
     return Snapshot(
         environment={name: value for name, value in os.environ.items() if name not in LIBRARY_VARIABLES},
-        processes=frozenset(process for process in psutil.Process().children(recursive=True) if _runs(process)),
+        processes={process: command for process in _processes() if (command := _command(process))},
         threads=frozenset(thread for thread in threading.enumerate() if not thread.daemon),
         shared_memory=_shared_memory(),
         process_group=_has_process_group(),
@@ -77,7 +80,7 @@ def clean_up(before: Snapshot, keep: set[int]) -> list[str]:
     """Undo what happened since `before`, as far as possible, and return a line for each thing that had been left."""
     found = []
     for process in _leaked_processes(before, keep):
-        found.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
+        found.append(f"process {process.pid}: {_command(process)[:200]}")
         process.kill()
         process.wait(GRACE)
     for thread in threading.enumerate():
@@ -105,28 +108,48 @@ def clean_up(before: Snapshot, keep: set[int]) -> list[str]:
     return found
 
 
-def _runs(process: psutil.Process) -> bool:
-    """Whether `process` is alive, and not one that Python keeps for the whole run."""
+def _processes() -> set[psutil.Process]:
+    """Children of any depth, and orphans among what this run started."""
+    found = set(psutil.Process().children(recursive=True))
+    marker = f"{MARKER}={os.environ.get(MARKER)}".encode()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if marker in Path(f"/proc/{entry.name}/environ").read_bytes().split(b"\0"):
+                    found.add(psutil.Process(int(entry.name)))
+            except (OSError, psutil.NoSuchProcess):  # ended, or another user's
+                continue
+    return found
+
+
+def _command(process: psutil.Process) -> str:
+    """The command line of `process`; "" if it has ended, or if Python keeps it for the whole run."""
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return not any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+        command = "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return False
+        return ""
+    return "" if "multiprocessing.resource_tracker" in command else command
 
 
 def _leaked_processes(before: Snapshot, keep: set[int]) -> list[psutil.Process]:
-    """Children (of any depth) that are neither in `before` nor below one of `keep`, and do not end within `GRACE`."""
+    """New processes that are not below one of `keep`, replace none of `before`, and do not end within `GRACE`."""
+    now = _processes()
+    ended = Counter(re.sub(r"\d+", "#", command) for process, command in before.processes.items() if process not in now)
     leaked = []
-    for process in psutil.Process().children(recursive=True):
+    for process in now - before.processes.keys():
         try:
             family = {process.pid, *(parent.pid for parent in process.parents())}
         except psutil.NoSuchProcess:
             continue
-        if process not in before.processes and not family & keep and _runs(process):
-            leaked.append(process)
+        kind = re.sub(r"\d+", "#", _command(process))
+        if not kind or family & keep:
+            continue
+        if ended[kind] > 0:
+            ended[kind] -= 1  # the same worker, started again
+            continue
+        leaked.append(process)
     _, alive = psutil.wait_procs(leaked, timeout=GRACE if leaked else 0)
-    return [process for process in alive if _runs(process)]
+    return [process for process in alive if _command(process)]
 
 
 def _shared_memory() -> frozenset[str]:
@@ -134,7 +157,7 @@ def _shared_memory() -> frozenset[str]:
     names = {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name)}
     if not names:
         return frozenset()
-    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    ours = {os.getpid(), *(process.pid for process in _processes())}
     for process in psutil.process_iter():
         if process.pid in ours:
             continue
@@ -179,10 +202,10 @@ def deadline(seconds: float, name: str, stderr: TextIO) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr, which is not captured yet, and adopt orphans, so that grandchildren are seen as well."""
+    """Keep the real stderr, which is not captured yet, and mark what this run starts."""
     config.addinivalue_line("markers", "deadline(seconds): fail the test after this many seconds (default 300)")
     config.stash[_stderr] = os.fdopen(os.dup(2), "w")
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    os.environ[MARKER] = uuid.uuid4().hex
 
 
 @pytest.hookimpl(wrapper=True)

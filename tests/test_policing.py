@@ -100,6 +100,39 @@ def test_fixtures_of_wider_scope_and_monkeypatch_are_no_leaks(tmp_path: Path):
     assert "error" not in output
 
 
+def test_worker_of_a_module_may_be_restarted_by_a_test_once(tmp_path: Path):
+    output = run_pytest(
+        tmp_path,
+        """
+        import subprocess
+        import pytest
+
+        @pytest.fixture(scope="module")
+        def workers():
+            workers = [subprocess.Popen(["sleep", "64"])]
+            yield workers
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+        def restart(workers):
+            workers[-1].kill()
+            workers[-1].wait()
+            workers.append(subprocess.Popen(["sleep", "65"]))
+
+        def test_restarts(workers):
+            restart(workers)
+
+        def test_has_one_too_many(workers):
+            restart(workers)
+            workers.append(subprocess.Popen(["sleep", "66"]))
+        """,
+    )
+    assert "ERROR at teardown of test_has_one_too_many" in output
+    assert len(re.findall(r"process \d+: sleep 6[56]", output)) == 1
+    assert "2 passed, 1 error" in output
+
+
 def test_deadline_fails_a_test_that_waits_even_if_it_uses_the_alarm_itself(tmp_path: Path):
     output = run_pytest(
         tmp_path,
