@@ -1,0 +1,59 @@
+import math
+
+import pytest
+import torch
+
+from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, kl_penalty
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        # x = log π - log π_ref = 1, derivatives with respect to log π: 1, x, 1 - e^-x
+        ("k1", 1.0, 1.0),
+        ("k2", 0.5, 1.0),
+        ("k3", math.exp(-1), 1 - math.exp(-1)),
+    ],
+)
+def test_value_and_gradient_by_hand(estimator: str, value: float, gradient: float):
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    penalty = kl_penalty(logprobs, torch.tensor([-2.0], dtype=torch.float64), estimator)
+    assert penalty.item() == pytest.approx(value, abs=1e-14)  # float64 rounding
+    assert torch.autograd.grad(penalty.sum(), logprobs)[0].item() == pytest.approx(gradient, abs=1e-14)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_expectation_is_the_kl_divergence(estimator: str):
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum()
+    assert expected > 0.05
+    estimate = (p.exp() * kl_penalty(p, q, estimator)).sum()  # the exact expectation over samples of p
+    torch.testing.assert_close(estimate, expected, rtol=1e-12, atol=0)  # float64 rounding
+
+
+def test_k3_is_clamped_with_zero_gradient_and_stays_finite():
+    logprobs = torch.tensor([-1e4, 0.0], requires_grad=True)
+    penalty = kl_penalty(logprobs, torch.tensor([0.0, -1e4]), "k3")
+    assert penalty[0].item() == 10.0
+    assert penalty[1].item() == 10.0  # d = -20: e^-20 + 20 - 1 = 19, clamped
+    (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+    assert gradient.tolist() == [0.0, 0.0]
+
+
+def test_k3_keeps_its_digits_at_small_differences():
+    difference = torch.tensor([3e-7, 1e-6, 3e-6], dtype=torch.float64)
+    penalty = kl_penalty(-difference, torch.zeros(3, dtype=torch.float64), "k3")
+    # d²/2 + d³/6; e^d - 1 - d written out has an error of 1e-16, 1e-3 of the smallest; with expm1 it is 1e-22
+    torch.testing.assert_close(penalty, difference**2 / 2 + difference**3 / 6, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_equal_policies_have_none(estimator: str):
+    logprobs = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(kl_penalty(logprobs, logprobs.clone(), estimator), torch.zeros(2, 5))
+
+
+def test_unknown_estimator():
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4': choose one of k1, k2, k3"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

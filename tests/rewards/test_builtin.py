@@ -1,0 +1,71 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_megatron_rl.rewards import ExactMatch, FormatReward, math_equal
+from tests.rewards.samples import make_sample
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("72", "72", 1.0),
+        (" 72\n", "72", 1.0),
+        ("so 23 + 49 = 72.", "72", 1.0),
+        ("not 73 but \\boxed{72}", "72", 1.0),
+        ("\\boxed{72}, not 73", "72", 1.0),
+        ("73", "72", 0.0),
+        ("172", "72", 0.0),
+        ("", "72", 0.0),
+        ("It is $\\frac{1}{2}$.", "0.5", 1.0),
+        ("0.5", "\\frac{1}{2}", 1.0),
+        ("$1 + x$", "x+1", 1.0),
+        ("1234", "1,234", 1.0),
+        ("-5", "5", 0.0),
+        ("Paris", "Paris", 1.0),
+        ("London", "Paris", 0.0),
+    ],
+)
+def test_math_equal(response: str, answer: str, expected: float):
+    assert math_equal([make_sample(response, answer)]) == [expected]
+
+
+def test_math_equal_keeps_the_order_and_works_in_threads():
+    samples = [make_sample(f"it is {i % 3}", "1") for i in range(9)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(math_equal, [samples] * 3, timeout=120)) == [[0.0, 1.0, 0.0] * 3] * 3
+
+
+@pytest.mark.parametrize("answer", [None, "", "  "])
+@pytest.mark.parametrize("reward", [math_equal, ExactMatch()])
+def test_prompt_without_answer_is_refused(reward, answer: str | None):
+    with pytest.raises(ValueError, match=r"needs the answer.*prompt 4 of 'train'.*map a column .* to `answer`"):
+        reward([make_sample("1", "1"), make_sample("1", answer, index=4)])
+
+
+def test_exact_match():
+    samples = [make_sample(" Paris\n", "Paris"), make_sample("paris", "Paris"), make_sample("Pa ris", "Paris")]
+    assert ExactMatch()(samples) == [1.0, 0.0, 0.0]
+    assert ExactMatch(ignore_case=True)(samples) == [1.0, 1.0, 0.0]
+    assert ExactMatch(strip=False)([*samples, make_sample("Paris", "Paris")]) == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_format_matches_the_whole_response():
+    samples = [make_sample(text) for text in ("<a>1</a>", "<a>1</a>\n", "x<a>1</a>", "<a>1\n2</a>", "")]
+    assert FormatReward("<a>.*</a>")(samples) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert FormatReward("(?s)<a>.*</a>")(samples) == [1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_bad_pattern_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"the pattern '\(a' of the reward 'format' is no regular expression"):
+        FormatReward("(a")
+
+
+def test_import_loads_nothing_heavy():
+    code = (
+        "import sys, lightning_megatron_rl.rewards; print(sorted({'torch', 'sympy', 'math_verify'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
