@@ -67,8 +67,8 @@ class HFExport(Callback):
         def check() -> None:
             if not self.overwrite and self._last.exists():
                 raise ValueError(
-                    f"HFExport(dirpath={str(self.dirpath)!r}): {self._last} exists already. Choose another dirpath, move"
-                    " the export away, or set overwrite=True."
+                    f"HFExport(dirpath={str(self.dirpath)!r}): {self._last} exists already. Choose another dirpath,"
+                    " move the export away, or set overwrite=True."
                 )
 
         run_on_rank_zero(check)
@@ -135,6 +135,7 @@ def _verify(
         directory.rename(failed)
         raise RuntimeError(
             f"the export {failed} is not the trained model: loaded back by Transformers, a log-prob differs by"
-            f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with the model's config."
+            f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with"
+            " the model's config."
         )
     return error

@@ -42,9 +42,7 @@ class RolloutSamples(Callback):
         replica = trainer.strategy.distributed_sampler_kwargs["rank"]  # type: ignore[attr-defined]
         self._file = root / f"rollouts-dp{replica}.jsonl"
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the step's samples, show some."""
         if pl_module.last_rollout is None:
             return

@@ -118,7 +118,11 @@ class GRPOLoss:
         if config.correction is None:
             return None
         weights = truncated_importance_weights(
-            old_logprobs[None], rollout_logprobs[None], mask[None], level=config.correction_level, cap=config.correction_cap
+            old_logprobs[None],
+            rollout_logprobs[None],
+            mask[None],
+            level=config.correction_level,
+            cap=config.correction_cap,
         )
         return weights[0]
 

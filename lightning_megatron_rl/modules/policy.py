@@ -279,7 +279,8 @@ class PolicyModule(pl.LightningModule):
     def phase(self, name: str) -> Iterator[None]:
         """Time what runs inside as ``time/<name>_s``, in the Trainer's profiler and in errors of collectives."""
         started = time.perf_counter()
-        with self.trainer.profiler.profile(f"[{type(self).__name__}]{name}"), self.strategy.phase(name):
+        profiler = self.trainer.profiler  # type: ignore[attr-defined]
+        with profiler.profile(f"[{type(self).__name__}]{name}"), self.strategy.phase(name):
             yield
             synchronize(self.strategy.root_device)
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - started

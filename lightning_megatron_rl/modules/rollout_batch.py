@@ -120,8 +120,8 @@ def check_split(prompts: int, updates_per_rollout: int) -> None:
     if prompts % updates_per_rollout:
         raise ValueError(
             f"updates_per_rollout={updates_per_rollout} does not divide the {prompts} prompts of one replica"
-            f" (batch_size / data-parallel size): {prompts} / {updates_per_rollout} = {prompts / updates_per_rollout:.2f}."
-            " Change batch_size or updates_per_rollout."
+            f" (batch_size / data-parallel size): {prompts} / {updates_per_rollout} ="
+            f" {prompts / updates_per_rollout:.2f}. Change batch_size or updates_per_rollout."
         )
 
 

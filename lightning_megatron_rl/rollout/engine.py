@@ -92,6 +92,7 @@ class RolloutEngine(Protocol):
     """
 
     weight_version: int  # version of the weights that sample; 0 is what `start` loaded
+    max_model_len: int  # longest prompt plus response. # [tokens]
 
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""

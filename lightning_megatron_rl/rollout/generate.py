@@ -43,7 +43,7 @@ def generate_samples(
             prompt=prompt,
             response_ids=generation.token_ids,
             response_logprobs=generation.logprobs,
-            response=tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+            response=str(tokenizer.decode(generation.token_ids, skip_special_tokens=True)),
             finish_reason=generation.finish_reason,
             weight_version=engine.weight_version,
         )

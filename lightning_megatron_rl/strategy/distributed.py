@@ -74,7 +74,7 @@ class ReplicaGroup:
         return result  # type: ignore[return-value]
 
 
-def run_on_rank_zero(function: Callable[[], T]) -> T:
+def run_on_rank_zero[T](function: Callable[[], T]) -> T:
     """Call `function` on global rank 0; every rank gets its result, or raises what it raised."""
     outcome: list[Any] = [None, None]
     error: Exception | None = None
@@ -113,7 +113,9 @@ def check_writable(directory: Path, setting: str) -> None:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise OSError(f"{setting}={str(directory)!r} cannot be written: {error}. Choose another directory.") from error
+            raise OSError(
+                f"{setting}={str(directory)!r} cannot be written: {error}. Choose another directory."
+            ) from error
 
     run_on_rank_zero(check)
 

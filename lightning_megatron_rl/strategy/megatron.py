@@ -3,25 +3,20 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -29,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
-from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.checks import check_trainer
 from lightning_megatron_rl.strategy.distributed import (
     ReplicaGroup,
     data_parallel_all_reduce,
@@ -38,7 +33,9 @@ from lightning_megatron_rl.strategy.distributed import (
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer, resolve_optimizer_config
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from lightning_megatron_rl.strategy.saving import DistributedCheckpointStrategy
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
+from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -51,7 +48,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 T = TypeVar("T")
 
 
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(DistributedCheckpointStrategy):
     """Train a LightningModule whose `model` is an `nn.ModuleList` of Megatron model chunks.
 
     The module builds its chunks in `configure_model` (unwrapped, for this rank), makes its optimizer with
@@ -174,11 +171,12 @@ class MegatronStrategy(ParallelStrategy):
             return
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Check the run, then start process groups, Megatron's parallel state and its random-number trackers."""
-        assert self.lightning_module is not None and self.cluster_environment is not None
+        assert self.lightning_module is not None
+        assert self.cluster_environment is not None
         check_trainer(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)
         super().setup_environment()
@@ -227,7 +225,13 @@ class MegatronStrategy(ParallelStrategy):
             for chunk in chunks:
                 chunk.to(self.root_device)
             if trainer.state.fn == TrainerFn.FITTING:
-                self._wrap_for_training()
+                assert self.lightning_module is not None
+                self.lightning_module.model = wrap_for_training(
+                    list(self.chunks),
+                    self.ddp_config,
+                    mixed_precision=self.precision_plugin.is_mixed,
+                    use_distributed_optimizer=self.use_distributed_optimizer,
+                )
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
                 self._check_optimizers()
@@ -251,28 +255,6 @@ class MegatronStrategy(ParallelStrategy):
             )
         return model
 
-    def _wrap_for_training(self) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.transformer.module import Float16Module
-        from megatron.core.utils import get_model_config
-
-        ddp_config = self.ddp_config or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        # the optimizer's flag is set from the same attribute, so the two cannot disagree
-        ddp_config.use_distributed_optimizer = self.use_distributed_optimizer
-        assert self.lightning_module is not None
-        wrapped = nn.ModuleList()
-        for index, chunk in enumerate(self.chunks):
-            if isinstance(chunk, DistributedDataParallel):
-                wrapped.append(chunk)
-                continue
-            config = get_model_config(chunk)
-            if self.precision_plugin.is_mixed and not isinstance(chunk, Float16Module):
-                chunk = Float16Module(config, chunk)
-            ddp = DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-            ddp.broadcast_params()
-            wrapped.append(ddp)
-        self.lightning_module.model = wrapped
-
     def build_optimizer(self, config: "OptimizerConfig") -> MegatronOptimizer:
         """Make Megatron's optimizer for the module's chunks; call it in `configure_optimizers`.
 
@@ -285,10 +267,6 @@ class MegatronStrategy(ParallelStrategy):
         Example:
             ``return self.trainer.strategy.build_optimizer(OptimizerConfig(lr=1e-6, weight_decay=0.0))``
         """
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.optimizer import get_megatron_optimizer
-        from megatron.core.utils import get_model_config
-
         assert self.lightning_module is not None
         resolved = resolve_optimizer_config(
             config,
@@ -296,13 +274,7 @@ class MegatronStrategy(ParallelStrategy):
             use_distributed_optimizer=self.use_distributed_optimizer,
             gradient_clip_val=self.lightning_module.trainer.gradient_clip_val,
         )
-        chunks = list(self.chunks)
-        optimizer = get_megatron_optimizer(resolved, chunks)
-        for chunk in chunks:
-            chunk_config = get_model_config(chunk)
-            chunk_config.finalize_model_grads_func = finalize_model_grads
-            chunk_config.grad_scale_func = optimizer.scale_loss
-        return MegatronOptimizer(optimizer)
+        return make_optimizer(resolved, list(self.chunks))
 
     def _check_optimizers(self) -> None:
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], MegatronOptimizer):
@@ -410,151 +382,11 @@ class MegatronStrategy(ParallelStrategy):
         dist.all_reduce(tensor, op=op, group=group)
         return tensor / dist.get_world_size(group) if is_mean else tensor
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    def _model_state(self) -> dict[str, Any]:
-        from megatron.core.utils import unwrap_model
-
-        metadata = checkpoint_io.content_metadata()
-        chunks = unwrap_model(list(self.chunks))
-        return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return sharded weights per chunk, and whatever the module holds outside `model`."""
-        assert self.lightning_module is not None
-        other = {key: value for key, value in _state_outside_model(self.lightning_module).items()}
-        return {**self._model_state(), "other": other}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as sharded tensors."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        assert isinstance(optimizer, MegatronOptimizer)
-        return self._optimizer_state(optimizer, self._model_state(), is_loading=False)
-
-    def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        metadata = checkpoint_io.content_metadata()
-        model_state = model["model0"] if len(model) == 1 else model
-        return optimizer.sharded_state_dict(model_state, metadata, is_loading)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write Lightning's checkpoint dictionary as a directory, by all ranks; see `strategy.checkpoint`."""
-        if storage_options is not None:
-            raise ValueError(
-                f"storage_options={storage_options!r}: distributed checkpoints are written to a local or shared file"
-                " system and take no storage options."
-            )
-        with self.phase("checkpoint save"):
-            path = Path(self.broadcast(str(filepath)))
-            state = checkpoint.pop("state_dict")
-            sharded = {key: value for key, value in state.items() if key != "other"}
-            for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
-                sharded[f"optimizer{index}"] = optimizer_state
-            has_optimizer = any(key.startswith("optimizer") for key in sharded)
-            layout = {
-                "layout": asdict(self.layout),
-                "world_size": self.world_size,
-                "global_step": checkpoint.get("global_step", 0),
-                "has_optimizer": has_optimizer,
-            }
-            checkpoint_io.save(path, sharded, {**checkpoint, "state_dict": state["other"]}, layout)
-
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights, optimizer and random-number states from a checkpoint of any layout.
-
-        Raises:
-            FileNotFoundError: There is no such directory.
-            ValueError: It is not a checkpoint, of another model, or holds objects that are not plain data.
-        """
-        assert self.lightning_module is not None
-        with self.phase("checkpoint load"):
-            path = Path(self.broadcast(str(checkpoint_path)))
-            layout = checkpoint_io.read_layout(path)
-            sharded: dict[str, Any] = self._model_state()
-            if self.optimizers and not layout["has_optimizer"]:
-                raise ValueError(
-                    f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training cannot"
-                    " resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
-                )
-            for index, optimizer in enumerate(self.optimizers):
-                assert isinstance(optimizer, MegatronOptimizer)
-                sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
-            loaded = checkpoint_io.load_sharded(path, sharded)
-            self._load_weights(loaded)
-            for index, optimizer in enumerate(self.optimizers):
-                optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
-            if self.optimizers and not self._restore_rng(path, layout):
-                rank_zero_warn(
-                    f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
-                    f" {layout['world_size']}): random-number states start anew from the seed."
-                )
-            return checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
-
-    def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
-        if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
-            return False
-        return checkpoint_io.restore_rng_state(path)
-
-    def _load_weights(self, loaded: dict[str, Any]) -> None:
-        from megatron.core.utils import unwrap_model
-
-        for index, chunk in enumerate(unwrap_model(list(self.chunks))):
-            chunk.load_state_dict(loaded[f"model{index}"])
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
-        assert self.lightning_module is not None
-        if checkpoint["state_dict"]:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load_checkpoint` has restored the optimizer."""
-
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Delete a checkpoint directory (rank 0)."""
-        if self.is_global_zero:
-            checkpoint_io.remove(Path(filepath))
-
     def teardown(self) -> None:
         """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         # not super().teardown(): it moves the model and the optimizer state to the CPU
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def check_trainer(trainer: "pl.Trainer") -> None:
-    """Refuse Trainer settings that would change numbers or cannot work with Megatron's schedule.
-
-    Raises:
-        ValueError: Naming the setting, its value and what to use in its place.
-    """
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: one batch is one mini-batch here, and Megatron's"
-            " schedule accumulates over its micro-batches. Set accumulate_grad_batches=1, raise the data module's"
-            " batch_size for a larger mini-batch, and lower max_tokens_per_microbatch to save memory."
-        )
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__}.automatic_optimization=False: under manual optimisation Lightning neither clips"
-            " gradients nor steps learning-rate schedulers, and counts steps differently. Keep automatic optimisation;"
-            " for several updates per batch call self.optimizers().step() for all but the last."
-        )
-
-
-def _state_outside_model(module: "pl.LightningModule") -> dict[str, Any]:
-    state = {}
-    for name, child in module.named_children():
-        if name != "model":
-            state.update({f"{name}.{key}": value for key, value in child.state_dict().items()})
-    state.update({name: parameter for name, parameter in module.named_parameters(recurse=False)})
-    if state:
-        warnings.warn(
-            f"{type(module).__name__} holds tensors outside `model` ({', '.join(list(state)[:3])}): they are saved, but"
-            " MegatronStrategy does not train them.",
-            stacklevel=2,
-        )
-    return state

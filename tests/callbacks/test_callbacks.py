@@ -54,7 +54,8 @@ def test_weight_sync_is_added_only_when_missing(worker_pool, qwen3_dir, tmp_path
     assert json.loads((tmp_path / "own").read_text()).count("WeightSync") == 1
     run(worker_pool, qwen3_dir, steps=1, callbacks=[ListCallbacks(tmp_path / "users"), UsersSync()])
     names = json.loads((tmp_path / "users").read_text())
-    assert "UsersSync" in names and "WeightSync" not in names
+    assert "UsersSync" in names
+    assert "WeightSync" not in names
 
 
 def test_export_loads_in_transformers_with_the_trained_weights(worker_pool, qwen3_dir, tmp_path):

@@ -37,9 +37,7 @@ def test_resume_is_bitwise_in_the_same_layout(worker_pool, qwen3_dir, directory,
 
     Fails without the optimizer state in the checkpoint (first resumed step) and without the data cursor.
     """
-    resumed = job(
-        worker_pool, "dp2", qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt")
-    )[0]
+    resumed = job(worker_pool, "dp2", qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))[0]
     timeless = [
         [{key: value for key, value in step.items() if not key.startswith("time/")} for step in run.steps]
         for run in (resumed, whole)
@@ -51,16 +49,18 @@ def test_resume_is_bitwise_in_the_same_layout(worker_pool, qwen3_dir, directory,
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
 def test_resume_in_another_layout(worker_pool, qwen3_dir, directory, whole, layout):
-    resumed = job(
-        worker_pool, layout, qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt")
-    )[0]
+    resumed = job(worker_pool, layout, qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))[
+        0
+    ]
     assert_same_run(resumed, Run(whole.steps[SAVED_AT:], whole.weights))
 
 
 def test_checkpoint_directory_is_complete_and_described(directory, whole):
     path = directory / f"step={SAVED_AT}.ckpt"
     layout = checkpoint_io.read_layout(path)
-    assert layout["global_step"] == SAVED_AT and layout["has_optimizer"] and layout["world_size"] == 2
+    assert layout["global_step"] == SAVED_AT
+    assert layout["has_optimizer"]
+    assert layout["world_size"] == 2
     assert sorted(entry.name for entry in path.iterdir()) == ["layout.json", "rng", "sharded", "trainer.pt"]
     assert not [entry for entry in directory.iterdir() if entry.name.startswith(".")], "half a checkpoint was left"
 

@@ -86,7 +86,9 @@ def test_clipping_and_schedule(worker_pool, qwen3_dir):
     """`gradient_clip_val` clips by the global norm, and the norm before clipping is logged, in every layout."""
     trainer = {"gradient_clip_val": 0.1}
     single = worker_pool.run(fit_sft, qwen3_dir, {}, 1, trainer=trainer, world_size=1, init_process_group=False)[0]
-    split = worker_pool.run(fit_sft, qwen3_dir, *reversed(LAYOUTS["tp2_sp"]), trainer=trainer, world_size=2, init_process_group=False)[0]
+    split = worker_pool.run(
+        fit_sft, qwen3_dir, *reversed(LAYOUTS["tp2_sp"]), trainer=trainer, world_size=2, init_process_group=False
+    )[0]
     assert_same_run(split, single)
     assert single.steps[0]["policy/grad_norm"] > 0.1
 

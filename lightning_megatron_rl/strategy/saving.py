@@ -1,0 +1,154 @@
+"""The checkpoint half of the strategy: Lightning's checkpoint hooks answered with distributed checkpoints."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+
+
+class DistributedCheckpointStrategy(ParallelStrategy):
+    """Saves and loads weights, optimizer and random-number states as directories, in any layout; see `checkpoint`."""
+
+    layout: ParallelLayout
+
+    @property
+    @abstractmethod
+    def chunks(self) -> nn.ModuleList:
+        """This rank's model chunks."""
+
+    @abstractmethod
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name what runs inside, for errors of collectives."""
+
+    def _model_state(self) -> dict[str, Any]:
+        from megatron.core.utils import unwrap_model
+
+        metadata = checkpoint_io.content_metadata()
+        chunks = unwrap_model(list(self.chunks))
+        return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return sharded weights per chunk, and whatever the module holds outside `model`."""
+        assert self.lightning_module is not None
+        other = dict(_state_outside_model(self.lightning_module).items())
+        return {**self._model_state(), "other": other}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state as sharded tensors."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert isinstance(optimizer, MegatronOptimizer)
+        return self._optimizer_state(optimizer, self._model_state(), is_loading=False)
+
+    def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        metadata = checkpoint_io.content_metadata()
+        model_state = model["model0"] if len(model) == 1 else model
+        return optimizer.sharded_state_dict(model_state, metadata, is_loading)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write Lightning's checkpoint dictionary as a directory, by all ranks; see `strategy.checkpoint`."""
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r}: distributed checkpoints are written to a local or shared file"
+                " system and take no storage options."
+            )
+        with self.phase("checkpoint save"):
+            path = Path(self.broadcast(str(filepath)))
+            state = checkpoint.pop("state_dict")
+            sharded = {key: value for key, value in state.items() if key != "other"}
+            for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
+                sharded[f"optimizer{index}"] = optimizer_state
+            has_optimizer = any(key.startswith("optimizer") for key in sharded)
+            layout = {
+                "layout": asdict(self.layout),
+                "world_size": self.world_size,
+                "global_step": checkpoint.get("global_step", 0),
+                "has_optimizer": has_optimizer,
+            }
+            checkpoint_io.save(path, sharded, {**checkpoint, "state_dict": state["other"]}, layout)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights, optimizer and random-number states from a checkpoint of any layout.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+            ValueError: It is not a checkpoint, of another model, or holds objects that are not plain data.
+        """
+        assert self.lightning_module is not None
+        with self.phase("checkpoint load"):
+            path = Path(self.broadcast(str(checkpoint_path)))
+            layout = checkpoint_io.read_layout(path)
+            sharded: dict[str, Any] = self._model_state()
+            if self.optimizers and not layout["has_optimizer"]:
+                raise ValueError(
+                    f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
+                    " cannot resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
+                )
+            for index, optimizer in enumerate(self.optimizers):
+                assert isinstance(optimizer, MegatronOptimizer)
+                sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
+            loaded = checkpoint_io.load_sharded(path, sharded)
+            self._load_weights(loaded)
+            for index, optimizer in enumerate(self.optimizers):
+                optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
+            if self.optimizers and not self._restore_rng(path, layout):
+                rank_zero_warn(
+                    f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
+                    f" {layout['world_size']}): random-number states start anew from the seed."
+                )
+            return checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+
+    def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
+        if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
+            return False
+        return checkpoint_io.restore_rng_state(path)
+
+    def _load_weights(self, loaded: dict[str, Any]) -> None:
+        from megatron.core.utils import unwrap_model
+
+        for index, chunk in enumerate(unwrap_model(list(self.chunks))):
+            chunk.load_state_dict(loaded[f"model{index}"])
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
+        assert self.lightning_module is not None
+        if checkpoint["state_dict"]:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: `load_checkpoint` has restored the optimizer."""
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Delete a checkpoint directory (rank 0)."""
+        if self.is_global_zero:
+            checkpoint_io.remove(Path(filepath))
+
+
+def _state_outside_model(module: "pl.LightningModule") -> dict[str, Any]:
+    state = {}
+    for name, child in module.named_children():
+        if name != "model":
+            state.update({f"{name}.{key}": value for key, value in child.state_dict().items()})
+    state.update(dict(module.named_parameters(recurse=False)))
+    if state:
+        warnings.warn(
+            f"{type(module).__name__} holds tensors outside `model` ({', '.join(list(state)[:3])}): they are saved, but"
+            " MegatronStrategy does not train them.",
+            stacklevel=2,
+        )
+    return state
