@@ -112,7 +112,11 @@ def print_table(results: Results, out: Path) -> None:
             console.print(outcome, phases, cost)
             console.print(f"checkpoints, exports, samples and curve.png are in {out}")
     summary = {
-        **dict(rows),
+        "accuracy_before": results.accuracy_before,
+        "accuracy_after": results.accuracy_after,
+        "accuracy_export": results.accuracy_export,
+        "rollouts": len(column(steps, "reward/mean")[0]),
+        "worst_abs_logp_diff": max(column(steps, "mismatch/abs_logp_diff")[1]),
         "seconds": results.seconds,
         "peak_memory_gb": results.peak_memory_gb,
         "phase_seconds": totals,

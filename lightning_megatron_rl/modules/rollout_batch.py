@@ -11,7 +11,7 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
 from lightning_megatron_rl.modules.policy import WEIGHT_FIELD
-from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample
 
@@ -146,8 +146,7 @@ def check_batch_arithmetic(
         raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")
     if not rewards:
         raise ValueError("rewards=[]: give at least one reward function.")
-    if reward_weights is not None and len(reward_weights) != len(rewards):
-        raise ValueError(f"reward_weights has {len(reward_weights)} entries for {len(rewards)} rewards.")
+    reward_names(rewards, reward_weights)
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0: greedy responses to one prompt are all equal. Use e.g. 1.0.")
     if sampling.top_p < 1 or sampling.top_k != -1:

@@ -1,0 +1,79 @@
+"""The demo in a short form: the real thing with fewer steps, and the layout overlays on its configs."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def run(*arguments: str, deadline: float) -> str:
+    """Run a Python program of this repository; its output ends in the error if it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=ENVIRONMENT, timeout=deadline, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the short demo leaves."""
+    out = tmp_path_factory.mktemp("demo")
+    steps = ["--sft-steps", "12", "--grpo-steps", "2"]
+    (out / "output.txt").write_text(run("examples/demo/run.py", "--out", str(out / "run"), *steps, deadline=420))
+    return out
+
+
+@pytest.mark.deadline(450)
+def test_demo_leaves_what_it_promises(demo):
+    out = demo / "run"
+    for path in ("curve.png", "table.txt", "grpo/checkpoints/last.ckpt/layout.json", "grpo/hf/last/config.json"):
+        assert (out / path).is_file(), path
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((out / "results.json").read_text())
+    assert results["rollouts"] == 2
+    assert results["peak_memory_gb"] < 12
+    table = (demo / "output.txt").read_text()
+    assert "accuracy after GRPO" in table
+    assert "where the time of the rollouts went" in table
+    samples = (out / "grpo/samples/rollouts-dp0.jsonl").read_text().splitlines()
+    assert len(samples) == 2 * 64 * 8
+
+
+def test_export_scores_the_same_in_transformers(demo):
+    """Greedy accuracy by vLLM with the trainer's weights, and by Transformers with the exported ones."""
+    results = json.loads((demo / "run" / "results.json").read_text())
+    assert results["accuracy_export"] == results["accuracy_after"]
+
+
+def test_sampler_and_trainer_agree(demo):
+    """fp32 on both sides: 1e-6 is usual, 1e-4 is the project's bound."""
+    with (demo / "run" / "grpo" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["mismatch/is_max"]]
+    assert len(rows) == 2
+    for row in rows:
+        assert float(row["mismatch/abs_logp_diff"]) < 1e-5
+        assert abs(float(row["mismatch/is_max"]) - 1) < 1e-4
+
+
+@pytest.mark.deadline(200)
+@pytest.mark.parametrize("layout", ["tp1", "pp2", "dp2"])
+def test_layout_overlays_train(demo, tmp_path, layout):
+    config = tmp_path / "grpo.yaml"
+    text = (demo / "run" / "grpo.yaml").read_text().replace(f"{demo}/run/grpo", f"{tmp_path}/grpo")
+    config.write_text(text.replace(f"save_dir: {demo}/run", f"save_dir: {tmp_path}"))
+    overlay = f"configs/layouts/{layout}.yaml"
+    output = run(
+        "-m", "lightning_megatron_rl", "fit", "--config", str(config), "--config", overlay,
+        "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", deadline=180,
+    )  # fmt: skip
+    assert "loaded back, log-probs differ by at most" in output
+    assert {"tp1": "tp 1 x pp 1", "pp2": "tp 1 x pp 2", "dp2": "tp 1 x pp 1 x cp 1 x dp 2"}[layout] in output
