@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: no addresses, short files, rooms that import downwards, true documents."""
+"""What holds for the repository as a whole: no addresses, short files, quick imports, true documents."""
 
 import ast
 import importlib.metadata
@@ -20,16 +20,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAX_LINES = 400
 LONG_FILES: set[str] = set()  # files over MAX_LINES that are better left whole, each with its reason
 
-FLOORS = {  # a room imports from its own folder and from lower floors; the shared records are below all
-    "sample": -1,
-    **dict.fromkeys(["algorithms", "rewards", "compat"], 0),
-    **dict.fromkeys(["strategy", "models"], 1),
-    **dict.fromkeys(["data", "rollout"], 2),
-    "modules": 3,
-    "callbacks": 4,
-    **dict.fromkeys(["cli", "tools"], 5),
-    **dict.fromkeys(["__init__", "__main__"], 6),
-}
 QUICK_ROOMS = {"rewards", "data", "modules", "callbacks", "rollout", "cli"}  # imported for the command line's --help
 SLOW_PACKAGES = {"megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib"}
 COME_WITH = {  # declared by a package that is declared here
@@ -104,15 +94,6 @@ def test_files_are_short():
     lines = {file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines()) for file in package_files()}
     long = {name for name, count in lines.items() if count > MAX_LINES}
     assert long == LONG_FILES, {name: lines[name] for name in long}
-
-
-def test_rooms_import_only_from_lower_floors():
-    for file in package_files():
-        room = room_of(file)
-        for module, line in imports(ast.parse(file.read_text())):
-            parts = module.split(".")
-            if parts[0] == PACKAGE.name and len(parts) > 1 and parts[1] in FLOORS and parts[1] != room:
-                assert FLOORS[parts[1]] < FLOORS[room], f"{file.relative_to(ROOT)}:{line}: {room} imports {module}"
 
 
 def test_importing_what_the_command_line_needs_imports_nothing_slow():
