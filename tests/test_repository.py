@@ -27,6 +27,8 @@ COME_WITH = {  # declared by a package that is declared here
     "safetensors": "transformers",
     "huggingface_hub": "transformers",
     "pyarrow": "datasets",
+    "lightning_utilities": "lightning",
+    "jinja2": "torch",
 }
 
 
