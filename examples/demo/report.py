@@ -102,7 +102,7 @@ def print_table(results: Results, out: Path) -> None:
     for name, justify in (("phase", "left"), ("seconds", "right"), ("share", "right")):
         phases.add_column(name, justify=justify)  # type: ignore[arg-type]
     totals = {phase: sum(column(steps, f"time/{phase}_s")[1]) for phase in PHASES}
-    whole = sum(column(steps, "time/step_s")[1]) + totals["weight_sync"]
+    whole = sum(column(steps, "time/step_s")[1])
     totals["other"] = whole - sum(totals.values())
     for phase, seconds in totals.items():
         phases.add_row(phase, f"{seconds:.1f}", f"{seconds / whole:.0%}")

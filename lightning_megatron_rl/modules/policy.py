@@ -23,7 +23,7 @@ from lightning_megatron_rl.data.packing import (
     plan_microbatches,
     scatter_to_sequences,
 )
-from lightning_megatron_rl.strategy.distributed import synchronize
+from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -89,6 +89,7 @@ class PolicyModule(pl.LightningModule):
         self.logprob_chunk_size = logprob_chunk_size
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
+        self._step_tokens = 0  # this replica's tokens in the updates of the current step
         self._described = False  # whether the table at start was printed
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
@@ -198,6 +199,7 @@ class PolicyModule(pl.LightningModule):
         """
         for chunk in self.model:
             chunk.train()
+        self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         step = partial(self._train_step, token_loss=token_loss)
         tallies = self._run_schedule(self._microbatches(sequences), step, forward_only=False, chunks=list(self.model))
         metrics: dict[str, float] = {}
@@ -314,22 +316,28 @@ class PolicyModule(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is known only after the optimizer step: gradient norm, learning rate and times."""
         optimizer = self.trainer.strategy.optimizers[0]
-        step_s = time.perf_counter() - self._step_started
-        times = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
-        times["time/step_s"] = step_s
+        local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
+        # the sync before the rollout belongs to the step, but callbacks run before this module's clock starts
+        sync_s = self.phase_seconds.get("weight_sync", 0.0)
+        local["time/step_s"] = time.perf_counter() - self._step_started + sync_s
+        local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
+        tokens = self.reduce_on_device(torch.tensor([self._step_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
+        self._step_tokens = 0
+        largest = self._largest_of_ranks(local)
         self.log_metrics(
             {
                 "policy/grad_norm": optimizer.grad_norm,  # type: ignore[attr-defined]
                 "policy/lr": optimizer.last_lr,  # type: ignore[attr-defined]
-                **self._slowest_rank(times),
+                "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / self.trainer.world_size,
+                **largest,
             }
         )
 
-    def _slowest_rank(self, times: dict[str, float]) -> dict[str, float]:
-        values = torch.tensor(list(times.values()), dtype=torch.float64, device=self.strategy.root_device)
+    def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self.strategy.root_device)
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-        return dict(zip(times, values.tolist(), strict=True))
+        return dict(zip(metrics, values.tolist(), strict=True))
 
     def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:
         """Log values that are already equal on every rank (which is why Lightning's hint at sync_dist is silenced)."""

@@ -1,5 +1,6 @@
 """Process groups, phases with a deadline, and the few collectives that modules and callbacks need."""
 
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -166,6 +167,13 @@ def phase_deadline(name: str, timeout_s: float) -> Iterator[None]:
 
 class PhaseError(RuntimeError):
     """A collective failed in a named phase."""
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Return the most memory that this process has had: allocated on its GPU, or resident on a CPU run, in GB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts KiB
 
 
 def synchronize(device: torch.device) -> None:
