@@ -68,7 +68,7 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong and end with code 2, as argparse does."""
-        if not self.exit_on_error or _DEBUG in os.environ:
+        if not self.exit_on_error or _is_debugging():
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
@@ -125,10 +125,10 @@ class CommandLine(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
-            if _DEBUG in os.environ:
+            if _is_debugging():
                 raise
             message = explain(str(error)) if _NESTED.match(str(error)) else str(error)
-            self._fail(f"{message}\n({_DEBUG}=1 shows where this was raised)")
+            self._fail(f"{message}\n({_DEBUG}=true shows where this was raised)")
 
     def _print_completion(self, shell: str = "") -> NoReturn:
         # shtab on jsonargparse's parser writes 120 MB: it follows a tensor's `data` from tensor to tensor
@@ -170,6 +170,10 @@ def run(args: list[str] | None = None) -> LightningCLI:
     return CommandLine(args)
 
 
+def _is_debugging() -> bool:
+    return os.environ.get(_DEBUG, "").lower() == "true"
+
+
 def explain(message: str, known: Iterable[str] = ()) -> str:
     """Return the innermost complaint of a jsonargparse message, with the nearest key that exists.
 
@@ -196,11 +200,11 @@ def explain(message: str, known: Iterable[str] = ()) -> str:
             owners.append((indent, match[1], ""))
         elif match := re.match(r"Problem with given class_path '([^']+)':$", text):
             owners.append((indent, "", match[1]))
-        elif match := re.match(r"Given value: (.*)", text):  # belongs to the complaints two columns further in
+        elif match := re.match(r"Given value: (.*)", text):  # of the complaints in the list above it
             complaints = [
                 (
                     depth,
-                    f"{said}, got {match[1]}" if depth == indent + 2 and re.search(r"expected [^,]+$", said) else said,
+                    f"{said}, got {match[1]}" if depth == indent + 4 and re.search(r"expected [^,]+$", said) else said,
                 )
                 for depth, said in complaints
             ]
