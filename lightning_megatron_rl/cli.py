@@ -16,8 +16,6 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_megatron_rl
-
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
@@ -29,23 +27,10 @@ from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-__all__ = [
-    "CommandLine",
-    "GRPOModule",
-    "HFExport",
-    "MegatronStrategy",
-    "Parser",
-    "PromptDataModule",
-    "RolloutSamples",
-    "SFTDataModule",
-    "SFTModule",
-    "VLLMEngine",
-    "WeightSync",
-    "explain",
-    "run",
-]
+__all__ = ["CommandLine", "Parser", "explain", "run"]
 
 _MODELS, _DATA = (GRPOModule, SFTModule), (PromptDataModule, SFTDataModule)  # offered by shell completion
+_CLASSES = (*_MODELS, *_DATA, MegatronStrategy, VLLMEngine, HFExport, RolloutSamples, WeightSync)
 PROGRAM = "lightning-megatron-rl"
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
@@ -216,7 +201,7 @@ def explain(message: str, known: Iterable[str] = ()) -> str:
 
 def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     if match := re.match(r"Expected a dot import path string: (\w+)", text):
-        return f"{path}: unknown class {match[1]}{_suggest(match[1], lightning_megatron_rl.__all__)}"
+        return f"{path}: unknown class {match[1]}{_suggest(match[1], [cls.__name__ for cls in _CLASSES])}"
     if match := re.match(r"Expected an? (.+?)(\. Got value: (.*))?$", text):
         kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", match[1]).replace("typing.Literal", "one of ")
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")

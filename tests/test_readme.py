@@ -1,4 +1,4 @@
-"""What README.md and docs/metrics.md say is so: commands parse, snippets run up to the training, names are the logged ones.
+"""What README.md and docs/metrics.md say is so: commands parse, snippets run up to the training, names are logged ones.
 
 Targets of `make` and relative links are checked for all documents in test_repository.py.
 """
