@@ -1,5 +1,6 @@
 """Reinforcement-learning post-training at Megatron scale from a plain Lightning `Trainer`."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,5 +53,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # importing the package stays cheap: torch, Lightning and Megatron come with the first name that needs them
     if name in _HOMES:
+        _register_strategy()
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register_strategy() -> None:
+    """Let `Trainer(strategy="megatron")` know its strategy."""
+    import_module(f"{__name__}.strategy.megatron")
+
+
+# --help and the engine's process do without Lightning's seconds of import; whoever has paid for them gets the strategy
+if "lightning.pytorch" in sys.modules:
+    _register_strategy()

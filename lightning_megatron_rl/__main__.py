@@ -1,7 +1,8 @@
 """Entry point of `lightning-megatron-rl` and `python -m lightning_megatron_rl`: light until a run needs more."""
 
 import sys
-from importlib.metadata import version
+
+from lightning_megatron_rl import __version__
 
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
@@ -13,9 +14,13 @@ commands:
   test        run the test loop once
   predict     run the predict loop once
 
-Each command takes Lightning's arguments: --config FILE (repeat it for overlays), --trainer.*, --model.*, --data.*,
---ckpt_path PATH, --print_config; `lightning-megatron-rl fit --help` lists them. Environment variables work as well:
-PL_FIT__TRAINER__MAX_STEPS=10. Shell completion: `lightning-megatron-rl --print_shtab bash`.
+Each command takes Lightning's arguments: --config FILE (repeat it for overlays, later ones win), --trainer.*,
+--model.*, --data.*, --ckpt_path PATH, --print_config. `lightning-megatron-rl fit --help` lists them, and
+`lightning-megatron-rl fit --model.help GRPOModule` those of a class. Environment variables such as
+PL_FIT__CONFIG=FILE or PL_FIT__TRAINER__MAX_STEPS=10 set what neither files nor arguments do.
+
+Shell completion: lightning-megatron-rl --print_completion bash > FILE, and `source FILE` in your shell's start-up
+file (bash, zsh, tcsh or fish).
 
 example:
   lightning-megatron-rl fit --config configs/demo/grpo.yaml --trainer.max_steps 20
@@ -25,6 +30,9 @@ example:
 def main(args: list[str] | None = None) -> None:
     """Run the command line; importing Lightning takes seconds, so help and version do without it.
 
+    Args:
+        args: Command line without the program's name; the process's own if not given.
+
     Example:
         ``main(["fit", "--config", "configs/demo/sft.yaml"])``
     """
@@ -33,11 +41,11 @@ def main(args: list[str] | None = None) -> None:
         print(_USAGE, end="")
         return
     if arguments == ["--version"]:
-        print(f"lightning-megatron-rl {version('lightning-megatron-rl')}")
+        print(f"lightning-megatron-rl {__version__}")
         return
     from lightning_megatron_rl.cli import run
 
-    run(arguments)
+    run(args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,20 @@
 """The command line: Lightning's own `LightningCLI` with this project's classes known by their short names."""
 
+import argparse
+import difflib
+import inspect
+import os
+import pydoc
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
 import lightning.pytorch as pl
-from lightning.pytorch.cli import LightningCLI
+import shtab
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
@@ -11,39 +24,208 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-__all__ = [
-    "GRPOModule",
-    "HFExport",
-    "MegatronStrategy",
-    "PromptDataModule",
-    "RolloutSamples",
-    "SFTDataModule",
-    "SFTModule",
-    "WeightSync",
-    "run",
-]
+__all__ = ["CommandLine", "Parser", "explain", "run"]
 
-_PROGRAM = "lightning-megatron-rl"
-# inference mode would make tensors that Megatron's buffers could not be updated with afterwards
-_TRAINER_DEFAULTS = {"inference_mode": False}
+_MODELS, _DATA = (GRPOModule, SFTModule), (PromptDataModule, SFTDataModule)  # offered by shell completion
+_CLASSES = (*_MODELS, *_DATA, MegatronStrategy, VLLMEngine, HFExport, RolloutSamples, WeightSync)
+PROGRAM = "lightning-megatron-rl"
+_DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
+_MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
+# how jsonargparse begins an error with others below it, and its lines that say nothing which the others do not
+_NESTED = re.compile(r'Does not validate against|Parser key "|Problem with given class_path')
+_NOISE = re.compile(
+    r"Does not validate against|Subtypes:|Errors:$|Given value type|Subclass types expect|- (a class path|a dict)\b"
+    r"|(- )?Expected a <class '(NoneType|str)'>$"
+)
+_UNKNOWN_KEY = re.compile(
+    r"Option '(?P<option>[^']+)' is not accepted"
+    r"|Group '(?P<group>[^']+)' does not accept option '(?P<member>[^']+)'"
+    r"|Subcommand '\w+' does not accept option '(?P<key>[^']+)'"
+    r"|unrecognized arguments: --(?P<argument>[\w.]+)"
+)
 
 
-def run(args: list[str]) -> LightningCLI:
-    """Parse `args` and run the command in them.
+class Parser(LightningArgumentParser):
+    """Lightning's parser with errors of a line or two in place of pages of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what is wrong and end with code 2, as argparse does."""
+        if not self.exit_on_error or _is_debugging():
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
+        known = parser.get_defaults(skip_validation=True).keys()
+        self.exit(2, f"{program}: error: {explain(message, known)}\n({program} --help lists what there is)\n")
+
+
+class CommandLine(LightningCLI):
+    """LightningCLI that refuses what it would otherwise ignore, and says in a few words what is wrong."""
+
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        super().__init__(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # inference mode would make tensors that Megatron's buffers could not be updated with afterwards
+            trainer_defaults={"inference_mode": False},
+            seed_everything_default=1234,
+            save_config_kwargs={"overwrite": True},  # a second run into a directory is the user's wish
+            parser_class=Parser,
+            parser_kwargs={"prog": PROGRAM, "default_env": True},
+            # Lightning's top-level `optimizer:` replaces the module's, and Megatron's has to be built by the strategy
+            auto_configure_optimizers=False,
+            args=args,
+            run=run,
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Refuse environment variables that would be ignored, then parse as always."""
+        arguments = sys.argv[1:] if args is None else args
+        if arguments[:1] == ["--print_completion"]:
+            self._print_completion(*arguments[1:])
+        for command in self.subcommands():
+            prefix = f"PL_{command.upper()}__"
+            keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
+            names = [prefix + key.upper().replace(".", "__") for key in keys]
+            for name in os.environ:
+                if name.startswith(prefix) and name not in names:
+                    parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
+        super().parse_arguments(parser, args)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a GPU that is not there before anything is built."""
+        accelerator = self._get(self.config, "trainer")["accelerator"]
+        if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+            self._fail(
+                f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no CUDA device. Check nvidia-smi"
+                " and CUDA_VISIBLE_DEVICES, or run on the CPU with --trainer.accelerator cpu."
+            )
+
+    def instantiate_classes(self) -> None:
+        """Build module, data and Trainer; settings that one of them refuses are the user's errors, not ours."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            if _is_debugging():
+                raise
+            message = explain(str(error)) if _NESTED.match(str(error)) else str(error)
+            self._fail(f"{message}\n({_DEBUG}=true shows where this was raised)")
+
+    def _print_completion(self, shell: str = "") -> NoReturn:
+        # shtab on jsonargparse's parser writes 120 MB: it follows a tensor's `data` from tensor to tensor
+        if shell not in shtab.SUPPORTED_SHELLS:
+            self.parser.error(f"--print_completion {shell}: name one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+        parser = argparse.ArgumentParser(PROGRAM)
+        parser.add_argument("--version", action="store_true")
+        commands = parser.add_subparsers()
+        for command in self.subcommands():
+            subparser = commands.add_parser(command, help=f"Trainer.{command}")  # shtab hides one without help
+            subparser.add_argument("--print_config", action="store_true")
+            options: dict[str, list[str] | None] = {
+                **dict.fromkeys(self._parser(command).get_defaults(skip_validation=True).keys()),
+                **{f"model.{name}": None for cls in _MODELS for name in inspect.signature(cls).parameters},
+                **{f"data.{name}": None for cls in _DATA for name in inspect.signature(cls).parameters},
+                "model": [cls.__name__ for cls in _MODELS],
+                "data": [cls.__name__ for cls in _DATA],
+            }
+            for name, choices in options.items():
+                action = subparser.add_argument(f"--{name}", choices=choices)
+                if name in ("config", "ckpt_path"):
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell))
+        self.parser.exit()
+
+    def _fail(self, message: str) -> NoReturn:
+        self.parser.exit(2, f"{PROGRAM} {self.subcommand}: error: {message}\n")
+
+
+def run(args: list[str] | None = None) -> LightningCLI:
+    """Parse the command line and run the command in it.
 
     Args:
-        args: Command line without the program's name, e.g. ``["fit", "--config", "configs/demo/grpo.yaml"]``.
+        args: Command line without the program's name; the process's own if not given.
+
+    Example:
+        ``run(["fit", "--config", "configs/demo/grpo.yaml"])``
     """
-    return LightningCLI(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        trainer_defaults=_TRAINER_DEFAULTS,
-        seed_everything_default=1234,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": _PROGRAM, "default_env": True},
-        args=args,
-    )
+    return CommandLine(args)
+
+
+def _is_debugging() -> bool:
+    return os.environ.get(_DEBUG, "").lower() == "true"
+
+
+def explain(message: str, known: Iterable[str] = ()) -> str:
+    """Return the innermost complaint of a jsonargparse message, with the nearest key that exists.
+
+    Args:
+        message: The error; complaints about nested keys are indented below those about their owners.
+        known: All keys of the command, for complaints about its top level.
+
+    Example:
+        ``explain("Subcommand 'fit' does not accept option 'trainer.max_stps'", ["trainer.max_steps"])`` is
+        ``'unknown key trainer.max_stps; did you mean trainer.max_steps?'``
+    """
+    owners: list[tuple[int, str, str]] = []  # of the current line: indentation, key, class
+    complaints: list[tuple[int, str]] = []
+    for line in message.splitlines():
+        text = line.strip()
+        if not text or _NOISE.match(text):
+            continue
+        indent = len(line) - len(line.lstrip(" ")) + 2 * text.startswith("- ")
+        text = text.removeprefix("- ")
+        owners = [owner for owner in owners if owner[0] < indent]
+        path = ".".join(key for _, key, _ in owners if key)
+        cls = next((name for _, _, name in reversed(owners) if name), "")
+        if match := re.match(r'Parser key "([^"]+)":$', text):
+            owners.append((indent, match[1], ""))
+        elif match := re.match(r"Problem with given class_path '([^']+)':$", text):
+            owners.append((indent, "", match[1]))
+        elif match := re.match(r"Given value: (.*)", text):  # of the complaints in the list above it
+            complaints = [
+                (
+                    depth,
+                    f"{said}, got {match[1]}" if depth == indent + 4 and re.search(r"expected [^,]+$", said) else said,
+                )
+                for depth, said in complaints
+            ]
+        else:
+            complaints.append((indent, _explain_line(text, path, cls, list(known))))
+    deepest = max((indent for indent, _ in complaints), default=0)
+    return "\n".join(dict.fromkeys(text for indent, text in complaints if indent == deepest)) or message
+
+
+def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
+    if match := re.match(r"Expected a dot import path string: (\w+)", text):
+        return f"{path}: unknown class {match[1]}{_suggest(match[1], [cls.__name__ for cls in _CLASSES])}"
+    if match := re.match(r"Expected an? (.+?)(\. Got value: (.*))?$", text):
+        kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", match[1]).replace("typing.Literal", "one of ")
+        return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
+    if not (match := _UNKNOWN_KEY.match(text)):
+        return f"{path}: {text}" if path else text
+    if match["option"] or match["member"]:
+        key, group = match["option"] or match["member"], match["group"]
+        where = ".".join(part for part in (path, group, key) if part)
+        return f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
+    key = match["key"] or match["argument"]
+    parent = key.rpartition(".")[0]
+    siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
+    return f"unknown key {key}{_suggest(key, sorted(siblings))}"
+
+
+def _parameters(cls: str, group: str | None) -> list[str]:
+    """Return the names that the class, or the dataclass it takes as `group`, is built with."""
+    target = pydoc.locate(cls)
+    if group:
+        target = inspect.signature(target).parameters[group].annotation  # type: ignore[arg-type]
+    return list(inspect.signature(target).parameters)  # type: ignore[arg-type]
+
+
+def _suggest(key: str, names: list[str]) -> str:
+    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+        return f"; did you mean {near[0]}?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MAX_LISTED else ""

@@ -28,6 +28,7 @@ COME_WITH = {  # declared by a package that is declared here
     "huggingface_hub": "transformers",
     "pyarrow": "datasets",
     "lightning_utilities": "lightning",
+    "shtab": "jsonargparse",
     "jinja2": "torch",
 }
 

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -48,6 +49,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 T = TypeVar("T")
 
 
+@StrategyRegistry.register("megatron", description="Megatron-core: tensor, pipeline and data parallelism")
 class MegatronStrategy(DistributedCheckpointStrategy):
     """Train a LightningModule whose `model` is an `nn.ModuleList` of Megatron model chunks.
 

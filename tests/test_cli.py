@@ -1,0 +1,267 @@
+"""The command line: what it accepts, what it refuses and in which words, and how a run of it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+import lightning_megatron_rl
+from lightning_megatron_rl.cli import explain
+from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+from tests.command_line import ROOT, build, changed
+
+GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
+SFT = ROOT / "configs" / "demo" / "sft.yaml"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment: str) -> str:
+    """The message with which `args` are refused: short, without usage, with code 2."""
+    with pytest.raises(SystemExit) as exit_:
+        build(*args, **environment)
+    shown = capsys.readouterr().err
+    message = shown[shown.index("lightning-megatron-rl") :]  # after what loggers said
+    assert exit_.value.code == 2
+    assert "error: " in message
+    assert "usage:" not in message
+    assert len(message.splitlines()) <= 3, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("trainer.max_stps", 3, "unknown key trainer.max_stps; did you mean trainer.max_steps?"),
+        (
+            "trainer.strategy.init_args.tensor_model_parallel_sise",
+            2,
+            "unknown key trainer.strategy.tensor_model_parallel_sise; did you mean tensor_model_parallel_size?",
+        ),
+        ("trainer.callbacks.1.init_args.dirpth", "x", "trainer.callbacks.dirpth; did you mean dirpath?"),
+        ("trainer.strategy.class_path", "MegatronStratgy", "unknown class MegatronStratgy; did you mean Megatron"),
+        ("trainer.max_steps", "many", "trainer.max_steps: expected int, got many"),
+        ("model.class_path", "GRPOModul", "model: unknown class GRPOModul; did you mean GRPOModule?"),
+        ("model.init_args.num_generation", 2, "unknown key model.num_generation; did you mean num_generations?"),
+        ("model.init_args.loss.clip_hgh", 0.3, "unknown key model.loss.clip_hgh; did you mean clip_high?"),
+        ("model.init_args.sampling.temprature", 1.0, "model.sampling.temprature; did you mean temperature?"),
+        ("model.init_args.engine.init_args.max_modl_len", 5, "model.engine.max_modl_len; did you mean max_model_len?"),
+        ("model.init_args.optimizer.weight_deca", 0.1, "model.optimizer.weight_deca; did you mean weight_decay?"),
+        ("model.init_args.layer_backend", "trch", "model.layer_backend: expected one of ['auto', 'torch', 't"),
+        ("model.init_args.loss.correction", "tiss", "model.loss.correction: expected one of ['tis'], got tiss"),
+        ("model.init_args.rewards", ["nowhere.f"], "model.rewards: No module named 'nowhere'"),
+        ("data.init_args.batchsize", 5, "unknown key data.batchsize; did you mean batch_size?"),
+        ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
+        ("optimizer", {"lr": 1.0}, "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed"),
+        # refused by the classes themselves, in their words
+        ("model.init_args.loss.advantage", "grpoo", "unknown advantage 'grpoo': choose one of dr_grpo, grpo, rloo"),
+        ("model.init_args.loss.aggregation", "mean", "unknown aggregation 'mean': choose one of"),
+        ("model.init_args.num_generations", 1, "num_generations=1"),
+        ("trainer.strategy.init_args.timeout_s", 0, "timeout_s=0.0: the process-group timeout is a positive number"),
+    ],
+)
+def test_mistake_in_yaml_is_named(capsys, tmp_path, key, value, expected):
+    assert expected in refusal(capsys, "fit", "--config", changed(GRPO, tmp_path / "config.yaml", key, value))
+
+
+def test_mistake_on_the_command_line_is_named(capsys):
+    def message(*args: str, **environment: str) -> str:
+        return refusal(capsys, *args, **environment)
+
+    base = ("fit", "--config", str(GRPO))
+    assert "unknown key trainer.max_stps; did you mean trainer.max_steps?" in message(*base, "--trainer.max_stps", "3")
+    assert "unknown key model.loss.clip_hgh; did you mean clip_high?" in message(*base, "--model.loss.clip_hgh", "3")
+    assert "'fti' (choose from 'fit', 'validate', 'test', 'predict')" in message("fti")
+    assert "nowhere.yaml" in message("fit", "--config", "nowhere.yaml")
+    assert "fit.data, fit.model" in message("fit")
+    assert "PL_FIT__TRAINER__MAX_STPS; did you mean PL_FIT__TRAINER__MAX_STEPS?" in message(
+        *base, PL_FIT__TRAINER__MAX_STPS="3"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what must be absent")
+def test_absent_gpu_is_refused_with_the_remedy(capsys):
+    message = refusal(capsys, "fit", "--config", GRPO, "--trainer.accelerator", "gpu")
+    assert "trainer.accelerator=gpu" in message
+    assert "--trainer.accelerator cpu" in message
+
+
+def test_debug_switch_shows_where_a_value_was_refused(tmp_path):
+    config = changed(GRPO, tmp_path / "config.yaml", "model.init_args.loss.advantage", "grpoo")
+    with pytest.raises(ValueError, match="grpoo"):
+        build("fit", "--config", config, JSONARGPARSE_DEBUG="true")
+
+
+def test_messages_of_other_shapes_are_passed_on():
+    assert explain("no nesting here") == "no nesting here"
+    assert explain("Parser key \"a\":\n  Expected a <class 'int'>. Got value: b") == "a: expected int, got b"
+
+
+def test_printed_config_parses_again_to_the_same(capsys, tmp_path):
+    for config in (GRPO, SFT):
+        texts = []
+        for source in (config, tmp_path / "printed.yaml"):
+            with pytest.raises(SystemExit) as exit_:
+                build("fit", "--config", source, "--print_config")
+            assert exit_.value.code == 0
+            texts.append(capsys.readouterr().out)
+            (tmp_path / "printed.yaml").write_text(texts[-1])
+        assert texts[0] == texts[1]
+        printed = build("fit", "--config", tmp_path / "printed.yaml")
+        assert printed.model.optimizer_config.lr == yaml.safe_load(texts[0])["model"]["init_args"]["optimizer"]["lr"]
+
+
+def test_later_settings_win(tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("trainer: {max_steps: 5}\nmodel: {init_args: {loss: {clip_high: 0.31}}}\n")
+    arguments = ("fit", "--config", GRPO, "--config", overlay)
+    cli = build(*arguments)
+    assert cli.trainer.max_steps == 5
+    assert cli.model.loss.config.clip_high == 0.31
+    assert cli.model.loss.config.kl_coef == yaml.safe_load(GRPO.read_text())["model"]["init_args"]["loss"]["kl_coef"]
+    assert build(*arguments, "--trainer.max_steps", "6").trainer.max_steps == 6
+    assert build(*arguments, "--model.loss.clip_high", "0.4").model.loss.config.clip_high == 0.4
+
+
+def test_environment_variables_set_what_nothing_else_does(tmp_path):
+    without = changed(GRPO, tmp_path / "config.yaml", "seed_everything", 1234)
+    config = yaml.safe_load(without.read_text())
+    del config["trainer"]["max_steps"]
+    without.write_text(yaml.safe_dump(config))
+    assert build("fit", PL_FIT__CONFIG=str(without), PL_FIT__TRAINER__MAX_STEPS="7").trainer.max_steps == 7
+    given = build("fit", "--config", GRPO, "--trainer.max_steps", "8", PL_FIT__TRAINER__MAX_STEPS="7")
+    assert given.trainer.max_steps == 8
+
+
+def test_classes_are_known_by_their_short_names(tmp_path):
+    config = changed(GRPO, tmp_path / "config.yaml", "trainer.callbacks", ["WeightSync", "RolloutSamples"])
+    cli = build("fit", "--config", config)
+    kinds = {type(part).__name__ for part in [cli.model, cli.datamodule, cli.trainer.strategy, cli.model.engine]}
+    assert kinds == {"GRPOModule", "PromptDataModule", "MegatronStrategy", "VLLMEngine"}
+    assert {"WeightSync", "RolloutSamples"} <= {type(callback).__name__ for callback in cli.trainer.callbacks}
+    cli = build("validate", "--config", SFT)
+    assert {type(cli.model).__name__, type(cli.datamodule).__name__} == {"SFTModule", "SFTDataModule"}
+    assert "HFExport" in {type(callback).__name__ for callback in cli.trainer.callbacks}
+
+
+def test_strategy_by_name(tmp_path):
+    by_name = build("fit", "--config", changed(GRPO, tmp_path / "config.yaml", "trainer.strategy", "megatron"))
+    assert type(by_name.trainer.strategy) is MegatronStrategy
+    script = (
+        "import lightning as L, lightning_megatron_rl\n"
+        "trainer = L.Trainer(strategy='megatron', accelerator='cpu', devices=1, logger=False)\n"
+        "assert type(trainer.strategy) is lightning_megatron_rl.MegatronStrategy"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
+def test_help_and_version_are_light():
+    script = (
+        "import sys; from lightning_megatron_rl.__main__ import main; main(['--help']); main(['--version'])\n"
+        "assert not {'torch', 'lightning', 'jsonargparse'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    shown = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert "--print_completion" in shown
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert shown.endswith(f"lightning-megatron-rl {version}\n")
+    assert lightning_megatron_rl.__version__ == version
+
+
+def test_help_of_commands_and_classes(capsys):
+    for arguments, text in (
+        (["fit", "--help"], "--trainer.max_steps MAX_STEPS"),
+        (["fit", "--model.help", "GRPOModule"], "Responses per prompt (the group)."),
+        (["fit", "--trainer.strategy.help", "MegatronStrategy"], "Ways each weight matrix is split."),
+        (["fit", "--data.help", "PromptDataModule"], "Prompts per rollout, over all ranks."),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            build(*arguments)
+        assert exit_.value.code == 0
+        assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_shell_completion(capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit_:
+        build("--print_completion", "bash")
+    assert exit_.value.code == 0
+    script = capsys.readouterr().out
+    assert len(script) < 100_000  # what jsonargparse would print is a thousand times this
+    (tmp_path / "completion.sh").write_text(script)
+    ask = """
+        source "$1"; shift
+        complete -p lightning-megatron-rl >/dev/null || exit 1
+        COMP_WORDS=(lightning-megatron-rl "$@"); COMP_CWORD=$#
+        _shtab_lightning_megatron_rl lightning-megatron-rl "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
+        echo "${COMPREPLY[@]}"
+    """
+    for typed, completed in (
+        (["v"], "validate"),
+        (["fit", "--trainer.max_s"], "--trainer.max_steps"),
+        (["fit", "--model.num_gen"], "--model.num_generations"),
+        (["fit", "--model", "GR"], "GRPOModule"),
+        (["fit", "--config", "conf"], "configs"),
+    ):
+        command = ["bash", "-c", ask, "bash", str(tmp_path / "completion.sh"), *typed]
+        assert subprocess.check_output(command, text=True, cwd=ROOT, timeout=20).split() == [completed]
+    assert "--print_completion ksh: name one of bash, zsh" in refusal(capsys, "--print_completion", "ksh")
+
+
+def small_run(model: Path, directory: Path) -> Path:
+    """The GRPO demo as a config for `model` in `directory`, with few and short samples, and parts of a user's own."""
+    text = GRPO.read_text().replace("runs/demo/sft/hf/last", str(model)).replace("runs/demo", str(directory))
+    config = yaml.safe_load(text)
+    config["trainer"] |= {"max_steps": 1000, "limit_val_batches": 0}
+    config["data"]["init_args"] |= {"batch_size": 4}
+    config["trainer"]["callbacks"][2:] = [
+        {"class_path": "custom_callback_and_reward.LengthHistogram"}  # no checkpoint: nothing to monitor
+    ]
+    config["model"]["init_args"] |= {"rewards": ["custom_callback_and_reward.last_digit"], "num_generations": 2}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    return directory / "config.yaml"
+
+
+def start(*args: str | Path) -> subprocess.Popen[str]:
+    """Start a real command line whose working directory is the repository."""
+    command = [sys.executable, "-m", "lightning_megatron_rl", *map(str, args)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, tmp_path):
+    """Two real ranks and vLLM: Ctrl-C after the first step, then the saved config, into the same directory."""
+    run = start("fit", "--config", small_run(qwen3_dir, tmp_path))
+    samples = tmp_path / "grpo" / "samples" / "rollouts-dp0.jsonl"
+    while not samples.exists():
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.2)
+    others = psutil.Process(run.pid).children(recursive=True)
+    assert len(others) >= 2  # the second rank, vLLM
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)  # ends when every process that writes to it has ended
+    _, left = psutil.wait_procs(others, timeout=15)
+    assert not left
+    assert run.returncode == 1
+    assert "Detected KeyboardInterrupt" in output
+    assert "Traceback" not in output
+    assert "response lengths of step 1 " in output
+
+    saved = tmp_path / "grpo" / "config.yaml"
+    before = yaml.safe_load(saved.read_text())
+    assert before["trainer"]["strategy"]["init_args"]["tensor_model_parallel_size"] == 2
+    again = start("fit", "--config", saved, "--trainer.max_steps", "1")
+    output, _ = again.communicate(timeout=240)
+    assert again.returncode == 0, output
+    before["trainer"]["max_steps"] = 1
+    assert yaml.safe_load(saved.read_text()) == before
+    assert "reward/last_digit" in (tmp_path / "grpo" / "metrics.csv").read_text()
+    assert (tmp_path / "grpo" / "hf" / "last" / "config.json").exists()

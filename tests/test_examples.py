@@ -1,0 +1,75 @@
+"""The examples run: the script on a tiny model with real vLLM and two ranks, the user's own parts also from YAML."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron_rl.rewards import compute_rewards
+from lightning_megatron_rl.sample import Prompt, Sample
+from tests.command_line import ROOT, build
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str | Path) -> str:
+    """Run a Python command from the repository's root and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_script_with_two_ranks(qwen3_dir, tmp_path):
+    output = run(EXAMPLES / "grpo_script.py", "--model", qwen3_dir, "--steps", "1", "--devices", "2", "--out", tmp_path)
+    assert "world 2 = tp 2 x pp 1" in output
+    assert re.search(r"held-out accuracy after 1 steps: [01]\.\d{3}\n", output)
+    assert "policy/grad_norm" in (tmp_path / "metrics.csv").read_text()
+    lines = (tmp_path / "samples" / "rollouts-dp0.jsonl").read_text().splitlines()
+    assert len(lines) == 64 * 8  # prompts x generations
+    assert {"prompt", "response", "reward"} <= json.loads(lines[0]).keys()
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """The module with a reward function, a reward class and a callback of a user's own."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("custom_callback_and_reward")
+
+
+def test_own_rewards(own):
+    prompt = Prompt(token_ids=[1], text="7+5=", answer="12", index=0, dataset="train")
+    samples = [Sample(prompt, [0] * length, [-0.1] * length, text, "stop", 0) for text, length in
+               (("12", 3), (" 12", 4), ("2", 2), ("13", 8), ("", 1))]  # fmt: skip
+    compute_rewards(samples, [own.last_digit, own.Brevity(budget=4)], [1.0, 0.1])
+    assert [sample.rewards["last_digit"] for sample in samples] == [1.0, 1.0, 0.3, 0.0, 0.0]
+    assert [sample.rewards["brevity"] for sample in samples] == [1.0, 1.0, 1.0, 0.5, 1.0]
+    assert samples[3].reward == pytest.approx(0.05)
+
+
+def test_own_parts_from_yaml(own, tmp_path):
+    """The overlay of the module's docstring, over the demo's config; test_cli.py runs the callback."""
+    overlay = re.search(r"code-block:: yaml\n\n((?:    .*\n|\n)+)", own.__doc__)
+    assert overlay
+    (tmp_path / "custom.yaml").write_text(textwrap.dedent(overlay[1]))
+    demo = ROOT / "configs" / "demo" / "grpo.yaml"
+    cli = build("fit", "--config", demo, "--config", tmp_path / "custom.yaml")
+    function, brevity = cli.model.rewards
+    assert function is own.last_digit
+    assert (type(brevity), brevity.budget) == (own.Brevity, 4)
+    assert cli.model.reward_weights == [1.0, 0.1]
+    kinds = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert {"RolloutSamples", "HFExport", "ModelCheckpoint", "LengthHistogram"} <= set(kinds)  # added, not replaced
