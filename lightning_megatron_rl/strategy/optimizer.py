@@ -45,6 +45,9 @@ class MegatronOptimizer(Optimizer):
                 loss = closure()
         self.last_lr = float(self.param_groups[0]["lr"])
         succeeded, grad_norm, _ = self.megatron.step()
+        # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
+        # gradient to itself
+        self.megatron.zero_grad(set_to_none=True)
         self.step_succeeded = bool(succeeded)
         self.grad_norm = float(grad_norm) if grad_norm is not None else math.nan
         return loss
