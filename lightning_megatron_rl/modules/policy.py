@@ -351,6 +351,20 @@ class PolicyModule(pl.LightningModule):
         """Write the policy as a Hugging Face directory; a collective of all ranks."""
         self.hf_model.save_pretrained(list(self.model), directory)
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "PolicyModule":
+        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint of MegatronStrategy is a"
+            " directory of shards, which a Trainer reads: Trainer.fit(module, ckpt_path=...), and so validate, test and"
+            " predict. To load the weights elsewhere, export them with the HFExport callback or"
+            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or Transformers' from_pretrained."
+        )
+
 
 @rank_zero_only
 def print_table(title: str, rows: list[tuple[str, str]]) -> None:
