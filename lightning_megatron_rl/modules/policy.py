@@ -37,7 +37,7 @@ TokenLoss = Callable[[MicroBatch, Tensor, Tensor, Tally], Tensor]
 WEIGHT_FIELD = "weights"  # per-token weight u_t of the aggregation, see strategy.schedule
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
 class Scores:
     """Log-probs and entropies of sequences, aligned with their tokens; position 0 has none and holds 0."""
 
