@@ -362,7 +362,7 @@ class PolicyModule(pl.LightningModule):
             f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint of MegatronStrategy is a"
             " directory of shards, which a Trainer reads: Trainer.fit(module, ckpt_path=...), and so validate, test and"
             " predict. To load the weights elsewhere, export them with the HFExport callback or"
-            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or Transformers' from_pretrained."
+            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or from_pretrained."
         )
 
 
