@@ -37,7 +37,7 @@ TokenLoss = Callable[[MicroBatch, Tensor, Tensor, Tally], Tensor]
 WEIGHT_FIELD = "weights"  # per-token weight u_t of the aggregation, see strategy.schedule
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
 class Scores:
     """Log-probs and entropies of sequences, aligned with their tokens; position 0 has none and holds 0."""
 
@@ -358,6 +358,20 @@ class PolicyModule(pl.LightningModule):
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory; a collective of all ranks."""
         self.hf_model.save_pretrained(list(self.model), directory)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "PolicyModule":
+        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint of MegatronStrategy is a"
+            " directory of shards, which a Trainer reads: Trainer.fit(module, ckpt_path=...), and so validate, test and"
+            " predict. To load the weights elsewhere, export them with the HFExport callback or"
+            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or from_pretrained."
+        )
 
 
 @rank_zero_only

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.distributed import run_on_all_ranks, run_on_rank_zero
 
 FORMAT_VERSION = 1
 LAYOUT_FILE = "layout.json"
@@ -74,8 +74,7 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
     run_on_rank_zero(prepare)
     metadata = {key: value for key, value in content_metadata().items() if key != "dp_cp_group"}
     dist_checkpointing.save(sharded, str(partial / _SHARDED), content_metadata=metadata)
-    torch.save(rng_state(), partial / _RNG / f"{dist.get_rank()}.pt")
-    dist.barrier()
+    run_on_all_ranks(lambda: torch.save(rng_state(), partial / _RNG / f"{dist.get_rank()}.pt"))
 
     def publish() -> None:
         torch.save(trainer_state, partial / _TRAINER_FILE)

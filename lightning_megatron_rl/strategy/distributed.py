@@ -92,6 +92,20 @@ def run_on_rank_zero[T](function: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def run_on_all_ranks(function: Callable[[], Any]) -> None:
+    """Call `function` on every rank; if it failed on any, every rank raises the lowest such rank's error."""
+    error: Exception | None = None
+    try:
+        function()
+    except Exception as caught:
+        error = caught
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else _portable(error))
+    first = next((found for found in errors if found is not None), None)
+    if first is not None:
+        raise error or first
+
+
 def _portable(error: Exception) -> Exception:
     """Return an exception that can be sent to another process: known built-in types keep their type."""
     for kind in (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError):

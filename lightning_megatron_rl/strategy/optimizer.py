@@ -45,6 +45,9 @@ class MegatronOptimizer(Optimizer):
                 loss = closure()
         self.last_lr = float(self.param_groups[0]["lr"])
         succeeded, grad_norm, _ = self.megatron.step()
+        # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
+        # gradient to itself
+        self.megatron.zero_grad(set_to_none=True)
         self.step_succeeded = bool(succeeded)
         self.grad_norm = float(grad_norm) if grad_norm is not None else math.nan
         return loss
@@ -91,7 +94,8 @@ def resolve_optimizer_config(
     """Return `config` with what the strategy and the Trainer decide filled in.
 
     Raises:
-        ValueError: `clip_grad` set in the optimizer config and (differently) in the Trainer.
+        ValueError: `clip_grad` set in the optimizer config and (differently) in the Trainer; no learning rate; an
+            optimizer that Megatron does not shard.
     """
     clip = float(gradient_clip_val or 0.0)
     if config.clip_grad not in (_MEGATRON_DEFAULT_CLIP_GRAD, clip):
@@ -101,6 +105,11 @@ def resolve_optimizer_config(
         )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: set the learning rate, e.g. OptimizerConfig(lr=1e-6).")
+    if config.optimizer == "sgd" and use_distributed_optimizer:
+        raise ValueError(
+            "OptimizerConfig.optimizer='sgd' with use_distributed_optimizer=True: Megatron shards Adam's state, not"
+            " SGD's. Set MegatronStrategy(use_distributed_optimizer=False) or optimizer='adam'."
+        )
     return replace(
         config,
         bf16=params_dtype == torch.bfloat16,

@@ -1,0 +1,63 @@
+"""A training script as a user writes it, for every launcher; `python -m tests.strategy.launch_script --help`."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from tests.training import Recorder, SequenceDataModule, frozen_sequences
+
+
+class Dies(pl.Callback):
+    """Ends one rank without a word in its second step, as the kernel does to one that took too much memory."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        if index == 1 and trainer.global_rank == self.rank:
+            os._exit(3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dying-rank", type=int, default=None)
+    options = parser.parse_args()
+
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    recorder = Recorder()
+    callbacks: list[pl.Callback] = [recorder]
+    if options.dying_rank is not None:
+        callbacks.append(Dies(options.dying_rank))
+    trainer = pl.Trainer(
+        strategy="megatron",
+        accelerator="cpu",
+        devices=2,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,  # `SequenceDataModule` shards by itself
+    )
+    (options.out / f"{trainer.local_rank}.pid").write_text(str(os.getpid()))
+    module = SFTModule(
+        options.model, OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3), max_tokens_per_microbatch=64
+    )
+    trainer.fit(module, SequenceDataModule(frozen_sequences(8), 4))
+    steps = [{name: step[name] for name in ("policy/loss", "policy/grad_norm")} for step in recorder.steps]
+    (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Real launches of a user's script by every launcher, and what happens to the others when one rank is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import pytest
+
+from tests.distributed import ROOT, _free_port
+from tests.strategy.test_megatron import RELATIVE
+from tests.training import fit_sft
+
+SCRIPT = "tests.strategy.launch_script"
+DEADLINE = 150.0  # seconds for a launch; about 20 on an idle machine with two cores, nearly all of it imports
+END_OF_OTHERS = 30.0  # seconds after which no other rank may live; Lightning looks at its children every 5 s
+
+
+class Launch:
+    """Processes of one launch, all of them ended at the end of the test."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str, **environment: str) -> None:
+        number = len(self.processes)
+        log = (self.out / f"{number}.log").open("w")
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+        self.processes.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+                cwd=ROOT,
+            )
+        )
+        log.close()
+
+    def wait(self) -> list[int]:
+        """Exit codes."""
+        deadline = time.monotonic() + DEADLINE
+        return [process.wait(max(1.0, deadline - time.monotonic())) for process in self.processes]
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.out.glob("*.log")))
+
+    def ranks(self) -> list[list[dict[str, float]]]:
+        """What each rank logged, per step."""
+        return [json.loads((self.out / f"{rank}.json").read_text()) for rank in range(2)]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            process.wait()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    running = Launch(tmp_path)
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(worker_pool, qwen3_dir) -> list[dict[str, float]]:
+    """The same run on the shared workers."""
+    return worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False)[0].steps
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "slurm"])
+def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher):
+    """A script with `Trainer(strategy="megatron", devices=2)` trains on two ranks however it is started."""
+    script = ["-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out)]
+    if launcher == "lightning":
+        launch.start(*script)
+    elif launcher == "torchrun":
+        launch.start(
+            "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port()), *script
+        )
+    else:
+        shared = {
+            "SLURM_JOB_ID": "123456",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NNODES": "1",
+            "SLURM_NODEID": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        for rank in range(2):
+            launch.start(*script, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+    assert set(launch.wait()) == {0}, launch.output()
+    for steps in launch.ranks():
+        assert len(steps) == len(expected)
+        for mine, theirs in zip(steps, expected, strict=True):
+            for name, value in mine.items():
+                assert value == pytest.approx(theirs[name], rel=RELATIVE), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_rank_ends_the_others(launch, qwen3_dir, rank):
+    """A rank that is gone in the middle of a step leaves nobody waiting for the process-group timeout."""
+    launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--dying-rank", str(rank))
+    (code,) = launch.wait()
+    gone = time.monotonic()
+    other = int((launch.out / "1.pid").read_text())
+    while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone + END_OF_OTHERS, launch.output()
+        time.sleep(0.1)
+    assert code == (3 if rank == 0 else code) != 0
+    assert not list(launch.out.glob("*.json")), "the run went on to its end"
+    output = launch.output()
+    assert f"rank {1 - rank} (" in output, output
+    assert "a collective failed" in output
+    assert "phase 'update'" in output
+
+
+class Sleeps(pl.Callback):
+    """Keeps the last rank from its next collective for longer than the process-group timeout."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(self.seconds)
+
+
+def fit_with_timeout(model: Path, timeout_s: float, world_size: int) -> str:
+    """The error of a run whose second rank is late."""
+    started = time.monotonic()
+    try:
+        fit_sft(model, {"timeout_s": timeout_s}, world_size, callbacks=[Sleeps(timeout_s + 3)])
+    except Exception as error:
+        return f"{time.monotonic() - started:.1f} {type(error).__name__}: {error}"
+    raise AssertionError("the late rank was waited for")
+
+
+def test_process_group_timeout_names_the_phase(worker_pool, qwen3_dir):
+    """Fails without `phase_deadline`, and where Megatron's groups do not get the user's timeout."""
+    timeout_s = 5.0
+    try:
+        message = worker_pool.run(
+            fit_with_timeout, qwen3_dir, timeout_s, 2, world_size=2, init_process_group=False, timeout=90.0
+        )[0]
+    finally:
+        worker_pool.close()  # what is left of broken process groups must not meet the next test
+    assert "PhaseError: rank 0 (tp 0, pp 0, cp 0, dp 0)" in message
+    assert "in phase 'update' (process-group timeout 5 s)" in message
+    assert "raise MegatronStrategy(timeout_s=...)" in message
