@@ -48,7 +48,7 @@ def hf_accuracy(directory: Path, size: int = 500) -> float:
 
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    rows = ArithmeticRows(split="val", size=size)()
+    rows = ArithmeticRows(split="val", size=size, lowest_digit_first=True)()
     inputs = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     output = model.generate(
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False, max_new_tokens=6

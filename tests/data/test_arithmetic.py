@@ -89,3 +89,11 @@ def test_bad_arguments():
     for kwargs in ({"size": 0}, {"size": 1, "num_digits": 0}, {"size": 1, "min_carry_share": 1.1}):
         with pytest.raises(ValueError, match="must be at least 1"):
             ArithmeticRows("train", **kwargs)
+
+
+def test_answers_from_the_lowest_digit_up():
+    plain, reversed_rows = (
+        ArithmeticRows("val", size=50, lowest_digit_first=lowest_digit_first)() for lowest_digit_first in (False, True)
+    )
+    assert [row["prompt"] for row in reversed_rows] == [row["prompt"] for row in plain]
+    assert [row["answer"][::-1] for row in reversed_rows] == [row["answer"] for row in plain]
