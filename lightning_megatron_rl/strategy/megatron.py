@@ -392,6 +392,3 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-StrategyRegistry.register("megatron", MegatronStrategy, description="Megatron-core, data-parallel unless configured")
