@@ -144,8 +144,6 @@ def check_batch_arithmetic(
         )
     if updates_per_rollout < 1:
         raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")
-    if not rewards:
-        raise ValueError("rewards=[]: give at least one reward function.")
     reward_names(rewards, reward_weights)
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0: greedy responses to one prompt are all equal. Use e.g. 1.0.")

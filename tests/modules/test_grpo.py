@@ -121,8 +121,8 @@ def test_failing_reward_names_its_sample_on_every_rank(worker_pool, qwen3_dir):
     [
         ({"num_generations": 1}, "num_generations=1"),
         ({"updates_per_rollout": 0}, "updates_per_rollout=0"),
-        ({"rewards": []}, "at least one reward"),
-        ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 rewards"),
+        ({"rewards": []}, "there are no rewards"),
+        ({"reward_weights": [1.0, 2.0]}, "2 reward weights for 1 rewards"),
         ({"sampling": SamplingParams(temperature=0.0)}, "greedy"),
         ({"sampling": SamplingParams(top_p=0.9)}, "top_p=0.9"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0"),
