@@ -118,9 +118,11 @@ class PolicyModule(pl.LightningModule):
         return self._hf_model
 
     def setup(self, stage: str) -> None:
-        """Find the model and check that the layout can hold it, before any weight is loaded."""
+        """Find the model, check that the layout can hold it and the optimizer's settings, before weights are loaded."""
         from lightning_megatron_rl.models.hf_model import HFModel
 
+        if stage == "fit":
+            self.strategy.resolve_optimizer_config(self._optimizer_config())
         if self._hf_model is None:
             self._hf_model = HFModel(self.model_path)
         layout = self.strategy.layout
@@ -151,13 +153,16 @@ class PolicyModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
-        from megatron.core.optimizer import OptimizerConfig
-
-        optimizer = self.strategy.build_optimizer(self.optimizer_config or OptimizerConfig(lr=1e-6, weight_decay=0.0))
+        optimizer = self.strategy.build_optimizer(self._optimizer_config())
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _optimizer_config(self) -> "OptimizerConfig":
+        from megatron.core.optimizer import OptimizerConfig
+
+        return self.optimizer_config or OptimizerConfig(lr=1e-6, weight_decay=0.0)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Do nothing: Lightning zeroes after `training_step`, when Megatron's gradients are already there."""

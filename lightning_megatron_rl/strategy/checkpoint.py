@@ -13,7 +13,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,30 +58,40 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
         OSError: The directory cannot be written, on every rank.
     """
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
     partial = path.with_name(f".{path.name}.incomplete")
 
     def prepare() -> None:
-        try:
+        with _writing(path):
             shutil.rmtree(partial, ignore_errors=True)
             for part in (_SHARDED, _RNG):
                 (partial / part).mkdir(parents=True)
-        except OSError as error:
-            raise OSError(
-                f"cannot write the checkpoint {path}: {error}. Choose a writable ModelCheckpoint(dirpath=...)"
-                " or Trainer(default_root_dir=...)."
-            ) from error
+
+    def write_rng_state() -> None:
+        with _writing(path):
+            torch.save(rng_state(), partial / _RNG / f"{dist.get_rank()}.pt")
 
     run_on_rank_zero(prepare)
     metadata = {key: value for key, value in content_metadata().items() if key != "dp_cp_group"}
-    dist_checkpointing.save(sharded, str(partial / _SHARDED), content_metadata=metadata)
-    run_on_all_ranks(lambda: torch.save(rng_state(), partial / _RNG / f"{dist.get_rank()}.pt"))
+    try:
+        dist_checkpointing.save(sharded, str(partial / _SHARDED), content_metadata=metadata)
+    except CheckpointException as failed:  # no `Exception`; on every rank, but only the first knows whose error it was
+        failures = failed.failures
+
+        def tell() -> None:
+            rank, (error, _) = min(failures.items(), key=lambda item: item[0])
+            raise _cannot_write(path, rank, error)
+
+        run_on_rank_zero(tell)
+    run_on_all_ranks(write_rng_state)
 
     def publish() -> None:
-        torch.save(trainer_state, partial / _TRAINER_FILE)
         description = {"format_version": FORMAT_VERSION, **layout, "versions": _versions()}
-        (partial / LAYOUT_FILE).write_text(json.dumps(description, indent=2) + "\n")
-        _fsync_tree(partial)
+        with _writing(path):
+            torch.save(trainer_state, partial / _TRAINER_FILE)
+            (partial / LAYOUT_FILE).write_text(json.dumps(description, indent=2) + "\n")
+            _fsync_tree(partial)
         replaced = path.with_name(f".{path.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if path.is_symlink() or path.is_file():
@@ -92,6 +103,22 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
         shutil.rmtree(replaced, ignore_errors=True)
 
     run_on_rank_zero(publish)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the checkpoint in the error of a file of it that cannot be written."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        raise _cannot_write(path, dist.get_rank(), error) from error
+
+
+def _cannot_write(path: Path, rank: int, error: BaseException) -> OSError:
+    return OSError(
+        f"rank {rank} cannot write the checkpoint {path}: {error}. Choose a writable ModelCheckpoint(dirpath=...) or"
+        " Trainer(default_root_dir=...) with enough room. A checkpoint that stood under this name before is untouched."
+    )
 
 
 def read_layout(path: Path) -> dict[str, Any]:

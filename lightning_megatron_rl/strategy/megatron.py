@@ -26,11 +26,7 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.strategy.checks import check_trainer
-from lightning_megatron_rl.strategy.distributed import (
-    ReplicaGroup,
-    data_parallel_all_reduce,
-    phase_deadline,
-)
+from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer, resolve_optimizer_config
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
@@ -151,13 +147,14 @@ class MegatronStrategy(DistributedCheckpointStrategy):
     @property
     def precision_plugin(self) -> MegatronPrecision:
         """Dtypes and clipping, translated from the Trainer's `precision`."""
-        assert isinstance(self._precision_plugin, MegatronPrecision)
-        return self._precision_plugin
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MegatronPrecision) else MegatronPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # the base class sets None before the Trainer's own plugin arrives
-        plugin = MegatronPrecision() if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
+        # None, from the base class, must stay None: the Trainer takes a plugin that is there already for the user's own
+        # choice, and then ignores its `precision` argument
+        plugin = None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
         self._precision_plugin = plugin
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -269,14 +266,17 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         Example:
             ``return self.trainer.strategy.build_optimizer(OptimizerConfig(lr=1e-6, weight_decay=0.0))``
         """
+        return make_optimizer(self.resolve_optimizer_config(config), list(self.chunks))
+
+    def resolve_optimizer_config(self, config: "OptimizerConfig") -> "OptimizerConfig":
+        """Return what `build_optimizer` would use, or raise what it would: a check before weights are loaded."""
         assert self.lightning_module is not None
-        resolved = resolve_optimizer_config(
+        return resolve_optimizer_config(
             config,
             params_dtype=self.precision_plugin.params_dtype,
             use_distributed_optimizer=self.use_distributed_optimizer,
             gradient_clip_val=self.lightning_module.trainer.gradient_clip_val,
         )
-        return make_optimizer(resolved, list(self.chunks))
 
     def _check_optimizers(self) -> None:
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], MegatronOptimizer):

@@ -74,9 +74,8 @@ def save_and_resume(model: Path, directory: Path, world_size: int) -> dict[str, 
     by_hand = directory / "by_hand.ckpt"
     first.save_checkpoint(by_hand)
     states = {"saved": before.at_save, "fresh": before.at_start}
+    last, after, last_steps = fit(4, ckpt_path="last")  # first: every run saves a new "last"
     _, by_path, by_path_steps = fit(3, ckpt_path=str(by_hand))
-    # this run saves step 4 as "last" too: it comes after
-    last, after, last_steps = fit(4, ckpt_path="last")
     return {
         "states": {**states, "last": after.at_start, "by_hand": by_path.at_start},
         "global_step": last.global_step,
