@@ -86,7 +86,10 @@ def main() -> None:
     command("fit", "sft", out, options.config, sft_steps)
     before = ["--trainer.logger.init_args.name=before"]
     command("validate", "grpo", out, options.config, before)
-    grpo_steps = [f"--trainer.max_steps={options.grpo_steps}"] if options.grpo_steps else []
+    grpo_steps = []
+    if options.grpo_steps:  # validated at their end, whatever the config's interval
+        steps = options.grpo_steps
+        grpo_steps = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"]
     command("fit", "grpo", out, options.config, grpo_steps)
 
     steps = read_metrics(out / "grpo" / "metrics.csv")
