@@ -45,7 +45,7 @@ class _Worker:
     """One child process and the pipe to it; its output goes to a file that is quoted when it fails."""
 
     def __init__(self) -> None:
-        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  lives as long as the worker
+        self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
         self.connection, child = Pipe()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -71,15 +71,19 @@ class _Worker:
 
     def stacks(self) -> str:
         """The worker's output with the stack of every thread, while it is stuck."""
+        size = os.fstat(self.log.fileno()).st_size
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
+            deadline = time.monotonic() + GRACE
+            while os.fstat(self.log.fileno()).st_size == size and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(0.5)  # the dump has begun: a loaded machine may need a moment for the rest
         return self.tail(8000)
 
     def tail(self, characters: int) -> str:
         """The end of what the worker has printed."""
-        self.log.seek(0)
-        return self.log.read()[-characters:]
+        size = os.fstat(self.log.fileno()).st_size
+        return os.pread(self.log.fileno(), characters, max(size - characters, 0)).decode(errors="replace")
 
 
 class WorkerPool:

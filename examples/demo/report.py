@@ -98,7 +98,7 @@ def print_table(results: Results, out: Path) -> None:
     ]
     for row in rows:
         outcome.add_row(*row)
-    phases = Table(title="where the time of the rollouts went", title_justify="left")
+    phases = Table(title="where the time of the rollouts went", title_justify="left", min_width=45)
     for name, justify in (("phase", "left"), ("seconds", "right"), ("share", "right")):
         phases.add_column(name, justify=justify)  # type: ignore[arg-type]
     totals = {phase: sum(column(steps, f"time/{phase}_s")[1]) for phase in PHASES}
