@@ -94,7 +94,6 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        inference_mode=False,
     )
     module = GRPOModule(
         model=options.model,

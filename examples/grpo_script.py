@@ -44,7 +44,6 @@ def main() -> None:
         callbacks=[RolloutSamples(every_n_steps=5)],
         enable_checkpointing=False,
         enable_model_summary=False,
-        inference_mode=False,  # Megatron's buffers would be inference tensors after the first validation
     )
     module = GRPOModule(
         model=options.model,

@@ -92,7 +92,6 @@ def make_trainer(strategy: dict[str, Any], world_size: int, **trainer: Any) -> p
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
-        "inference_mode": False,
         "use_distributed_sampler": False,  # `SequenceDataModule` shards by itself, in order
     }
     return pl.Trainer(

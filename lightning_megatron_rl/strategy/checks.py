@@ -1,6 +1,11 @@
 """Trainer settings that this strategy refuses, each with what to use in its place."""
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 
 def check_trainer(trainer: "pl.Trainer") -> None:
@@ -21,4 +26,28 @@ def check_trainer(trainer: "pl.Trainer") -> None:
             f"{type(module).__name__}.automatic_optimization=False: under manual optimisation Lightning neither clips"
             " gradients nor steps learning-rate schedulers, and counts steps differently. Keep automatic optimisation;"
             " for several updates per batch call self.optimizers().step() for all but the last."
+        )
+
+
+def avoid_inference_tensors(trainer: "pl.Trainer") -> None:
+    """Evaluate under `torch.no_grad` where Lightning's default is `torch.inference_mode`.
+
+    State that is first made in an evaluation (caches, buffers of layers) would be inference tensors, which training
+    can neither update in place nor save for backward.
+    """
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse anything but one optimizer of Megatron's.
+
+    Raises:
+        TypeError: Naming what `configure_optimizers` returned.
+    """
+    if len(optimizers) != 1 or not isinstance(optimizers[0], MegatronOptimizer):
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise TypeError(
+            f"configure_optimizers returned {names}: MegatronStrategy needs exactly one optimizer, made with"
+            " `self.trainer.strategy.build_optimizer(OptimizerConfig(lr=...))`."
         )

@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
-from lightning_megatron_rl.strategy.checks import check_trainer
+from lightning_megatron_rl.strategy.checks import avoid_inference_tensors, check_optimizers, check_trainer
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer, resolve_optimizer_config
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.saving import DistributedCheckpointStrategy
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
+from lightning_megatron_rl.strategy.termination import TerminationNotice
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         self.num_nodes = 1
         self.replica: ReplicaGroup | None = None
         self.phase_name = "setup"
+        self.termination = TerminationNotice()
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -177,6 +179,7 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
         check_trainer(self.lightning_module.trainer)
+        avoid_inference_tensors(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)
         super().setup_environment()
         self.set_world_ranks()
@@ -233,7 +236,7 @@ class MegatronStrategy(DistributedCheckpointStrategy):
                 )
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-                self._check_optimizers()
+                check_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -278,13 +281,14 @@ class MegatronStrategy(DistributedCheckpointStrategy):
             gradient_clip_val=self.lightning_module.trainer.gradient_clip_val,
         )
 
-    def _check_optimizers(self) -> None:
-        if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], MegatronOptimizer):
-            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "none"
-            raise TypeError(
-                f"configure_optimizers returned {names}: MegatronStrategy needs exactly one optimizer, made with"
-                " `self.trainer.strategy.build_optimizer(OptimizerConfig(lr=...))`."
-            )
+    def on_train_start(self) -> None:
+        """Answer SIGTERM between batches from here on."""
+        self.termination.install()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Stop on every rank if one was told to."""
+        with self.phase("start of batch"):
+            self.termination.stop_if_received(self.root_device)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,11 +22,27 @@ class Dies(pl.Callback):
             os._exit(3)
 
 
+class IsTerminated(pl.Callback):
+    """Sends SIGTERM to one rank in its first step, and keeps the step at which each rank then stopped."""
+
+    def __init__(self, rank: int, out: Path) -> None:
+        self.rank = rank
+        self.out = out
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        if index == 0 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        (self.out / f"{trainer.global_rank}.stopped").write_text(f"{type(exception).__name__} {trainer.global_step}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dying-rank", type=int, default=None)
+    parser.add_argument("--terminated-rank", type=int, default=None)
     options = parser.parse_args()
 
     from megatron.core.optimizer import OptimizerConfig
@@ -36,6 +53,8 @@ def main() -> None:
     callbacks: list[pl.Callback] = [recorder]
     if options.dying_rank is not None:
         callbacks.append(Dies(options.dying_rank))
+    if options.terminated_rank is not None:
+        callbacks.append(IsTerminated(options.terminated_rank, options.out))
     trainer = pl.Trainer(
         strategy="megatron",
         accelerator="cpu",

@@ -146,8 +146,7 @@ def evaluate_and_fit_twice(model: Path, strategy: dict[str, Any], world_size: in
     sequences = frozen_sequences(8)
 
     def trainer() -> pl.Trainer:
-        # Lightning's own default
-        return make_trainer(strategy, world_size, inference_mode=True)
+        return make_trainer(strategy, world_size)
 
     found: dict[str, Any] = {}
     found["fresh"] = trainer().validate(policy, UnevenDataModule(sequences, 4), verbose=False)[0]
@@ -248,3 +247,17 @@ def test_early_stopping_and_checkpoints_by_a_metric(worker_pool, qwen3_dir, tmp_
     assert Path(mine["best"]).name == "step=1.ckpt"
     assert mine["best_score"] == max(mine["kept"].values())
     assert mine["best_again"] == pytest.approx(mine["best_score"], rel=1e-6)  # the same weights, fp32
+
+
+def evaluation_modes(model: Path, world_size: int) -> list[bool]:
+    """Whether each loop that evaluates does so in inference mode, under the Trainer's defaults."""
+    trainer = make_trainer({}, world_size, max_steps=1)
+    trainer.fit(SFTModule(str(model), max_tokens_per_microbatch=64), SequenceDataModule(frozen_sequences(4), 4))
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return [loop.inference_mode for loop in loops]
+
+
+def test_evaluation_leaves_no_inference_tensors(worker_pool, qwen3_dir):
+    """Lightning's default is inference mode, which under NCCL it uses (under gloo it never does)."""
+    (modes,) = worker_pool.run(evaluation_modes, qwen3_dir, 1, world_size=1, init_process_group=False)
+    assert modes == [False] * 4
