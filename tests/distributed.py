@@ -50,11 +50,11 @@ class _Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed", str(child.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "tests.distributed", str(child.fileno())],
             pass_fds=[child.fileno()],
             cwd=ROOT,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its own group, so that its children can be ended with it
@@ -66,6 +66,8 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self.connection.close()
         self.log.close()
 
@@ -73,7 +75,9 @@ class _Worker:
         """The worker's output with the stack of every thread, while it is stuck."""
         size = os.fstat(self.log.fileno()).st_size
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+            assert self.process.stdin is not None
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
             deadline = time.monotonic() + GRACE
             while os.fstat(self.log.fileno()).st_size == size and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -221,17 +225,19 @@ def _run_job(job: _Job) -> Any:
         os.environ.update(environment)
 
 
-def _exit_with_parent(parent: int) -> None:
-    """End this process when the test run that started it is gone."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
+def _watch_parent() -> None:
+    """Print every thread's stack for each line on stdin, and end with the test run at its other end.
+
+    Not by a signal: at the end of a run Lightning resets those that Python does not know to be handled.
+    """
+    while os.read(0, 1):
+        faulthandler.dump_traceback(all_threads=True)
     os._exit(1)
 
 
-def _serve(descriptor: int, parent: int) -> None:
+def _serve(descriptor: int) -> None:
     """The life of a worker: read a job, answer it, until the pipe closes."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch_parent, daemon=True).start()
     connection = Connection(descriptor)
     while True:
         try:
@@ -247,4 +253,4 @@ def _serve(descriptor: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]))
