@@ -4,11 +4,12 @@ from lightning_megatron_rl.data.arithmetic import ArithmeticRows, arithmetic_row
 from lightning_megatron_rl.data.packing import (
     MicroBatch,
     TokenSequence,
+    context_parallel_share,
     make_microbatches,
     padding_fraction,
-    plan_microbatches,
     scatter_to_sequences,
 )
+from lightning_megatron_rl.data.planning import MicroBatchRules, SequenceCost, plan_microbatches, plan_replicas
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.data.sources import DataSource
@@ -17,12 +18,16 @@ __all__ = [
     "ArithmeticRows",
     "DataSource",
     "MicroBatch",
+    "MicroBatchRules",
     "PromptDataModule",
     "SFTDataModule",
+    "SequenceCost",
     "TokenSequence",
     "arithmetic_rows",
+    "context_parallel_share",
     "make_microbatches",
     "padding_fraction",
     "plan_microbatches",
+    "plan_replicas",
     "scatter_to_sequences",
 ]

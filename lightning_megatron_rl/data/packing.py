@@ -1,11 +1,14 @@
-"""Packing: sequences into micro-batches of at most so many tokens, and per-token results back to their sequences."""
+"""Micro-batches: sequences packed or padded into rows, shared out to context-parallel ranks, and results put back."""
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from lightning_megatron_rl.data.planning import MicroBatchRules, microbatch_shapes
+from lightning_megatron_rl.models.packed_attention import zigzag_positions
 
 
 @dataclass
@@ -69,42 +72,13 @@ class MicroBatch:
         )
 
 
-def plan_microbatches(
-    lengths: Sequence[int], max_tokens: int, *, packed: bool = True, num_microbatches: int | None = None
-) -> list[list[int]]:
-    """Share sequences out to bins of at most `max_tokens` tokens, few and evenly filled; the same input, the same plan.
-
-    Args:
-        lengths: Tokens of each sequence.
-        max_tokens: Most tokens of a bin: the sum of its lengths when packed, number times longest when padded.
-        packed: Whether the sequences will be packed or padded.
-        num_microbatches: Make at least this many bins, for data-parallel ranks that must agree; the last may be empty.
-            Asking for at least as many as the plan without it has gives exactly that number.
-
-    Returns:
-        The indices of each bin, ascending.
-
-    Raises:
-        ValueError: if one sequence alone is longer than `max_tokens`.
-
-    Example:
-        ``plan_microbatches([5, 3, 4], max_tokens=8)`` is ``[[0], [1, 2]]``.
-    """
-    for index, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, which is more than max_tokens_per_microbatch={max_tokens}: "
-                f"raise it to at least {length}, or shorten prompts or responses"
-            )
-    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    fill = _fill_packed if packed else _fill_padded
-    bins = fill(lengths, longest_first, max_tokens, num_microbatches or 0)
-    bins += [[] for _ in range((num_microbatches or 0) - len(bins))]
-    return [sorted(bin_) for bin_ in bins]
-
-
 def make_microbatches(
-    sequences: Sequence[TokenSequence], plan: Sequence[Sequence[int]], *, packed: bool = True, pad_to_multiple: int = 1
+    sequences: Sequence[TokenSequence],
+    plan: Sequence[Sequence[int]],
+    *,
+    packed: bool = True,
+    rules: MicroBatchRules | None = None,
+    field_names: Sequence[str] | None = None,
 ) -> list[MicroBatch]:
     """Lay sequences out as `plan` says, each shifted on its own so that none predicts a token of its neighbour.
 
@@ -112,16 +86,18 @@ def make_microbatches(
         sequences: What to lay out; all have the same field names.
         plan: The bins of `plan_microbatches`; an empty bin becomes a micro-batch of padding.
         packed: One row of sequences end to end, or one row per sequence with padding on the right.
-        pad_to_multiple: Row lengths are padded to a multiple of this (sequence parallelism: of the TP size).
+        rules: What the layout asks of places, rows and shapes.
+        field_names: Fields there would be, for a replica that may have no sequence at all.
 
     Raises:
         ValueError: if field names differ between sequences.
 
     Example:
-        Token ids 5 6 and 7 8 9 packed with ``pad_to_multiple=4``: tokens 5 6 7 8 9 0 0 0, labels 6 0 8 9 0 0 0 0,
+        Token ids 5 6 and 7 8 9 packed with ``row_multiple=4``: tokens 5 6 7 8 9 0 0 0, labels 6 0 8 9 0 0 0 0,
         position ids 0 1 0 1 2 0 1 2, ``cu_seqlens`` 0 2 5 8.
     """
-    names = list(sequences[0].fields) if sequences else []
+    rules = rules or MicroBatchRules()
+    names = list(field_names or (sequences[0].fields if sequences else []))
     for index, sequence in enumerate(sequences):
         if set(sequence.fields) != set(names):
             raise ValueError(
@@ -129,7 +105,32 @@ def make_microbatches(
                 f"all sequences of a batch need the same fields"
             )
     lay_out = _lay_out_packed if packed else _lay_out_padded
-    return [lay_out(sequences, list(bin_), names, pad_to_multiple) for bin_ in plan]
+    shapes = microbatch_shapes([len(sequence) for sequence in sequences], plan, packed=packed, rules=rules)
+    return [lay_out(sequences, list(bin_), names, shape, rules) for bin_, shape in zip(plan, shapes, strict=True)]
+
+
+def context_parallel_share(microbatch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
+    """Return the positions of a micro-batch that context-parallel rank `cp_rank` of `cp_size` works on, `[b, s / cp]`.
+
+    Each sequence is cut in ``2 x cp_size`` chunks, of which rank r gets the r-th and the r-th last. Labels were shifted
+    before, so the last position of a chunk still predicts the first token of the next one. `cu_seqlens` and
+    `max_seqlen` go on describing whole sequences.
+    """
+    if cp_size == 1:
+        return microbatch
+    boundaries = [0, microbatch.tokens.shape[1]] if microbatch.cu_seqlens is None else microbatch.cu_seqlens.tolist()
+    columns = torch.cat(
+        [start + zigzag_positions(end - start, cp_size, cp_rank) for start, end in pairwise(boundaries)]
+    )
+    return replace(
+        microbatch,
+        tokens=microbatch.tokens[:, columns],
+        labels=microbatch.labels[:, columns],
+        position_ids=microbatch.position_ids[:, columns],
+        mask=microbatch.mask[:, columns],
+        sequence_index=microbatch.sequence_index[:, columns],
+        fields={name: values[:, columns] for name, values in microbatch.fields.items()},
+    )
 
 
 def scatter_to_sequences(
@@ -144,7 +145,7 @@ def scatter_to_sequences(
 
     Returns:
         `[n]` per sequence, aligned with `token_ids`: position `t` holds the value of token `t`; position 0, which
-        nothing predicts, is 0.
+        nothing predicts, is 0, and so are positions that are another context-parallel rank's.
 
     Example:
         For token ids 5 6 7 and values a b c at their positions the result is 0 a b.
@@ -173,58 +174,6 @@ def padding_fraction(microbatches: Sequence[MicroBatch]) -> float:
     return padding / positions if positions else 0.0
 
 
-def _fill_packed(lengths: Sequence[int], longest_first: list[int], max_tokens: int, at_least: int) -> list[list[int]]:
-    """Longest first into the emptiest bin; a sequence that does not fit there fits nowhere and opens a bin.
-
-    Repeated with the number of bins it took, until that number suffices: the bins are then evenly filled. More bins
-    never make the fullest bin fuller, so any larger number is met exactly.
-    """
-    num_bins = max(-(-sum(lengths) // max_tokens), at_least)
-    while True:
-        bins: list[list[int]] = [[] for _ in range(num_bins)]
-        emptiest = [(0, number) for number in range(num_bins)]
-        for index in longest_first:
-            if not emptiest or emptiest[0][0] + lengths[index] > max_tokens:
-                heapq.heappush(emptiest, (0, len(bins)))
-                bins.append([])
-            tokens, number = heapq.heappop(emptiest)
-            bins[number].append(index)
-            heapq.heappush(emptiest, (tokens + lengths[index], number))
-        if len(bins) == num_bins:
-            return bins
-        num_bins = len(bins)
-
-
-def _fill_padded(lengths: Sequence[int], longest_first: list[int], max_tokens: int, at_least: int) -> list[list[int]]:
-    """Neighbours in length share a bin, which wastes least; then the smallest limit that needs no more bins.
-
-    In descending order the first sequence of a bin is its longest, and filling in order needs the fewest bins.
-    """
-
-    def cut(limit: int) -> list[list[int]]:
-        bins: list[list[int]] = []
-        for index in longest_first:
-            if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > limit:
-                bins.append([])
-            bins[-1].append(index)
-        return bins
-
-    most_bins = max(len(cut(max_tokens)), at_least)
-    low, high = max(lengths, default=0), max_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if len(cut(middle)) <= most_bins:
-            high = middle
-        else:
-            low = middle + 1
-    return cut(high)
-
-
-def _round_up(length: int, multiple: int) -> int:
-    """The smallest multiple that is not 0 and holds `length`."""
-    return max(-(-length // multiple), 1) * multiple
-
-
 def _shift(values: Tensor) -> Tensor:
     """`[n]` aligned with tokens to `[n]` aligned with labels; the last position has no label."""
     return torch.cat([values[1:], values.new_zeros(1)])
@@ -236,55 +185,68 @@ def _pad(values: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 def _lay_out_packed(
-    sequences: Sequence[TokenSequence], bin_: list[int], names: list[str], pad_to_multiple: int
+    sequences: Sequence[TokenSequence],
+    bin_: list[int],
+    names: list[str],
+    shape: tuple[int, int],
+    rules: MicroBatchRules,
 ) -> MicroBatch:
-    lengths = [len(sequences[index]) for index in bin_]
-    total = sum(lengths)
-    width = _round_up(total, pad_to_multiple)
-    segments = lengths + ([width - total] if width > total else [])
+    width = shape[1]
+    places = [rules.place(len(sequences[index])) for index in bin_]
+    segments = places + _padding_segments(width - sum(places), max(places, default=width), rules.sequence_multiple)
 
     def join(parts: list[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
-        return _pad(torch.cat([torch.empty(0, dtype=dtype), *parts]), width, fill)[None]
+        padded = [_pad(part, place, fill) for part, place in zip(parts, places, strict=True)]
+        return _pad(torch.cat([torch.empty(0, dtype=dtype), *padded]), width, fill)[None]
 
-    owners = torch.repeat_interleave(torch.tensor(bin_, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
     return MicroBatch(
         tokens=join([sequences[index].token_ids for index in bin_], torch.int64),
         labels=join([_shift(sequences[index].token_ids) for index in bin_], torch.int64),
         position_ids=torch.cat([torch.arange(length) for length in segments])[None],
         mask=join([_shift(sequences[index].loss_mask) for index in bin_], torch.bool),
-        sequence_index=join([owners], torch.int64, fill=-1),
+        sequence_index=join([torch.full((len(sequences[index]),), index) for index in bin_], torch.int64, fill=-1),
         fields={
-            name: join([_shift(sequences[index].fields[name]) for index in bin_], sequences[0].fields[name].dtype)
+            name: join([_shift(sequences[index].fields[name]) for index in bin_], _dtype(sequences, name))
             for name in names
         },
-        cu_seqlens=_pad_front(torch.tensor(segments).cumsum(0)).to(torch.int32),
+        cu_seqlens=torch.nn.functional.pad(torch.tensor(segments).cumsum(0), (1, 0)).to(torch.int32),
         max_seqlen=max(segments),
     )
 
 
-def _pad_front(values: Tensor) -> Tensor:
-    """`[n]` with a 0 put before it."""
-    return torch.nn.functional.pad(values, (1, 0))
+def _padding_segments(length: int, longest: int, multiple: int) -> list[int]:
+    """Cut padding at the end of a row in sequences no longer than the row's own, which attention would pay for."""
+    piece = max(longest // multiple * multiple, multiple)
+    return [min(piece, length - start) for start in range(0, length, piece)]
+
+
+def _dtype(sequences: Sequence[TokenSequence], name: str) -> torch.dtype:
+    return sequences[0].fields[name].dtype if sequences else torch.float32
 
 
 def _lay_out_padded(
-    sequences: Sequence[TokenSequence], bin_: list[int], names: list[str], pad_to_multiple: int
+    sequences: Sequence[TokenSequence],
+    bin_: list[int],
+    names: list[str],
+    shape: tuple[int, int],
+    rules: MicroBatchRules,
 ) -> MicroBatch:
-    width = _round_up(max((len(sequences[index]) for index in bin_), default=0), pad_to_multiple)
+    rows, width = shape
 
-    def stack(rows: list[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
-        padded = [_pad(row, width, fill) for row in rows]
-        return torch.stack(padded) if padded else torch.full((1, width), fill, dtype=dtype)
+    def stack(parts: list[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
+        whole = torch.full((rows, width), fill, dtype=dtype)
+        for row, part in enumerate(parts):
+            whole[row, : len(part)] = part
+        return whole
 
-    owners = [torch.full((len(sequences[index]),), index, dtype=torch.int64) for index in bin_]
     return MicroBatch(
         tokens=stack([sequences[index].token_ids for index in bin_], torch.int64),
         labels=stack([_shift(sequences[index].token_ids) for index in bin_], torch.int64),
-        position_ids=torch.arange(width).repeat(max(len(bin_), 1), 1),
+        position_ids=torch.arange(width).repeat(rows, 1),
         mask=stack([_shift(sequences[index].loss_mask) for index in bin_], torch.bool),
-        sequence_index=stack(owners, torch.int64, fill=-1),
+        sequence_index=stack([torch.full((len(sequences[index]),), index) for index in bin_], torch.int64, fill=-1),
         fields={
-            name: stack([_shift(sequences[index].fields[name]) for index in bin_], sequences[0].fields[name].dtype)
+            name: stack([_shift(sequences[index].fields[name]) for index in bin_], _dtype(sequences, name))
             for name in names
         },
         cu_seqlens=None,

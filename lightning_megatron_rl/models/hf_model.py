@@ -211,7 +211,8 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "bf16": params_dtype == torch.bfloat16,
         "fp16": params_dtype == torch.float16,
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": True,
+        # under the interleaved schedule the exchange of shapes deadlocks: its micro-batches have one shape
+        "variable_seq_lengths": parallel_state.get_virtual_pipeline_model_parallel_world_size() is None,
         "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

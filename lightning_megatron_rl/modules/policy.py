@@ -16,14 +16,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
-from lightning_megatron_rl.data.packing import (
-    MicroBatch,
-    TokenSequence,
-    make_microbatches,
-    plan_microbatches,
-    scatter_to_sequences,
-)
-from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
+from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
+from lightning_megatron_rl.data.planning import SequenceCost
+from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.modules.sharing import Share, share_sequences
+from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -177,20 +174,25 @@ class PolicyModule(pl.LightningModule):
         `temperature`.
         """
         scored = list(self.model) if chunks is None else chunks
-        microbatches = self._microbatches(sequences)
+        share = self._share(sequences)
         was_training = [chunk.training for chunk in scored]
         for chunk in scored:
             chunk.eval()  # no dropout in a log-prob pass
-        outputs = self._run_schedule(microbatches, self._score_step, forward_only=True, chunks=scored)
+        outputs = self._run_schedule(share.microbatches, self._score_step, forward_only=True, chunks=scored)
         for chunk, training in zip(scored, was_training, strict=True):
             chunk.train(training)
-        # only the last pipeline stage has outputs
-        outputs = self.strategy.broadcast_from_last_stage([output.cpu() for output in outputs])
-        on_cpu = [microbatch.to(torch.device("cpu")) for microbatch in microbatches]
-        logprobs, entropies = (
-            scatter_to_sequences([output[part] for output in outputs], on_cpu, sequences) for part in (0, 1)
-        )
-        return Scores(logprobs, entropies)
+        values: Tensor | None = None
+        if outputs:  # only the last pipeline stage has any
+            rows = [
+                scatter_to_sequences([output[row] for output in outputs], share.microbatches, share.sequences)
+                for row in (0, 1)
+            ]
+            values = torch.stack([torch.cat([torch.empty(0, device=outputs[0].device), *row]) for row in rows])
+            values = context_parallel_sum(values).cpu()
+        whole = self.strategy.broadcast_from_last_stage(values)
+        assert whole is not None
+        found = share.give_back(list(whole.split([len(sequence) for sequence in share.sequences], dim=1)))
+        return Scores([both[0] for both in found], [both[1] for both in found])
 
     def update(self, sequences: list[TokenSequence], token_loss: TokenLoss) -> dict[str, float]:
         """Compute gradients of the aggregated `token_loss` over all data-parallel ranks' sequences.
@@ -206,38 +208,40 @@ class PolicyModule(pl.LightningModule):
             chunk.train()
         self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         step = partial(self._train_step, token_loss=token_loss)
-        tallies = self._run_schedule(self._microbatches(sequences), step, forward_only=False, chunks=list(self.model))
+        share = self._share(sequences)
+        tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=list(self.model))
         metrics: dict[str, float] = {}
         if tallies:
             total = Tally(self.strategy.root_device)
             for tally in tallies:
                 total.merge(tally)
-            metrics = total.reduce(self.strategy.data_parallel_all_reduce).compute()
-        return self.strategy.broadcast_from_last_stage(metrics)
+            reduce = partial(self.strategy.data_parallel_all_reduce, with_context_parallel=True)
+            metrics = total.reduce(reduce).compute()
+        metrics = self.strategy.broadcast_from_last_stage(metrics)
+        return {**metrics, "perf/padding_frac": share.padding_frac, "perf/imbalance": share.imbalance}
 
-    def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        plan = partial(plan_microbatches, lengths, self.max_tokens_per_microbatch, packed=self.packing)
-        # every data-parallel rank must run equally many micro-batches, or the gradient reduction waits for ever
-        count = torch.tensor(len(plan()), device=self.strategy.root_device)
-        self.strategy.data_parallel_all_reduce(count, "max")
-        return [
-            microbatch.to(self.strategy.root_device)
-            for microbatch in make_microbatches(
-                sequences,
-                plan(num_microbatches=int(count)),
-                packed=self.packing,
-                pad_to_multiple=self.strategy.layout.tensor_model_parallel_size,
-            )
-        ]
+    def _share(self, sequences: list[TokenSequence]) -> Share:
+        """This replica's part of all replicas' sequences, as micro-batches; a collective."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(self.model[0])
+        return share_sequences(
+            sequences,
+            self.max_tokens_per_microbatch,
+            self.strategy.layout,
+            self.strategy.root_device,
+            packed=self.packing,
+            cost=SequenceCost(*sequence_flops(config, self.hf_model.config.vocab_size)),
+        )
 
     def _run_schedule(
         self, microbatches: list[MicroBatch], step: Any, *, forward_only: bool, chunks: list[nn.Module]
     ) -> list[Any]:
+        longest = max(microbatch.tokens.shape[1] for microbatch in microbatches)
         return self.strategy.forward_backward(
             microbatches,
             step,
-            sequence_length=max(microbatch.tokens.shape[1] for microbatch in microbatches),
+            sequence_length=longest * self.strategy.layout.context_parallel_size,
             micro_batch_size=microbatches[0].tokens.shape[0],
             forward_only=forward_only,
             chunks=chunks,

@@ -1,5 +1,6 @@
 """Process groups, phases with a deadline, and the few collectives that modules and callbacks need."""
 
+import pickle
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -135,13 +136,79 @@ def check_writable(directory: Path, setting: str) -> None:
     run_on_rank_zero(check)
 
 
-def data_parallel_all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Reduce `tensor` in place over the model replicas (context-parallel ranks included); `op` is "sum" or "max"."""
+def data_parallel_all_reduce(tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False) -> Tensor:
+    """Reduce `tensor` in place over the model replicas; `op` is "sum" or "max".
+
+    What belongs to whole sequences is the same on all context-parallel ranks and counts once; what belongs to the
+    tokens of one rank takes `with_context_parallel`.
+    """
     from megatron.core import parallel_state
 
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    dist.all_reduce(tensor, op=reduce_op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
+    dist.all_reduce(tensor, op=reduce_op, group=group)
     return tensor
+
+
+def context_parallel_sum(tensor: Tensor) -> Tensor:
+    """Sum `tensor` in place over the ranks that share sequences."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(tensor, group=parallel_state.get_context_parallel_group())
+    return tensor
+
+
+def context_parallel_rank() -> int:
+    """Which share of each sequence is this rank's."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_context_parallel_rank())
+
+
+def data_parallel_rank() -> int:
+    """Which replica this rank belongs to."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_rank())
+
+
+def data_parallel_gather[T](value: T) -> list[T]:
+    """Return the values of all replicas, in their order."""
+    from megatron.core import parallel_state
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    if replicas == 1:
+        return [value]
+    values: list[Any] = [None] * replicas
+    dist.all_gather_object(values, value, group=parallel_state.get_data_parallel_group())
+    return values
+
+
+def data_parallel_exchange[T](outgoing: list[list[T]], device: torch.device | str = "cpu") -> list[list[T]]:
+    """Send `outgoing[r]` to replica r and return what each replica sent here; what stays is not copied.
+
+    Args:
+        outgoing: One list of picklable objects per replica.
+        device: Where the backend of the data-parallel group works.
+    """
+    from megatron.core import parallel_state
+
+    replicas = len(outgoing)
+    if replicas == 1:
+        return outgoing
+    me, group = data_parallel_rank(), parallel_state.get_data_parallel_group()
+    messages = [b"" if replica == me else pickle.dumps(objects) for replica, objects in enumerate(outgoing)]
+    sizes = torch.tensor([len(message) for message in messages], device=device)
+    sizes_in = torch.empty_like(sizes)
+    dist.all_to_all_single(sizes_in, sizes, group=group)
+    data = torch.frombuffer(bytearray(b"".join(messages) or b"-"), dtype=torch.uint8)[: int(sizes.sum())].to(device)
+    incoming = torch.empty(int(sizes_in.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(incoming, data, sizes_in.tolist(), sizes.tolist(), group=group)
+    parts = incoming.cpu().split(sizes_in.tolist())
+    return [
+        outgoing[me] if replica == me else pickle.loads(part.numpy().tobytes()) for replica, part in enumerate(parts)
+    ]
 
 
 def describe_rank() -> str:

@@ -345,9 +345,11 @@ class MegatronStrategy(DistributedCheckpointStrategy):
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def data_parallel_all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce in place over the model replicas; `op` is "sum" or "max"."""
-        return data_parallel_all_reduce(tensor, op)
+    def data_parallel_all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False
+    ) -> Tensor:
+        """Reduce in place over the model replicas; see `distributed.data_parallel_all_reduce`."""
+        return data_parallel_all_reduce(tensor, op, with_context_parallel=with_context_parallel)
 
     def union(self, names: Sequence[str]) -> list[str]:
         """Return the sorted names of all ranks."""

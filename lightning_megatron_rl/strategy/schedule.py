@@ -39,12 +39,23 @@ def forward_backward(
         micro_batch_size: Sequences per micro-batch (1 when packed).
         forward_only: No backward, no gradients.
 
+    Raises:
+        ValueError: The interleaved schedule with a number of micro-batches that the stages do not divide.
+
     Returns:
         One metrics object per micro-batch on ranks of the last pipeline stage, else an empty list.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    if len(chunks) > 1:
+        stages = get_model_config(chunks[0]).pipeline_model_parallel_size
+        if len(microbatches) % stages:
+            raise ValueError(
+                f"{len(microbatches)} micro-batches with {len(chunks)} chunks on each of {stages} pipeline stages: the"
+                f" interleaved schedule needs a multiple of {stages} ({len(microbatches)} % {stages} ="
+                f" {len(microbatches) % stages}): add micro-batches of padding."
+            )
     if not forward_only:
         for chunk in chunks:
             # its default None means: gradients never leave the rank (data parallel, sequence parallel, tied embeddings)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.data import (
+    MicroBatchRules,
     TokenSequence,
     make_microbatches,
     padding_fraction,
@@ -77,7 +78,7 @@ def test_too_long_sequence_is_refused_with_index_length_limit_and_remedy():
 def test_packed_layout():
     sequences = make_sequences([2, 3])
     sequences[1].loss_mask = torch.tensor([False, True, True])
-    (batch,) = make_microbatches(sequences, [[0, 1]], pad_to_multiple=4)
+    (batch,) = make_microbatches(sequences, [[0, 1]], rules=MicroBatchRules(row_multiple=4))
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch.labels.tolist() == [[2, 0, 4, 5, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]]
@@ -87,12 +88,12 @@ def test_packed_layout():
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 8]
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.max_seqlen == 3
-    (whole,) = make_microbatches(sequences, [[0, 1]], pad_to_multiple=5)
+    (whole,) = make_microbatches(sequences, [[0, 1]], rules=MicroBatchRules(row_multiple=5))
     assert whole.cu_seqlens.tolist() == [0, 2, 5]  # no padding, no segment for it
 
 
 def test_padded_layout():
-    (batch,) = make_microbatches(make_sequences([2, 3]), [[0, 1]], packed=False, pad_to_multiple=2)
+    (batch,) = make_microbatches(make_sequences([2, 3]), [[0, 1]], packed=False, rules=MicroBatchRules(row_multiple=2))
     assert batch.tokens.tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
     assert batch.labels.tolist() == [[2, 0, 0, 0], [4, 5, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
@@ -106,7 +107,7 @@ def test_padded_layout():
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_empty_bin_is_a_microbatch_of_padding(packed: bool, multiple: int):
     sequences = make_sequences([3])
-    batch, empty = make_microbatches(sequences, [[0], []], packed=packed, pad_to_multiple=multiple)
+    batch, empty = make_microbatches(sequences, [[0], []], packed=packed, rules=MicroBatchRules(row_multiple=multiple))
     assert empty.tokens.shape == (1, multiple)
     assert not empty.mask.any()
     assert (empty.sequence_index == -1).all()
@@ -127,7 +128,7 @@ def test_nothing_crosses_sequences_and_all_comes_back(packed: bool, multiple: in
     lengths = random_lengths(generator)
     sequences = make_sequences(lengths, seed)
     plan = plan_microbatches(lengths, max(lengths) + 50, packed=packed, num_microbatches=generator.randint(1, 8))
-    batches = make_microbatches(sequences, plan, packed=packed, pad_to_multiple=multiple)
+    batches = make_microbatches(sequences, plan, packed=packed, rules=MicroBatchRules(row_multiple=multiple))
     for batch in batches:
         assert batch.tokens.shape[1] % multiple == 0
         owner, width = batch.sequence_index, batch.tokens.shape[1]
@@ -155,7 +156,7 @@ def test_scatter_gives_gradients_and_packed_equals_padded():
     table = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     results = []
     for packed in (True, False):
-        batches = make_microbatches(sequences, [[0, 3], [1, 2]], packed=packed, pad_to_multiple=4)
+        batches = make_microbatches(sequences, [[0, 3], [1, 2]], packed=packed, rules=MicroBatchRules(row_multiple=4))
         results.append(scatter_to_sequences([table[b.labels] for b in batches], batches, sequences))
     for packed_values, padded_values in zip(*results, strict=True):
         assert torch.equal(packed_values, padded_values)
@@ -168,7 +169,7 @@ def test_padding_fraction():
     sequences = make_sequences([2, 4])
     assert padding_fraction(make_microbatches(sequences, [[0, 1]], packed=False)) == 0.25
     assert padding_fraction(make_microbatches(sequences, [[0, 1]])) == 0.0
-    assert padding_fraction(make_microbatches(sequences, [[0, 1], []], pad_to_multiple=2)) == 0.25
+    assert padding_fraction(make_microbatches(sequences, [[0, 1], []], rules=MicroBatchRules(row_multiple=2))) == 0.25
     assert padding_fraction([]) == 0.0
 
 

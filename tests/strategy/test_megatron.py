@@ -19,6 +19,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2_sp": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
     "tp2_dp2_sp": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2_dp2": (4, {"pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "tp2_cp2_sp": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}),
+    "pp2_cp2": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
+    "cp2_dp2": (4, {"context_parallel_size": 2}),
+    "cp4": (4, {"context_parallel_size": 4}),
+    "pp2_vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
 
 
