@@ -190,3 +190,18 @@ def test_a_replica_without_sequences_has_the_fields_of_the_others():
     (batch,) = make_microbatches([], [[]], field_names=["advantages"])
     assert not batch.mask.any()
     assert batch.fields["advantages"].shape == batch.tokens.shape
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_padding_stands_on_the_right(packed: bool):
+    """Megatron numbers positions from the left: padding there would shift every rotation."""
+    sequences = make_sequences([3, 6, 1])
+    rules = MicroBatchRules(sequence_multiple=4, row_multiple=8)
+    (batch,) = make_microbatches(sequences, [[0, 1, 2]], packed=packed, rules=rules)
+    for index, sequence in enumerate(sequences):
+        mine = batch.sequence_index == index
+        assert batch.position_ids[mine].tolist() == list(range(len(sequence)))
+        assert torch.equal(batch.tokens[mine], sequence.token_ids)
+    starts = batch.position_ids == 0
+    real = batch.sequence_index >= 0
+    assert int((starts & real).sum()) == len(sequences)

@@ -160,3 +160,54 @@ def test_score_has_no_dropout(worker_pool, qwen3_dir):
     assert torch.equal(found["scored"], found["without"])
     assert found["still_training"]
     assert abs(found["training_loss"] - found["scored_loss"]) > 0.01, "dropout was off: this test shows nothing"
+
+
+def update_with_idle_replicas(model: Path, strategy: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Two updates on three micro-batches of one sequence each, all brought by the first replica."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.utils import get_model_config
+
+    from lightning_megatron_rl.modules.sft import SFTModule, token_nll
+
+    policy = SFTModule(str(model), OptimizerConfig(lr=1e-3, adam_eps=1e-3), max_tokens_per_microbatch=40)
+    trainer = make_trainer(strategy, world_size, max_steps=0)
+    sequences = frozen_sequences(8)
+    trainer.fit(policy, SequenceDataModule(sequences, 8))
+    calls = []
+    for config in {id(config): config for config in map(get_model_config, policy.model)}.values():
+        finalize = config.finalize_model_grads_func
+
+        def counting(*args: Any, finalize: Any = finalize, **kwargs: Any) -> None:
+            calls.append(1)
+            finalize(*args, **kwargs)
+
+        config.finalize_model_grads_func = counting
+    brings_all = trainer.distributed_sampler_kwargs["rank"] == 0
+    norms, idle = [], []
+    optimizer = trainer.strategy.optimizers[0]
+    for part in (sequences[:3], sequences[3:4]):
+        mine = part if brings_all else []
+        idle.append(not any(batch.mask.any() for batch in policy._share(mine).microbatches))
+        policy.update(mine, token_nll)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    return {"calls": len(calls), "norms": norms, "idle": idle}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2_dp2", "pp2_vpp2"])
+def test_gradients_become_final_once_per_step_on_every_rank(worker_pool, qwen3_dir, layout):
+    """A replica without a sequence, or with padding alone, still takes part, and exactly once.
+
+    Fails (hangs, or a norm too large) when such a replica leaves the schedule out, or calls it per micro-batch.
+    """
+    world_size, strategy = LAYOUTS[layout]
+    options = {"init_process_group": False, "timeout": 60.0}
+    (single,) = worker_pool.run(update_with_idle_replicas, qwen3_dir, {}, 1, world_size=1, **options)
+    ranks = worker_pool.run(
+        update_with_idle_replicas, qwen3_dir, strategy, world_size, world_size=world_size, **options
+    )
+    for mine in ranks:
+        assert mine["calls"] == 2
+        assert mine["norms"] == pytest.approx(single["norms"], rel=RELATIVE)
+    if "dp2" in layout:
+        assert any(mine["idle"][1] for mine in ranks), "one sequence, two replicas"
