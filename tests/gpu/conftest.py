@@ -1,9 +1,12 @@
 """Tests that need a CUDA device: skipped with the reason where there is none."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.distributed import WorkerPool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,3 +16,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(scope="session")
+def gpu_pool() -> Iterator[WorkerPool]:
+    """Warm processes for CUDA, apart from those of CPU runs, in which Megatron stays adapted to the CPU."""
+    from tests.policing import keep_process
+
+    pool = WorkerPool(max(torch.cuda.device_count(), 1), on_start=keep_process)
+    yield pool
+    pool.close()
