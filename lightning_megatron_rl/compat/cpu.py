@@ -211,7 +211,21 @@ def _adapt_token_dispatcher(module: types.ModuleType) -> None:
     module.__dict__["maybe_move_tensor_to_cpu"] = to_host
 
 
+def _adapt_multi_tensor(module: types.ModuleType) -> None:
+    """Where Transformer Engine or Apex is installed, gradients would be normed and scaled by their CUDA kernels."""
+    from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    module.__dict__.update(
+        multi_tensor_applier=local_multi_tensor_applier,
+        l2_norm_impl=local_multi_tensor_l2_norm,
+        multi_tensor_scale_impl=local_multi_tensor_scale,
+        multi_tensor_scale_tensor_impl=None,
+    )
+
+
 _ADAPTERS: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.optimizer.clip_grads": _adapt_multi_tensor,
+    "megatron.core.optimizer.optimizer": _adapt_multi_tensor,
     "megatron.core.tensor_parallel.random": _adapt_rng,
     "megatron.core.transformer.moe.token_dispatcher": _adapt_token_dispatcher,
 }

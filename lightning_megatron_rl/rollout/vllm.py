@@ -295,8 +295,9 @@ class VLLMEngine(RolloutEngine):
             arguments["max_num_batched_tokens"] = max(self.max_model_len, self.max_num_seqs, CPU_PREFILL_TOKENS)
         if kv_cache_gb is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
-        else:
-            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        if device == "cuda":
+            # given the cache's size, vLLM uses the share only to refuse a GPU where less than that is free
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization if kv_cache_gb is None else 0.01
         return arguments
 
     def _build_environment(self, device: str, *, eager: bool) -> dict[str, str]:
