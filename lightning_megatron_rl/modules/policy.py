@@ -164,6 +164,10 @@ class PolicyModule(pl.LightningModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Do nothing: Lightning zeroes after `training_step`, when Megatron's gradients are already there."""
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave the batch on the CPU: sequences are laid out there, and only micro-batches go to the device."""
+        return batch
+
     # ---- the two passes --------------------------------------------------------------------------------------------
 
     @torch.no_grad()

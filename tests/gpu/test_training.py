@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.modules.runs import length, prompts
+from tests.modules.runs import parity, prompts
 from tests.training import Recorder, Run, SequenceDataModule, fit_sft, make_trainer
 
 pytestmark = pytest.mark.deadline(400)
@@ -75,7 +75,7 @@ def fit_grpo_with_vllm(model: Path, world_size: int, precision: str, dtype: str)
 
     policy = GRPOModule(
         str(model),
-        rewards=[length],
+        rewards=[parity],
         num_generations=4,
         updates_per_rollout=2,
         sampling=SamplingParams(max_tokens=16),
