@@ -5,6 +5,7 @@ import faulthandler
 import io
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -188,11 +189,12 @@ def _decode(data: bytes) -> Any:
 
 
 def _free_port() -> int:
-    """A TCP port that is free on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that is free on the loopback interface, below those that the system hands out to whoever asks."""
+    while True:
+        port = random.randint(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_job(job: _Job) -> Any:
