@@ -11,6 +11,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 128
@@ -42,7 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(family: str) -> PretrainedConfig:
-    """A config of `family` ("llama", "qwen2", "qwen2_tied", "qwen3") that Megatron can split over TP=2 and PP=4."""
+    """A config of `family` ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") that Megatron can split over TP=2 and PP=4."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -65,6 +66,9 @@ def tiny_config(family: str) -> PretrainedConfig:
             return Qwen2Config(**{**sizes, "hidden_size": 128}, tie_word_embeddings=True)
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=False)
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+            return Qwen3MoeConfig(**sizes, **experts, head_dim=32, tie_word_embeddings=False)
     raise ValueError(f"unknown family {family!r}")
 
 

@@ -20,6 +20,7 @@ FAMILIES = {
     "LlamaForCausalLM": "llama.llama_bridge",
     "Qwen2ForCausalLM": "qwen.qwen2_bridge",
     "Qwen3ForCausalLM": "qwen.qwen3_bridge",
+    "Qwen3MoeForCausalLM": "qwen.qwen3_moe_bridge",
 }
 
 

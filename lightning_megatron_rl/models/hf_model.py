@@ -59,6 +59,9 @@ class HFModel:
         virtual_pipeline_model_parallel_size: int | None = None,
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        sequence_parallel: bool = True,
     ) -> None:
         """Raise `ValueError` if the model cannot be split like this; see `layout_check.check_layout`."""
         layout_check.check_layout(
@@ -68,6 +71,9 @@ class HFModel:
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            sequence_parallel=sequence_parallel,
         )
 
     @cached_property
@@ -103,6 +109,9 @@ class HFModel:
             virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
             num_layers_in_first_pipeline_stage=overrides.get("num_layers_in_first_pipeline_stage"),
             num_layers_in_last_pipeline_stage=overrides.get("num_layers_in_last_pipeline_stage"),
+            expert_model_parallel_size=settings["expert_model_parallel_size"],
+            expert_tensor_parallel_size=settings["expert_tensor_parallel_size"],
+            sequence_parallel=sequence_parallel,
         )
         if backend == "torch":
             provider.transformer_layer_spec = torch_block_spec

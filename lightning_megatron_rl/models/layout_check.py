@@ -5,6 +5,9 @@ from typing import Any
 # What Megatron's rotary embedding knows of "llama3" scaling apart from the factor (it has these as constants).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+# model_type -> fields of the Hugging Face config with the number of routed experts and the width of each.
+EXPERT_SIZES = {"qwen3_moe": ("num_experts", "moe_intermediate_size")}
+
 
 def check_family(config: Any, supported: list[str]) -> None:
     """Raise `ValueError` if the architecture of Hugging Face `config` is not `supported` or has a part that is not."""
@@ -24,8 +27,13 @@ def check_family(config: Any, supported: list[str]) -> None:
         raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
     if llama and (config.attention_bias or config.mlp_bias):
         raise ValueError("Llama with attention_bias or mlp_bias is not supported: there is no place for these weights")
-    if config.model_type == "qwen3" and config.attention_bias:
+    if config.model_type in ("qwen3", "qwen3_moe") and config.attention_bias:
         raise ValueError("Qwen3 with attention_bias is not supported: there is no place for these weights")
+    if config.model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+        raise ValueError(
+            f"Qwen3-MoE with decoder_sparse_step={config.decoder_sparse_step} and "
+            f"mlp_only_layers={config.mlp_only_layers} is not supported: Megatron-Bridge gives experts to every layer"
+        )
 
 
 def check_layout(
@@ -36,11 +44,14 @@ def check_layout(
     virtual_pipeline_model_parallel_size: int | None = None,
     num_layers_in_first_pipeline_stage: int | None = None,
     num_layers_in_last_pipeline_stage: int | None = None,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    sequence_parallel: bool = True,
 ) -> None:
     """Raise `ValueError` with arithmetic and remedy if a model of Hugging Face `config` cannot be split like this.
 
     The vocabulary need not be divisible: the embedding and output layer are padded with rows that take no part in
-    softmax, sampling or export.
+    softmax, sampling or export. `expert_tensor_parallel_size=None` splits experts like the dense layers.
 
     Example:
         16 heads over ``tensor_model_parallel_size=3``: "16 % 3 = 1 …: use a size that divides 16".
@@ -53,7 +64,7 @@ def check_layout(
             f"num_key_value_heads={groups} and tensor_model_parallel_size={tp}: {groups} % {tp} = {groups % tp} and "
             f"{tp} % {groups} = {tp % groups}, but one must divide the other: {_remedy(groups)}"
         )
-    _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+    _check_mlp(config, tp, expert_model_parallel_size, expert_tensor_parallel_size or tp, sequence_parallel)
     rows = -(-config.vocab_size // tp)  # of each rank
     if rows * (tp - 1) >= config.vocab_size:
         raise ValueError(
@@ -67,6 +78,27 @@ def check_layout(
         num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage,
     )
+
+
+def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
+    """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
+    if config.model_type not in EXPERT_SIZES:
+        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+        for name, size, neutral in (("model", ep, 1), ("tensor", etp, tp)):
+            if size != neutral:
+                raise ValueError(
+                    f"expert_{name}_parallel_size={size}, but a {config.model_type} model has no experts: "
+                    "leave this setting out"
+                )
+        return
+    experts, width = EXPERT_SIZES[config.model_type]
+    _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
+    _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
+    if tp > 1 and not sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={tp} without sequence_parallel: in a model with experts all {tp} ranks would "
+            "route and compute every token again, which Megatron refuses: set sequence_parallel=True"
+        )
 
 
 def _check_stages(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> None:
@@ -99,9 +131,11 @@ def _check_stages(layers: int, pp: int, vpp: int, first: int | None, last: int |
 def _check_divides(what: str, value: int, size_name: str, size: int) -> None:
     """`size` ranks must share `value` equally."""
     if value % size:
-        raise ValueError(f"{what}={value} over {size_name}={size}: {value} % {size} = {value % size}: {_remedy(value)}")
+        raise ValueError(
+            f"{what}={value} over {size_name}={size}: {value} % {size} = {value % size}: {_remedy(value, size_name)}"
+        )
 
 
-def _remedy(value: int) -> str:
+def _remedy(value: int, size_name: str = "tensor_model_parallel_size") -> str:
     divisors = [str(size) for size in range(1, min(value, 64) + 1) if value % size == 0]
-    return f"use a tensor_model_parallel_size among {', '.join(divisors)}"
+    return f"use a {size_name} among {', '.join(divisors)}"
