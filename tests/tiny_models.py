@@ -43,7 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(family: str) -> PretrainedConfig:
-    """A config of `family` ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") that Megatron can split over TP=2 and PP=4."""
+    """A config of `family` (a model_type, or one with a suffix) that Megatron can split over TP=2, PP=4 and EP=4."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
