@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -101,10 +103,30 @@ def tiny_config(family: str) -> PretrainedConfig:
             rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
             rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9}
             return DeepseekV3Config(
-                **sizes | LATENT, q_lora_rank=32, first_k_dense_replace=1, num_nextn_predict_layers=1, rope_parameters=rope
+                **sizes | LATENT,
+                q_lora_rank=32,
+                first_k_dense_replace=1,
+                num_nextn_predict_layers=1,
+                rope_parameters=rope,
             )
         case "deepseek_v3_plain":
             return DeepseekV3Config(**sizes | LATENT, q_lora_rank=None, first_k_dense_replace=2)
+        case "gemma3":
+            layers = {"sliding_window": 8, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}
+            rope = {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+            return Gemma3TextConfig(
+                **sizes | layers | {"num_hidden_layers": 12},
+                head_dim=32,
+                query_pre_attn_scalar=24,
+                rope_parameters=rope,
+            )
+        case "gpt_oss":
+            # as wide as the model, like the released ones: Megatron-Bridge tells matrices and transposed ones by shape
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+            return GptOssConfig(**sizes | experts, head_dim=32, sliding_window=8)
     raise ValueError(f"unknown family {family!r}")
 
 
@@ -115,7 +137,7 @@ def save_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
         model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
+                if "norm" in name or name.endswith(("bias", "sinks")):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):

@@ -25,6 +25,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": f"{_BRIDGES}.qwen.qwen3_moe_bridge",
     "MixtralForCausalLM": "lightning_megatron_rl.compat.mixtral_bridge",
     "DeepseekV3ForCausalLM": f"{_BRIDGES}.deepseek.deepseek_v3_bridge",
+    "Gemma3ForCausalLM": f"{_BRIDGES}.gemma.gemma3_bridge",
+    "GptOssForCausalLM": f"{_BRIDGES}.gpt_oss.gpt_oss_bridge",
 }
 
 

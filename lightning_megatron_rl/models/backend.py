@@ -36,18 +36,19 @@ def resolve_layer_backend(layer_backend: LayerBackend, device: torch.device) -> 
     return layer_backend
 
 
-def torch_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+def torch_block_spec(config: Any, vp_stage: int | None = None, *, post_norm: bool = False) -> Any:
     """Megatron's description of the transformer layers that this pipeline stage builds from torch modules.
 
     `config` is a `TransformerConfig`, whose `moe_layer_freq` says which layers have experts; the result is a
-    `TransformerBlockSubmodules`, which Megatron-Bridge's providers take as `transformer_layer_spec`.
+    `TransformerBlockSubmodules`, which Megatron-Bridge's providers take as `transformer_layer_spec`. `post_norm` adds
+    norms behind attention and MLP.
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from lightning_megatron_rl.models.torch_backend import TorchSpecProvider
 
-    backend = TorchSpecProvider()
+    backend = TorchSpecProvider(post_norm)
     dense, moe = _layer_spec(config, backend, None), None
     if config.num_moe_experts:
         moe = _layer_spec(config, backend, config.num_moe_experts)

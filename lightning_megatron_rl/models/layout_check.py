@@ -10,9 +10,23 @@ EXPERT_SIZES = {
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
+}
+# The same of GPT-OSS, whose values Megatron-Bridge does not take from the checkpoint.
+GPT_OSS_ROPE = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 # model_type -> kinds of rotary embedding that Megatron computes as Transformers does
-ROPE_TYPES = {"llama": ("default", "linear", "llama3"), "deepseek_v3": ("default", "yarn")}
+ROPE_TYPES = {
+    "llama": ("default", "linear", "llama3"),
+    "deepseek_v3": ("default", "yarn"),
+    "gemma3_text (full_attention)": ("default", "linear"),
+    "gpt_oss": ("yarn",),
+}
 
 
 def check_family(config: Any, supported: list[str]) -> None:
@@ -20,27 +34,71 @@ def check_family(config: Any, supported: list[str]) -> None:
     architectures = config.architectures or []
     if not set(architectures) & set(supported):
         raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")
-    rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
-    llama = config.model_type == "llama"
-    if rope_type not in ROPE_TYPES.get(config.model_type, ("default",)):
-        raise ValueError(f"rope_type={rope_type!r} of a {config.model_type} model is not supported")
-    if rope_type == "llama3":
-        for name, value in LLAMA3_ROPE.items():
-            if rope[name] != value:
-                raise ValueError(f"llama3 rope scaling with {name}={rope[name]}: Megatron has {value} built in")
+    model_type = config.model_type
+    _check_rope(model_type, config.rope_parameters or {})
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
-    if llama and (config.attention_bias or config.mlp_bias):
+    activation = config.hidden_activation if model_type == "gemma3_text" else config.hidden_act
+    expected = "gelu_pytorch_tanh" if model_type == "gemma3_text" else "silu"
+    if activation != expected:
+        raise ValueError(f"activation {activation!r} of a {model_type} model is not supported, only {expected!r}")
+    if model_type == "llama" and (config.attention_bias or config.mlp_bias):
         raise ValueError("Llama with attention_bias or mlp_bias is not supported: there is no place for these weights")
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r} of a {config.model_type} model is not supported")
-    if config.model_type in ("qwen3", "qwen3_moe") and config.attention_bias:
-        raise ValueError("Qwen3 with attention_bias is not supported: there is no place for these weights")
-    if config.model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+    if model_type in ("qwen3", "qwen3_moe", "deepseek_v3", "gemma3_text") and config.attention_bias:
+        raise ValueError(f"{model_type} with attention_bias is not supported: there is no place for these weights")
+    if model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
         raise ValueError(
             f"Qwen3-MoE with decoder_sparse_step={config.decoder_sparse_step} and "
             f"mlp_only_layers={config.mlp_only_layers} is not supported: Megatron-Bridge gives experts to every layer"
+        )
+    if model_type == "deepseek_v3" and not (config.norm_topk_prob and config.rope_interleave):
+        raise ValueError(
+            f"DeepSeek-V3 with norm_topk_prob={config.norm_topk_prob}, rope_interleave={config.rope_interleave} is not "
+            "supported: both must be true"
+        )
+    if model_type == "gemma3_text":
+        _check_gemma3(config)
+    if model_type == "gpt_oss":
+        _check_window_layers(config, every=2)
+
+
+def _check_rope(model_type: str, rope: dict[str, Any]) -> None:
+    """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
+    if model_type == "gemma3_text":  # one for layers with a window and one for the others
+        _check_rope("gemma3_text (sliding_attention)", rope["sliding_attention"])
+        _check_rope("gemma3_text (full_attention)", rope["full_attention"])
+        return
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES.get(model_type, ("default",)):
+        raise ValueError(f"rope_type={rope_type!r} of a {model_type} model is not supported")
+    constants = LLAMA3_ROPE if rope_type == "llama3" else GPT_OSS_ROPE if model_type == "gpt_oss" else {}
+    for name, value in constants.items():
+        if rope.get(name) != value:
+            raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")
+
+
+def _check_gemma3(config: Any) -> None:
+    """What Megatron-Bridge takes for granted of a Gemma 3."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name):
+            raise ValueError(f"Gemma 3 with {name}={getattr(config, name)} is not supported")
+    if not config.tie_word_embeddings:
+        raise ValueError(
+            "Gemma 3 with tie_word_embeddings=false is not supported: there is no place for the output layer"
+        )
+    _check_window_layers(config, every=6)
+
+
+def _check_window_layers(config: Any, every: int) -> None:
+    """All layers must have a sliding window but every so-manieth."""
+    expected = [
+        "full_attention" if layer % every == 0 else "sliding_attention"
+        for layer in range(1, config.num_hidden_layers + 1)
+    ]
+    if config.layer_types != expected or not config.sliding_window:
+        raise ValueError(
+            f"{config.model_type} with sliding_window={config.sliding_window}, layer_types={config.layer_types} is not "
+            f"supported: every layer must have a sliding window but every {every}. one"
         )
 
 
@@ -102,6 +160,11 @@ def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool)
     experts, width = EXPERT_SIZES[config.model_type]
     _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
     _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
+    if config.model_type == "gpt_oss" and etp > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
+            "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"
+        )
     if tp > 1 and not sequence_parallel:
         raise ValueError(
             f"tensor_model_parallel_size={tp} without sequence_parallel: in a model with experts all {tp} ranks would "

@@ -102,6 +102,28 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normalized, *args, **options)
 
 
+class TorchRowParallelLinearNorm(RowParallelLinear):
+    """A linear layer whose input features are split over the tensor-parallel ranks, followed by a norm (Gemma)."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.post_layernorm = TorchNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map `hidden` [s, b, input_size / tp] to [s, b, output_size], normalised; there is no bias."""
+        output, bias = super().forward(hidden)
+        return self.post_layernorm(output), bias
+
+
+class TorchExpertLinear(RowParallelLinear):
+    """The second linear layer of an expert; Megatron adds a bias to its output in place, so that must be no view."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map `hidden` [tokens, input_size / etp] to [tokens, output_size], and the bias that was skipped."""
+        output, bias = super().forward(hidden)
+        return (output if bias is None else output.clone()), bias
+
+
 class TorchLinear(torch.nn.Module):
     """A linear layer that every tensor-parallel rank holds whole (the down projections of latent attention)."""
 
@@ -158,7 +180,12 @@ class TorchSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over `hidden_states` [s, b, h] by angles `rotary_pos_emb` [longest, 1, 1, d]: [s, b, h], a bias."""
+        """Attend over `hidden_states` [s, b, h] by angles `rotary_pos_emb` [longest, 1, 1, d]: [s, b, h], a bias.
+
+        Where layers with a window have angles of their own (Gemma 3), both come: [2, longest, 1, 1, d].
+        """
+        if rotary_pos_emb is not None and rotary_pos_emb.dim() == 5:
+            rotary_pos_emb = rotary_pos_emb[0 if self.core_attention.window is not None else 1]
         if packed_seq_params is not None and rotary_pos_emb is not None:
             boundaries = tuple(_padded_boundaries(packed_seq_params).tolist())
             group = self.pg_collection.cp
@@ -291,7 +318,13 @@ def _padded_boundaries(packed_seq_params: Any) -> Tensor:
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """The modules of a transformer layer, as Megatron's spec builders ask for them."""
+    """The modules of a transformer layer, as Megatron's spec builders ask for them.
+
+    With `post_norm`, what attention and MLP return is normalised before it joins the residual stream.
+    """
+
+    def __init__(self, post_norm: bool = False) -> None:
+        self.post_norm = post_norm
 
     def linear(self) -> type:
         """A linear layer that is not split."""
@@ -303,7 +336,7 @@ class TorchSpecProvider(BackendSpecProvider):
 
     def row_parallel_linear(self) -> type:
         """A linear layer split by input features."""
-        return RowParallelLinear
+        return TorchRowParallelLinearNorm if self.post_norm else RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         """Norms belong to the linear layers behind them, as in Transformer Engine."""
@@ -327,5 +360,5 @@ class TorchSpecProvider(BackendSpecProvider):
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
         """Experts, one after the other."""
-        experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=None)
+        experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=TorchExpertLinear, activation_func=None)
         return partial(SequentialMLP, submodules=experts)

@@ -218,7 +218,8 @@ def exported_gradients(
         sum(output[:, row, start:end].sum() for row, start, end in batch["places"]).backward()
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
-            if tp > 1 and (parameter.sequence_parallel or ".q_layernorm." in name or ".k_layernorm." in name):
+            of_all_ranks = getattr(parameter, "sequence_parallel", False) or ".q_layer" in name or ".k_layer" in name
+            if tp > 1 and of_all_ranks:
                 dist.all_reduce(parameter.grad)  # of its tokens or its heads, as finalize_model_grads does in training
             parameter.copy_(parameter.grad)
     return {name: tensor.clone() for name, tensor in model.export_weights([chunk])}
