@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.compat.bridge import FAMILIES, import_auto_bridge
+from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.hf_files import CheckpointWriter, local_checkpoint, raise_everywhere
@@ -39,7 +39,7 @@ class HFModel:
         self.trust_remote_code = trust_remote_code
         self.path: Path = local_checkpoint(name_or_path)
         self.config: Any = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
-        layout_check.check_family(self.config, list(FAMILIES))
+        layout_check.check_family(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -275,7 +275,7 @@ def _poison(chunks: list[Any]) -> list[Any]:
 
 
 def _loaded_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint must bring: the parameters, and the biases of routers (buffers, as no gradient changes them)."""
+    """What a checkpoint must bring: the parameters, and the biases of routers, which are buffers."""
     yield from chunk.named_parameters()
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):

@@ -2,16 +2,11 @@
 
 from typing import Any
 
+from lightning_megatron_rl.models.families import FAMILIES
+
 # What Megatron's rotary embedding knows of "llama3" scaling apart from the factor (it has these as constants).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# model_type -> fields of the Hugging Face config with the number of routed experts and the width of each.
-EXPERT_SIZES = {
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    "mixtral": ("num_local_experts", "intermediate_size"),
-    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
-    "gpt_oss": ("num_local_experts", "intermediate_size"),
-}
 # The same of GPT-OSS, whose values Megatron-Bridge does not take from the checkpoint.
 GPT_OSS_ROPE = {
     "factor": 32.0,
@@ -29,9 +24,10 @@ ROPE_TYPES = {
 }
 
 
-def check_family(config: Any, supported: list[str]) -> None:
-    """Raise `ValueError` if the architecture of Hugging Face `config` is not `supported` or has a part that is not."""
+def check_family(config: Any) -> None:
+    """Raise `ValueError` if the architecture of Hugging Face `config` is not carried or has a part that is not."""
     architectures = config.architectures or []
+    supported = [family.architecture for family in FAMILIES.values()]
     if not set(architectures) & set(supported):
         raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")
     model_type = config.model_type
@@ -124,7 +120,7 @@ def check_layout(
     """
     tp = tensor_model_parallel_size
     _check_divides("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", tp)
-    groups = config.num_key_value_heads
+    groups = config.num_key_value_heads  # latent attention has none; then there are as many as heads
     if groups % tp and tp % groups:
         raise ValueError(
             f"num_key_value_heads={groups} and tensor_model_parallel_size={tp}: {groups} % {tp} = {groups % tp} and "
@@ -148,7 +144,8 @@ def check_layout(
 
 def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
     """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
-    if config.model_type not in EXPERT_SIZES:
+    family = FAMILIES[config.model_type]
+    if family.expert_fields is None:
         _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
         for name, size, neutral in (("model", ep, 1), ("tensor", etp, tp)):
             if size != neutral:
@@ -157,10 +154,14 @@ def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool)
                     "leave this setting out"
                 )
         return
-    experts, width = EXPERT_SIZES[config.model_type]
+    experts, width = family.expert_fields
+    if config.model_type == "deepseek_v3":  # its first layers are dense, and the shared experts are split like these
+        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+        shared = config.moe_intermediate_size * config.n_shared_experts
+        _check_divides("moe_intermediate_size x n_shared_experts", shared, "tensor_model_parallel_size", tp)
     _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
     _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
-    if config.model_type == "gpt_oss" and etp > 1:
+    if etp > 1 and not family.expert_tensor_parallel:
         raise ValueError(
             f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
             "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"
@@ -209,4 +210,5 @@ def _check_divides(what: str, value: int, size_name: str, size: int) -> None:
 
 def _remedy(value: int, size_name: str = "tensor_model_parallel_size") -> str:
     divisors = [str(size) for size in range(1, min(value, 64) + 1) if value % size == 0]
-    return f"use a {size_name} among {', '.join(divisors)}"
+    article = "an" if size_name.startswith("e") else "a"
+    return f"use {article} {size_name} among {', '.join(divisors)}"

@@ -283,6 +283,18 @@ def random_weights(directory: str) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
 
 
+def sinks_of_rank(directory: str) -> tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...]], bool]:
+    """The first layer's sinks of a rank, their place in Megatron's checkpoints, and whether they are no copy."""
+    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+
+    start_megatron(2, etp=1)
+    _, [chunk] = build(directory, sp=True)
+    key = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    sinks = dict(chunk.named_parameters())[key]
+    place = chunk.sharded_state_dict()[key]
+    return sinks.detach(), (place.global_shape, place.global_offset), param_is_not_tensor_parallel_duplicate(sinks)
+
+
 def bf16_logprobs(directory: str, sequences: list[list[int]]) -> list[Tensor] | None:
     """Log-probs in bf16, the chunk wrapped as for mixed precision."""
     from megatron.core.transformer.module import Float16Module
