@@ -1,16 +1,23 @@
 """Tiny random models and a character tokenizer, built from configs: nothing is downloaded."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 128
@@ -19,6 +26,19 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LATENT = {  # what deepseek_v3 has and others have not: latent attention, shared experts, groups of experts
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -42,7 +62,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(family: str) -> PretrainedConfig:
-    """A config of `family` ("llama", "qwen2", "qwen2_tied", "qwen3") that Megatron can split over TP=2 and PP=4."""
+    """A config of `family` (a model_type, or one with a suffix) that Megatron can split over TP=2, PP=4 and EP=4."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -65,6 +85,48 @@ def tiny_config(family: str) -> PretrainedConfig:
             return Qwen2Config(**{**sizes, "hidden_size": 128}, tie_word_embeddings=True)
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=False)
+        case "qwen3_moe":
+            experts: dict[str, Any] = {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "norm_topk_prob": True,
+            }
+            return Qwen3MoeConfig(**sizes, **experts, head_dim=32, tie_word_embeddings=False)
+        case "mistral":
+            return MistralConfig(**sizes, head_dim=32, sliding_window=None)
+        case "mistral_window":
+            return MistralConfig(**sizes, head_dim=32, sliding_window=8)
+        case "mixtral":
+            return MixtralConfig(**sizes, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        case "deepseek_v3":
+            rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
+            rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9}
+            return DeepseekV3Config(
+                **sizes | LATENT,
+                q_lora_rank=32,
+                first_k_dense_replace=1,
+                num_nextn_predict_layers=1,
+                rope_parameters=rope,
+            )
+        case "deepseek_v3_plain":
+            return DeepseekV3Config(**sizes | LATENT, q_lora_rank=None, first_k_dense_replace=2)
+        case "gemma3":
+            layers = {"sliding_window": 8, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}
+            rope = {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+            return Gemma3TextConfig(
+                **sizes | layers | {"num_hidden_layers": 12},
+                head_dim=32,
+                query_pre_attn_scalar=24,
+                rope_parameters=rope,
+            )
+        case "gpt_oss":
+            # as wide as the model, like the released ones: Megatron-Bridge tells matrices and transposed ones by shape
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+            return GptOssConfig(**sizes | experts, head_dim=32, sliding_window=8)
     raise ValueError(f"unknown family {family!r}")
 
 
@@ -75,8 +137,11 @@ def save_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
         model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
+                if "norm" in name or name.endswith(("bias", "sinks")):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

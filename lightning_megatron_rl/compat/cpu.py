@@ -223,9 +223,38 @@ def _adapt_multi_tensor(module: types.ModuleType) -> None:
     )
 
 
+def _adapt_mappings(module: types.ModuleType) -> None:
+    """Gloo gathers and reduces parts of equal size only; parts of other sizes travel as an uneven all-to-all.
+
+    The experts of ranks that share them by tensor parallelism see as many tokens as the router sends them.
+    """
+    even_gather, even_reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        output = input_.new_empty(sum(sizes), *input_.shape[1:])
+        copies = torch.cat([input_] * group.size())
+        torch.distributed.all_to_all_single(output, copies, sizes, [len(input_)] * group.size(), group=group)
+        return output
+
+    def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return even_reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        mine = sizes[group.rank()]
+        parts = input_.new_empty(group.size() * mine, *input_.shape[1:])
+        torch.distributed.all_to_all_single(parts, input_.contiguous(), [mine] * group.size(), sizes, group=group)
+        return parts.unflatten(0, (group.size(), mine)).sum(0)
+
+    module.__dict__.update(_gather_along_first_dim=gather, _reduce_scatter_along_first_dim=reduce_scatter)
+
+
 _ADAPTERS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.optimizer.clip_grads": _adapt_multi_tensor,
     "megatron.core.optimizer.optimizer": _adapt_multi_tensor,
+    "megatron.core.tensor_parallel.mappings": _adapt_mappings,
     "megatron.core.tensor_parallel.random": _adapt_rng,
     "megatron.core.transformer.moe.token_dispatcher": _adapt_token_dispatcher,
 }

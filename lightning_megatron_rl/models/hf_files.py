@@ -118,6 +118,7 @@ class CheckpointWriter:
                 shutil.copyfile(original, self.temporary / original.name)
         config = copy.deepcopy(config)
         config.dtype = dtype
+        config.__dict__.pop("quantization_config", None)  # the weights are written as they are trained
         config.save_pretrained(self.temporary)
         if self.directory.exists():
             self.directory.rmdir()

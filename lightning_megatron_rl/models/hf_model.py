@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.compat.bridge import FAMILIES, import_auto_bridge
+from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.hf_files import CheckpointWriter, local_checkpoint, raise_everywhere
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
+
+KEPT_IN_FP32 = "e_score_correction_bias"
 
 
 class HFModel:
@@ -37,7 +39,7 @@ class HFModel:
         self.trust_remote_code = trust_remote_code
         self.path: Path = local_checkpoint(name_or_path)
         self.config: Any = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
-        layout_check.check_family(self.config, list(FAMILIES))
+        layout_check.check_family(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -59,6 +61,9 @@ class HFModel:
         virtual_pipeline_model_parallel_size: int | None = None,
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        sequence_parallel: bool = True,
     ) -> None:
         """Raise `ValueError` if the model cannot be split like this; see `layout_check.check_layout`."""
         layout_check.check_layout(
@@ -68,12 +73,22 @@ class HFModel:
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            sequence_parallel=sequence_parallel,
         )
 
     @cached_property
     def _bridge(self) -> Any:
-        """Megatron-Bridge's converter for this checkpoint."""
-        return import_auto_bridge().from_hf_pretrained(str(self.path), trust_remote_code=self.trust_remote_code)
+        """Megatron-Bridge's converter for this checkpoint, told how layers that it does not know are split."""
+        auto_bridge = import_auto_bridge()
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+        AutoMapping.register_module_type("TorchLinear", "replicated")
+        AutoMapping.register_module_type("TorchRowParallelLinearNorm", "row")
+        AutoMapping.register_module_type("TorchExpertLinear", "row")
+        AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
+        return auto_bridge.from_hf_pretrained(str(self.path), trust_remote_code=self.trust_remote_code)
 
     def build_chunks(
         self,
@@ -103,10 +118,20 @@ class HFModel:
             virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
             num_layers_in_first_pipeline_stage=overrides.get("num_layers_in_first_pipeline_stage"),
             num_layers_in_last_pipeline_stage=overrides.get("num_layers_in_last_pipeline_stage"),
+            expert_model_parallel_size=settings["expert_model_parallel_size"],
+            expert_tensor_parallel_size=settings["expert_tensor_parallel_size"],
+            sequence_parallel=sequence_parallel,
         )
         if backend == "torch":
             provider.transformer_layer_spec = torch_block_spec
             settings |= _WITHOUT_TRANSFORMER_ENGINE
+            settings["attention_backend"] = type(
+                provider.attention_backend
+            ).auto  # others are told to the whole process
+            if self.config.model_type == "gemma3_text":  # its layers are told apart by Bridge's own modules otherwise
+                provider.transformer_layer_spec = partial(torch_block_spec, post_norm=True)
+                settings["window_size"] = (provider.window_size - 1, 0)
+                settings["window_attn_skip_freq"] = sum(provider.interleaved_attn_pattern)
         if device.type == "cpu":
             settings |= _WITHOUT_CUDA
         for name, value in {**settings, **overrides}.items():
@@ -121,7 +146,7 @@ class HFModel:
 
     def _check_complete(self, chunks: list[Any]) -> list[Any]:
         """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
-        missing = [name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.isnan().all()]
+        missing = [name for chunk in chunks for name, tensor in _loaded_tensors(chunk) if tensor.isnan().all()]
         raise_everywhere(f"checkpoint {self.path} has no weights for {', '.join(missing)}" if missing else None)
         return chunks
 
@@ -129,20 +154,22 @@ class HFModel:
         """Yield every weight whole, under its Hugging Face name, in `dtype` (default: the checkpoint's) on its device.
 
         A collective: all ranks of the world must iterate to the end, and all get all tensors. Padding of the
-        vocabulary is cut off; a tied output layer is yielded only if the checkpoint has one.
+        vocabulary is cut off; a tied output layer is yielded only if the checkpoint has one. Biases that balance
+        experts stay in fp32, as in the checkpoint: lower precision would send tokens to other experts.
         """
         padded = self._padded_names
         with torch.no_grad():
-            for name, tensor in self._bridge.export_hf_weights(
-                chunks, show_progress=False, weight_dtype=dtype or self.dtype
-            ):
+            for name, tensor in self._bridge.export_hf_weights(chunks, show_progress=False):
+                if not name.endswith(KEPT_IN_FP32):
+                    tensor = tensor.to(dtype or self.dtype)
                 yield name, tensor[: self.config.vocab_size] if name in padded else tensor
 
     @cached_property
     def _padded_names(self) -> set[str]:
         """Hugging Face names of the weights that have one row per token of the vocabulary."""
         mappings = self._bridge._model_bridge.mapping_registry()
-        return {mappings.megatron_to_hf_lookup(name).hf_param for name in SHARED_WITH_OUTPUT}
+        found = [mappings.megatron_to_hf_lookup(name) for name in SHARED_WITH_OUTPUT]
+        return {mapping.hf_param for mapping in found if mapping is not None}  # Gemma has no output layer of its own
 
     def save_pretrained(
         self,
@@ -188,6 +215,7 @@ _WITHOUT_TRANSFORMER_ENGINE = {
     "masked_softmax_fusion": False,
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
 }
 # Fusions that are compiled for CUDA.
 _WITHOUT_CUDA = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
@@ -222,6 +250,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
         "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
+        "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
     }
@@ -244,6 +273,14 @@ def _poison(chunks: list[Any]) -> list[Any]:
     """Fill parameters with NaN before weights are loaded, so that one which is not loaded shows."""
     with torch.no_grad():
         for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(torch.nan)
+            for _, tensor in _loaded_tensors(chunk):
+                tensor.fill_(torch.nan)
     return chunks
+
+
+def _loaded_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint must bring: the parameters, and the biases of routers, which are buffers."""
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer

@@ -2,30 +2,100 @@
 
 from typing import Any
 
+from lightning_megatron_rl.models.families import FAMILIES
+
 # What Megatron's rotary embedding knows of "llama3" scaling apart from the factor (it has these as constants).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+# The same of GPT-OSS, whose values Megatron-Bridge does not take from the checkpoint.
+GPT_OSS_ROPE = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# model_type -> kinds of rotary embedding that Megatron computes as Transformers does
+ROPE_TYPES = {
+    "llama": ("default", "linear", "llama3"),
+    "deepseek_v3": ("default", "yarn"),
+    "gemma3_text (full_attention)": ("default", "linear"),
+    "gpt_oss": ("yarn",),
+}
 
-def check_family(config: Any, supported: list[str]) -> None:
-    """Raise `ValueError` if the architecture of Hugging Face `config` is not `supported` or has a part that is not."""
+
+def check_family(config: Any) -> None:
+    """Raise `ValueError` if the architecture of Hugging Face `config` is not carried or has a part that is not."""
     architectures = config.architectures or []
+    supported = [family.architecture for family in FAMILIES.values()]
     if not set(architectures) & set(supported):
         raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")
-    rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
-    llama = config.model_type == "llama"
-    if rope_type not in (("default", "linear", "llama3") if llama else ("default",)):
-        raise ValueError(f"rope_type={rope_type!r} of a {config.model_type} model is not supported")
-    if rope_type == "llama3":
-        for name, value in LLAMA3_ROPE.items():
-            if rope[name] != value:
-                raise ValueError(f"llama3 rope scaling with {name}={rope[name]}: Megatron has {value} built in")
+    model_type = config.model_type
+    _check_rope(model_type, config.rope_parameters or {})
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
-    if llama and (config.attention_bias or config.mlp_bias):
+    activation = config.hidden_activation if model_type == "gemma3_text" else config.hidden_act
+    expected = "gelu_pytorch_tanh" if model_type == "gemma3_text" else "silu"
+    if activation != expected:
+        raise ValueError(f"activation {activation!r} of a {model_type} model is not supported, only {expected!r}")
+    if model_type == "llama" and (config.attention_bias or config.mlp_bias):
         raise ValueError("Llama with attention_bias or mlp_bias is not supported: there is no place for these weights")
-    if config.model_type == "qwen3" and config.attention_bias:
-        raise ValueError("Qwen3 with attention_bias is not supported: there is no place for these weights")
+    if model_type in ("qwen3", "qwen3_moe", "deepseek_v3", "gemma3_text") and config.attention_bias:
+        raise ValueError(f"{model_type} with attention_bias is not supported: there is no place for these weights")
+    if model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+        raise ValueError(
+            f"Qwen3-MoE with decoder_sparse_step={config.decoder_sparse_step} and "
+            f"mlp_only_layers={config.mlp_only_layers} is not supported: Megatron-Bridge gives experts to every layer"
+        )
+    if model_type == "deepseek_v3" and not (config.norm_topk_prob and config.rope_interleave):
+        raise ValueError(
+            f"DeepSeek-V3 with norm_topk_prob={config.norm_topk_prob}, rope_interleave={config.rope_interleave} is not "
+            "supported: both must be true"
+        )
+    if model_type == "gemma3_text":
+        _check_gemma3(config)
+    if model_type == "gpt_oss":
+        _check_window_layers(config, every=2)
+
+
+def _check_rope(model_type: str, rope: dict[str, Any]) -> None:
+    """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
+    if model_type == "gemma3_text":  # one for layers with a window and one for the others
+        _check_rope("gemma3_text (sliding_attention)", rope["sliding_attention"])
+        _check_rope("gemma3_text (full_attention)", rope["full_attention"])
+        return
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES.get(model_type, ("default",)):
+        raise ValueError(f"rope_type={rope_type!r} of a {model_type} model is not supported")
+    constants = LLAMA3_ROPE if rope_type == "llama3" else GPT_OSS_ROPE if model_type == "gpt_oss" else {}
+    for name, value in constants.items():
+        if rope.get(name) != value:
+            raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")
+
+
+def _check_gemma3(config: Any) -> None:
+    """What Megatron-Bridge takes for granted of a Gemma 3."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name):
+            raise ValueError(f"Gemma 3 with {name}={getattr(config, name)} is not supported")
+    if not config.tie_word_embeddings:
+        raise ValueError(
+            "Gemma 3 with tie_word_embeddings=false is not supported: there is no place for the output layer"
+        )
+    _check_window_layers(config, every=6)
+
+
+def _check_window_layers(config: Any, every: int) -> None:
+    """All layers must have a sliding window but every so-manieth."""
+    expected = [
+        "full_attention" if layer % every == 0 else "sliding_attention"
+        for layer in range(1, config.num_hidden_layers + 1)
+    ]
+    if config.layer_types != expected or not config.sliding_window:
+        raise ValueError(
+            f"{config.model_type} with sliding_window={config.sliding_window}, layer_types={config.layer_types} is not "
+            f"supported: every layer must have a sliding window but every {every}. one"
+        )
 
 
 def check_layout(
@@ -36,24 +106,27 @@ def check_layout(
     virtual_pipeline_model_parallel_size: int | None = None,
     num_layers_in_first_pipeline_stage: int | None = None,
     num_layers_in_last_pipeline_stage: int | None = None,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    sequence_parallel: bool = True,
 ) -> None:
     """Raise `ValueError` with arithmetic and remedy if a model of Hugging Face `config` cannot be split like this.
 
     The vocabulary need not be divisible: the embedding and output layer are padded with rows that take no part in
-    softmax, sampling or export.
+    softmax, sampling or export. `expert_tensor_parallel_size=None` splits experts like the dense layers.
 
     Example:
         16 heads over ``tensor_model_parallel_size=3``: "16 % 3 = 1 …: use a size that divides 16".
     """
     tp = tensor_model_parallel_size
     _check_divides("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", tp)
-    groups = config.num_key_value_heads
+    groups = config.num_key_value_heads  # latent attention has none; then there are as many as heads
     if groups % tp and tp % groups:
         raise ValueError(
             f"num_key_value_heads={groups} and tensor_model_parallel_size={tp}: {groups} % {tp} = {groups % tp} and "
             f"{tp} % {groups} = {tp % groups}, but one must divide the other: {_remedy(groups)}"
         )
-    _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+    _check_mlp(config, tp, expert_model_parallel_size, expert_tensor_parallel_size or tp, sequence_parallel)
     rows = -(-config.vocab_size // tp)  # of each rank
     if rows * (tp - 1) >= config.vocab_size:
         raise ValueError(
@@ -67,6 +140,37 @@ def check_layout(
         num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage,
     )
+
+
+def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
+    """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
+    family = FAMILIES[config.model_type]
+    if family.expert_fields is None:
+        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+        for name, size, neutral in (("model", ep, 1), ("tensor", etp, tp)):
+            if size != neutral:
+                raise ValueError(
+                    f"expert_{name}_parallel_size={size}, but a {config.model_type} model has no experts: "
+                    "leave this setting out"
+                )
+        return
+    experts, width = family.expert_fields
+    if config.model_type == "deepseek_v3":  # its first layers are dense, and the shared experts are split like these
+        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+        shared = config.moe_intermediate_size * config.n_shared_experts
+        _check_divides("moe_intermediate_size x n_shared_experts", shared, "tensor_model_parallel_size", tp)
+    _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
+    _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
+    if etp > 1 and not family.expert_tensor_parallel:
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
+            "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"
+        )
+    if tp > 1 and not sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={tp} without sequence_parallel: in a model with experts all {tp} ranks would "
+            "route and compute every token again, which Megatron refuses: set sequence_parallel=True"
+        )
 
 
 def _check_stages(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> None:
@@ -99,9 +203,12 @@ def _check_stages(layers: int, pp: int, vpp: int, first: int | None, last: int |
 def _check_divides(what: str, value: int, size_name: str, size: int) -> None:
     """`size` ranks must share `value` equally."""
     if value % size:
-        raise ValueError(f"{what}={value} over {size_name}={size}: {value} % {size} = {value % size}: {_remedy(value)}")
+        raise ValueError(
+            f"{what}={value} over {size_name}={size}: {value} % {size} = {value % size}: {_remedy(value, size_name)}"
+        )
 
 
-def _remedy(value: int) -> str:
+def _remedy(value: int, size_name: str = "tensor_model_parallel_size") -> str:
     divisors = [str(size) for size in range(1, min(value, 64) + 1) if value % size == 0]
-    return f"use a tensor_model_parallel_size among {', '.join(divisors)}"
+    article = "an" if size_name.startswith("e") else "a"
+    return f"use {article} {size_name} among {', '.join(divisors)}"

@@ -10,7 +10,7 @@ from tests.distributed import WorkerPool
 def import_and_look_around() -> tuple[list[str], list[str], bool, bool]:
     auto_bridge = import_auto_bridge()
     assert import_auto_bridge() is auto_bridge
-    unwanted = ("megatron.bridge.diffusion", "megatron.bridge.models.gemma", "megatron.bridge.recipes")
+    unwanted = ("megatron.bridge.diffusion", "megatron.bridge.models.qwen_vl", "megatron.bridge.recipes")
     loaded = [name for name in sys.modules if name.startswith(unwanted)]
     from megatron.core.models.gpt import gpt_layer_specs
 

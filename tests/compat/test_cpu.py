@@ -127,6 +127,31 @@ def test_the_rng_tracker_forks_the_cpu_generator(worker_pool: WorkerPool):
     assert outside == expected != inside
 
 
+def gather_and_reduce_uneven_parts() -> tuple[list[list[float]], list[list[float]]]:
+    from tests.models.workers import start_megatron
+
+    start_megatron(2)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    rank, group = torch.distributed.get_rank(), parallel_state.get_tensor_model_parallel_group()
+    part = torch.full((1 + 2 * rank, 2), 1.0 + rank, requires_grad=True)  # 1 row on rank 0, 3 on rank 1
+    whole = gather_from_sequence_parallel_region(part, group=group, output_split_sizes=[1, 3])
+    reduced = reduce_scatter_to_sequence_parallel_region(whole * 10, group, [1, 3])
+    (reduced * torch.arange(1.0, 5.0)[[0] if rank == 0 else [1, 2, 3], None]).sum().backward()
+    assert part.grad is not None
+    return reduced.tolist(), part.grad.tolist()
+
+
+def test_parts_of_unequal_size_are_gathered_and_reduced(worker_pool: WorkerPool):
+    [(first, first_grad), (second, second_grad)] = worker_pool.run(gather_and_reduce_uneven_parts, world_size=2)
+    assert first + second == [[20.0, 20.0]] + [[40.0, 40.0]] * 3  # both ranks hold 10 times the whole
+    assert first_grad + second_grad == [[20.0 * row] * 2 for row in range(1, 5)]
+
+
 def test_nothing_happens_for_cuda():
     finders, methods = list(sys.meta_path), (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda)
     install_cpu_support(torch.device("cuda"))

@@ -3,11 +3,19 @@
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from lightning_megatron_rl.models.layout_check import LLAMA3_ROPE, check_family, check_layout
+from lightning_megatron_rl.models.layout_check import GPT_OSS_ROPE, LLAMA3_ROPE, check_family, check_layout
 
-SUPPORTED = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 SIZES = {
     "vocab_size": 130,
     "hidden_size": 64,
@@ -70,6 +78,56 @@ def test_layouts_that_do_not_divide_are_refused(sizes: dict[str, int], options: 
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"expert_model_parallel_size": 4},
+            r"num_experts=6 over expert_model_parallel_size=4: 6 % 4 = 2: use an expert",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+            r"moe_intermediate_size=10 over expert_tensor_parallel_size=4: 10 % 4 = 2: .* among 1, 2, 5, 10",
+        ),
+        ({"tensor_model_parallel_size": 4}, r"moe_intermediate_size=10 over expert_tensor_parallel_size=4"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": False}, r"all 2 ranks would .* sequence_parallel=True"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_refused(options: dict[str, Any], message: str):
+    config = Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=10)
+    check_layout(config, **layout(tensor_model_parallel_size=2, expert_model_parallel_size=3))
+    check_layout(config, **layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=1))
+    with pytest.raises(ValueError, match=message):
+        check_layout(config, **layout(**options))
+
+
+def test_dense_layers_among_experts_must_divide_too():
+    sizes = {**SIZES, "num_key_value_heads": 8, "intermediate_size": 98, "moe_intermediate_size": 16}
+    with pytest.raises(ValueError, match="intermediate_size=98 over tensor_model_parallel_size=4"):
+        check_layout(DeepseekV3Config(**sizes), **layout(tensor_model_parallel_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2, but a qwen3 model has no experts"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2, but a qwen3 model has no experts"),
+    ],
+)
+def test_expert_parallelism_of_a_dense_model_is_refused(options: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        check_layout(Qwen3Config(**SIZES), **layout(**options))
+
+
+def test_experts_with_biases_are_not_split():
+    config = GptOssConfig(**{**SIZES, "num_local_experts": 4})
+    check_layout(config, **layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
+    with pytest.raises(
+        ValueError, match=r"expert_tensor_parallel_size=2 \(by default .*set expert_tensor_parallel_size=1"
+    ):
+        check_layout(config, **layout(tensor_model_parallel_size=2))
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"tensor_model_parallel_size": 4},  # 130 tokens are padded to 132
@@ -97,6 +155,33 @@ def test_layouts_that_divide_pass(options: dict[str, int]):
         (Qwen2Config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True), "use_sliding_window"),
         (Qwen3Config(architectures=["Qwen3ForCausalLM"], attention_bias=True), "attention_bias"),
         (LlamaConfig(architectures=["LlamaForCausalLM"], mlp_bias=True), "mlp_bias"),
+        (MistralConfig(architectures=["MistralForCausalLM"], hidden_act="gelu"), "activation 'gelu' of a mistral"),
+        (Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[0]), r"mlp_only_layers=\[0\]"),
+        (Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=2), "decoder_sparse_step=2"),
+        (DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], norm_topk_prob=False), "norm_topk_prob=False"),
+        (
+            DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], attention_bias=True),
+            "deepseek_v3 with attention_bias",
+        ),
+        (
+            Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0),
+            "final_logit_softcapping=30",
+        ),
+        (Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], tie_word_embeddings=False), "tie_word_embeddings=false"),
+        (
+            Gemma3TextConfig(
+                architectures=["Gemma3ForCausalLM"], num_hidden_layers=2, layer_types=["full_attention"] * 2
+            ),
+            "must have a sliding window but every 6. one",
+        ),
+        (GptOssConfig(architectures=["GptOssForCausalLM"], sliding_window=None), "sliding_window=None"),
+        (
+            GptOssConfig(
+                architectures=["GptOssForCausalLM"],
+                rope_parameters={"rope_type": "yarn", "rope_theta": 1.5e5, **GPT_OSS_ROPE, "factor": 8.0},
+            ),
+            "factor=8.0: Megatron has 32.0 built in",
+        ),
         (
             Qwen3Config(
                 architectures=["Qwen3ForCausalLM"],
@@ -126,4 +211,4 @@ def test_layouts_that_divide_pass(options: dict[str, int]):
 )
 def test_variants_that_would_be_computed_wrongly_are_refused(config: Any, message: str):
     with pytest.raises(ValueError, match=message):
-        check_family(config, SUPPORTED)
+        check_family(config)

@@ -7,53 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import WorkerPool
-from tests.models.conftest import hf_logprobs
+from tests.models.conftest import TOLERANCE, hf_logprobs, worst_difference
 from tests.models.workers import (
     bf16_logprobs,
-    context_parallel_logprobs,
     equal_length_logprobs,
     exported_gradients,
     logprobs_under_layout,
 )
-
-TOLERANCE = 1e-4  # what the project promises in fp32; reassociated sums in 4 layers differ by up to about 5e-6
-LAYOUTS = {
-    "tp1": (1, 1, False),
-    "tp2": (2, 1, False),
-    "tp2+sp": (2, 1, True),
-    "pp2": (1, 2, False),
-    "tp2xpp2+sp": (2, 2, True),
-}
-
-
-def worst_difference(results: list[Tensor], expected: list[Tensor]) -> float:
-    assert len(results) == len(expected)
-    return max((ours - theirs).abs().max().item() for ours, theirs in zip(results, expected, strict=True))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_tied", "qwen3"])
-def test_logprobs_match_transformers(
-    family: str,
-    layout: str,
-    checkpoint: Callable[[str], Path],
-    sequences: list[list[int]],
-    worker_pool: WorkerPool,
-):
-    tp, pp, sp = LAYOUTS[layout]
-    directory = checkpoint(family)
-    results = worker_pool.run(logprobs_under_layout, str(directory), sequences, tp, pp, sp, 0.7, world_size=tp * pp)
-    expected = hf_logprobs(directory, sequences, temperature=0.7)
-    for rank, (padded, packed) in enumerate(results):
-        if rank < tp * (pp - 1):
-            assert padded is packed is None
-            continue
-        assert worst_difference(padded, expected) <= TOLERANCE
-        assert worst_difference(packed, expected) <= TOLERANCE
 
 
 def test_more_ranks_than_key_value_heads(
@@ -81,16 +46,6 @@ def test_virtual_pipeline_stages(checkpoint: Callable[[str], Path], worker_pool:
     results = worker_pool.run(equal_length_logprobs, str(directory), sequences, 2, 2, world_size=2)
     assert results[0] is None
     assert worst_difference(results[1], hf_logprobs(directory, sequences)) <= TOLERANCE
-
-
-def test_context_parallelism(checkpoint: Callable[[str], Path], worker_pool: WorkerPool):
-    sequences = [[(5 * i + 3 * j) % 128 for j in range(length + 1)] for i, length in enumerate((12, 4, 20))]
-    directory = checkpoint("qwen3")
-    results = worker_pool.run(context_parallel_logprobs, str(directory), sequences, 2, world_size=2)
-    expected = torch.cat(hf_logprobs(directory, sequences), dim=1)
-    assert torch.cat([held for _, held in results]).sort().values.tolist() == list(range(36))
-    for values, held in results:
-        assert (values - expected[:, held]).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -142,28 +97,44 @@ def test_bf16_agrees_with_transformers_in_bf16(
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_tied", "qwen3", "mistral_window", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss"]
+)
 def test_gradients_match_transformers(
     family: str,
     packed: bool,
     tp: int,
     checkpoint: Callable[[str], Path],
     sequences: list[list[int]],
+    tmp_path: Path,
     worker_pool: WorkerPool,
 ):
+    if family == "gpt_oss" and tp > 1:
+        pytest.skip("its experts cannot be split over tensor-parallel ranks")
     directory = checkpoint(family)
-    results = worker_pool.run(exported_gradients, str(directory), sequences, packed, tp, world_size=tp)
+    without_balancing = {"moe_aux_loss_coeff": 0.0}
+    results = worker_pool.run(
+        exported_gradients,
+        str(directory),
+        sequences,
+        packed,
+        tp,
+        config_overrides=without_balancing,
+        world_size=tp,
+    )
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for sequence in sequences:
         ids = torch.tensor([sequence])
         log_p = model(ids[:, :-1]).logits.log_softmax(-1)
         (log_p.gather(-1, ids[:, 1:, None]).sum() - (log_p.exp() * log_p).sum()).backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(tmp_path)  # Transformers has the experts of a layer in one tensor, and saves them one by one
+    expected = load_file(tmp_path / "model.safetensors")
     for result in results:
         assert set(result) == set(expected)
         for name, gradient in result.items():
-            if tp > 1 and name.endswith(("q_norm.weight", "k_norm.weight")):
-                continue  # each rank has the part of its own heads; finalize_model_grads sums them in training
             scale = expected[name].abs().max().item()
             # fp32 through 4 layers of a random model, relative to the largest element of the tensor
             torch.testing.assert_close(

@@ -10,7 +10,9 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
-def start_megatron(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1) -> None:
+def start_megatron(
+    tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+) -> None:
     """Bring up Megatron's parallel state on the CPU, over the group that the pool has made."""
     from lightning_megatron_rl.compat.adam import install_adam
     from lightning_megatron_rl.compat.cpu import install_cpu_support
@@ -25,6 +27,8 @@ def start_megatron(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
     model_parallel_cuda_manual_seed(1234)
 
@@ -40,13 +44,16 @@ def build(directory: Path | str, *, sp: bool = False, dtype: torch.dtype = torch
     return model, chunks
 
 
-def batches(sequences: list[list[int]], packed: bool, multiple: int = 1) -> list[dict[str, Any]]:
-    """Two micro-batches of different length; each predicts the next token, and `places` says where sequences lie."""
+def batches(sequences: list[list[int]], packed: bool, multiple: int = 1, align: int = 1) -> list[dict[str, Any]]:
+    """Two micro-batches of different length; each predicts the next token, and `places` says where sequences lie.
+
+    The tokens of a micro-batch are padded to a `multiple`, those of each packed sequence to a multiple of `align`.
+    """
     half = (len(sequences) + 1) // 2
-    return [_batch(part, packed, multiple) for part in (sequences[:half], sequences[half:])]
+    return [_batch(part, packed, multiple, align) for part in (sequences[:half], sequences[half:])]
 
 
-def _batch(sequences: list[list[int]], packed: bool, multiple: int) -> dict[str, Any]:
+def _batch(sequences: list[list[int]], packed: bool, multiple: int, align: int = 1) -> dict[str, Any]:
     inputs = [torch.tensor(sequence[:-1]) for sequence in sequences]
     labels = [torch.tensor(sequence[1:]) for sequence in sequences]
     if not packed:
@@ -65,22 +72,46 @@ def _batch(sequences: list[list[int]], packed: bool, multiple: int) -> dict[str,
             "longest": None,
             "places": places,
         }
+    ends = [len(row) for row in inputs]  # without padding
+    inputs, labels = ([F.pad(row, (0, -len(row) % align)) for row in rows] for rows in (inputs, labels))
     lengths = [len(row) for row in inputs]
     padding = -sum(lengths) % multiple
     if padding:  # padding is a sequence of its own
         lengths.append(padding)
         inputs.append(torch.zeros(padding, dtype=torch.int64))
         labels.append(torch.zeros(padding, dtype=torch.int64))
-    ends = torch.tensor(lengths).cumsum(0)
-    cu = F.pad(ends, (1, 0)).to(torch.int32)
+    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     return {
         "tokens": torch.cat(inputs)[None],
         "positions": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": torch.cat(labels)[None],
         "cu": cu,
         "longest": max(lengths),
-        "places": [(0, int(cu[i]), int(cu[i + 1])) for i in range(len(sequences))],
+        "places": [(0, int(start), int(start) + end) for start, end in zip(cu, ends, strict=False)],
     }
+
+
+def _share(batch: dict[str, Any], cp: int, cp_rank: int) -> dict[str, Any]:
+    """The zigzag share of a packed micro-batch that context-parallel rank `cp_rank` holds; `order` undoes the cut."""
+    from lightning_megatron_rl.models.packed_attention import zigzag_positions
+
+    starts, lengths = batch["cu"][:-1].tolist(), batch["cu"].diff().tolist()
+    held = [
+        torch.cat([start + zigzag_positions(n, cp, rank) for start, n in zip(starts, lengths, strict=True)])
+        for rank in range(cp)
+    ]
+    parts = {name: batch[name][:, held[cp_rank]] for name in ("tokens", "positions", "labels")}
+    return {**batch, **parts, "order": torch.cat(held).argsort()}
+
+
+def _whole(output: Tensor, order: Tensor) -> Tensor:
+    """Output [2, b, tokens / cp] of all context-parallel ranks, in the order of the sequences."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parts = [torch.empty_like(output) for _ in range(parallel_state.get_context_parallel_world_size())]
+    dist.all_gather(parts, output.contiguous(), group=parallel_state.get_context_parallel_group())
+    return torch.cat(parts, dim=-1)[..., order]
 
 
 def schedule_logprobs(
@@ -101,7 +132,8 @@ def schedule_logprobs(
         output = microbatch_forward(chunk, *arguments, output_processor=processor)
 
         def collect(output: Tensor) -> Any:
-            results.extend(output[:, row, start:end].clone() for row, start, end in batch["places"])
+            whole = _whole(output, batch["order"]) if "order" in batch else output
+            results.extend(whole[:, row, start:end].clone() for row, start, end in batch["places"])
             return output.sum(), torch.tensor(1), {}
 
         return output, collect
@@ -117,6 +149,31 @@ def schedule_logprobs(
             forward_only=True,
         )
     return results or None
+
+
+def families_under_layout(
+    directories: dict[str, str], sequences: list[list[int]], sp: bool, layout: dict[str, int]
+) -> dict[str, tuple[list[Tensor] | None, list[Tensor] | None, dict[str, Tensor]]]:
+    """Of each checkpoint: `schedule_logprobs` of padded and of packed batches, and every weight as exported."""
+    from megatron.core import parallel_state
+
+    start_megatron(**layout)
+    cp = layout.get("cp", 1)
+    results = {}
+    for family, directory in directories.items():
+        model, chunks = build(directory, sp=sp)
+        vocab_size = model.config.vocab_size
+        padded = packed = None
+        if cp == 1:  # under context parallelism everything is packed
+            padded = schedule_logprobs(
+                chunks, batches(sequences, False, layout.get("tp", 1)), vocab_size=vocab_size, temperature=0.7
+            )
+        micro_batches = batches(sequences, True, 2 * cp * layout.get("tp", 1), align=2 * cp)
+        if cp > 1:
+            micro_batches = [_share(batch, cp, parallel_state.get_context_parallel_rank()) for batch in micro_batches]
+        packed = schedule_logprobs(chunks, micro_batches, vocab_size=vocab_size, temperature=0.7)
+        results[family] = (padded, packed, {name: tensor.clone() for name, tensor in model.export_weights(chunks)})
+    return results
 
 
 def logprobs_under_layout(
@@ -142,46 +199,28 @@ def equal_length_logprobs(directory: str, sequences: list[list[int]], pp: int, v
     return schedule_logprobs(chunks, micro_batches, vocab_size=model.config.vocab_size)
 
 
-def context_parallel_logprobs(directory: str, sequences: list[list[int]], cp: int) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy [2, tokens / cp] of packed sequences, and which tokens they belong to."""
-    import torch.distributed as dist
-
-    from lightning_megatron_rl.models.forward import microbatch_forward
-    from lightning_megatron_rl.models.logprobs import logprob_processor
-    from lightning_megatron_rl.models.packed_attention import zigzag_positions
-
-    start_megatron(cp=cp)
-    model, [chunk] = build(directory)
-    batch = _batch(sequences, True, 1)
-    lengths = (batch["cu"][1:] - batch["cu"][:-1]).tolist()
-    starts = batch["cu"][:-1].tolist()
-    held = torch.cat(
-        [start + zigzag_positions(length, cp, dist.get_rank()) for start, length in zip(starts, lengths, strict=True)]
-    )
-    arguments = [batch[name][:, held] for name in ("tokens", "positions", "labels")]
-    processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True)
-    with torch.no_grad():
-        output = microbatch_forward(chunk, *arguments, batch["cu"], batch["longest"], output_processor=processor)
-    return output[:, 0], held
-
-
 def exported_gradients(
     directory: str, sequences: list[list[int]], packed: bool, tp: int, **options: Any
 ) -> dict[str, Tensor]:
     """Gradients of the sum of log-probs and entropies, under Hugging Face names: exported in place of the weights."""
+    import torch.distributed as dist
+
     from lightning_megatron_rl.models.forward import microbatch_forward
     from lightning_megatron_rl.models.logprobs import logprob_processor
 
     start_megatron(tp)
-    model, [chunk] = build(directory, **options)
+    model, [chunk] = build(directory, sp=tp > 1, **options)
     chunk.train()
     processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11)
-    for batch in batches(sequences, packed):
+    for batch in batches(sequences, packed, tp):
         arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
         output = microbatch_forward(chunk, *arguments, output_processor=processor)
         sum(output[:, row, start:end].sum() for row, start, end in batch["places"]).backward()
     with torch.no_grad():
-        for parameter in chunk.parameters():
+        for name, parameter in chunk.named_parameters():
+            of_all_ranks = getattr(parameter, "sequence_parallel", False) or ".q_layer" in name or ".k_layer" in name
+            if tp > 1 and of_all_ranks:
+                dist.all_reduce(parameter.grad)  # of its tokens or its heads, as finalize_model_grads does in training
             parameter.copy_(parameter.grad)
     return {name: tensor.clone() for name, tensor in model.export_weights([chunk])}
 
@@ -242,6 +281,18 @@ def random_weights(directory: str) -> dict[str, Tensor]:
     start_megatron()
     _, [chunk] = build(directory, load_weights=False)
     return {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+
+
+def sinks_of_rank(directory: str) -> tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...]], bool]:
+    """The first layer's sinks of a rank, their place in Megatron's checkpoints, and whether they are no copy."""
+    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+
+    start_megatron(2, etp=1)
+    _, [chunk] = build(directory, sp=True)
+    key = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    sinks = dict(chunk.named_parameters())[key]
+    place = chunk.sharded_state_dict()[key]
+    return sinks.detach(), (place.global_shape, place.global_offset), param_is_not_tensor_parallel_duplicate(sinks)
 
 
 def bf16_logprobs(directory: str, sequences: list[list[int]]) -> list[Tensor] | None:
