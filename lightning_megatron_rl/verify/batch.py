@@ -107,7 +107,7 @@ def synthetic_samples(
 
     The sampler's log-probs are near those of a uniform distribution, so that importance weights are cut and not cut.
     """
-    samples = []
+    samples: list[Sample] = []
     for prompt in prompts:
         for _ in range(num_generations):
             length = _random_length(1, max_length, generator) if samples else 0
