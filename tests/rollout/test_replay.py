@@ -73,7 +73,9 @@ def test_engine_answers_with_what_was_recorded():
     answers = engine.generate(requests, SamplingParams())
     assert [[generation.token_ids for generation in group] for group in answers] == [[[]], [[7, 8], [9]]]
     assert answers[1][1].finish_reason == "length"
-    with pytest.raises(ValueError, match=r"request 0: 3 responses asked for, 2 were recorded for the prompt \[1, 2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"request 0: 3 responses asked for, 2 were recorded for the prompt \[1, 2, 3\]"
+    ):
         engine.generate([GenerationRequest([1, 2, 3], seed=1, num_samples=3)], SamplingParams())
     with pytest.raises(ValueError, match=r"request 0: 1 responses asked for, 0 were recorded"):
         engine.generate([GenerationRequest([4], seed=1)], SamplingParams())

