@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
     from lightning_megatron_rl.sample import Prompt, Sample
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+    from lightning_megatron_rl.verify.runner import verify_layouts
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "Sample": "sample",
     "VLLMEngine": "rollout.vllm",
     "WeightSync": "callbacks.weight_sync",
+    "verify_layouts": "verify.runner",
 }
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "Sample",
     "VLLMEngine",
     "WeightSync",
+    "verify_layouts",
 ]
 
 

@@ -9,10 +9,11 @@ _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 Reinforcement-learning post-training of language models at Megatron scale, from a plain Lightning Trainer.
 
 commands:
-  fit         train: SFTModule, GRPOModule or a module of your own
-  validate    run the validation loop once
-  test        run the test loop once
-  predict     run the predict loop once
+  fit            train: SFTModule, GRPOModule or a module of your own
+  validate       run the validation loop once
+  test           run the test loop once
+  predict        run the predict loop once
+  verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
 
 Each command takes Lightning's arguments: --config FILE (repeat it for overlays, later ones win), --trainer.*,
 --model.*, --data.*, --ckpt_path PATH, --print_config. `lightning-megatron-rl fit --help` lists them, and
@@ -43,6 +44,10 @@ def main(args: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"lightning-megatron-rl {__version__}")
         return
+    if arguments[0] == "verify-layout":
+        from lightning_megatron_rl.verify.command import main as verify_layout
+
+        sys.exit(verify_layout(arguments[1:]))
     from lightning_megatron_rl.cli import run
 
     run(args)

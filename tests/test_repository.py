@@ -20,7 +20,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAX_LINES = 400
 LONG_FILES: set[str] = set()  # files over MAX_LINES that are better left whole, each with its reason
 
-QUICK_ROOMS = {"rewards", "data", "modules", "callbacks", "rollout", "cli"}  # imported for the command line's --help
+QUICK_ROOMS = {
+    "rewards",
+    "data",
+    "modules",
+    "callbacks",
+    "rollout",
+    "cli",
+    "verify",
+}  # imported for the command line's --help
 SLOW_PACKAGES = {"megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib"}
 COME_WITH = {  # declared by a package that is declared here
     "numpy": "transformers",

@@ -21,8 +21,9 @@ FLOORS = {
     "callbacks": 3,
     "modules": 4,
     "cli": 5,
-    "__main__": 7,  # tells the version
-    "__init__": 6,
+    "verify": 6,  # reads the configs that the command line reads
+    "__init__": 7,
+    "__main__": 8,  # tells the version
 }
 FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},

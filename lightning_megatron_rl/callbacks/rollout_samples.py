@@ -1,6 +1,5 @@
 """`RolloutSamples`: what the policy writes, for the eye and for later."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.strategy.distributed import check_writable
 
@@ -50,27 +50,9 @@ class RolloutSamples(Callback):
         if trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
             assert self._file is not None
             with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(_record(sample, trainer.global_step)) + "\n" for sample in samples)
+                file.writelines(record_line(sample, trainer.global_step) for sample in samples)
         if self.num_samples and (trainer.global_step - 1) % self.every_n_steps == 0:
             _show(samples[: self.num_samples], trainer.global_step)
-
-
-def _record(sample: Sample, step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "dataset": sample.prompt.dataset,
-        "index": sample.prompt.index,
-        "prompt": sample.prompt.text,
-        "response": sample.response,
-        "answer": sample.prompt.answer,
-        "reward": sample.reward,
-        "rewards": sample.rewards,
-        "advantage": sample.advantage,
-        "finish_reason": sample.finish_reason,
-        "num_tokens": len(sample.response_ids),
-        "weight_version": sample.weight_version,
-        "response_ids": sample.response_ids,
-    }
 
 
 @rank_zero_only

@@ -364,9 +364,9 @@ class PolicyModule(pl.LightningModule):
 
     # ---- weights out -----------------------------------------------------------------------------------------------
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under Hugging Face names; a collective of the replica."""
-        return self.hf_model.export_weights(list(self.model))
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
+        return self.hf_model.export_weights(list(self.model), dtype)
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory; a collective of all ranks."""

@@ -8,52 +8,43 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
+from lightning_megatron_rl.rollout import replay
+from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
 
 NUM_GENERATIONS = 4
+MAX_RESPONSE = 10  # tokens
 
 
-class ReplayEngine:
-    """Answers with responses that were drawn once, whatever the weights: the same rollout for every layout."""
-
-    max_model_len = 64
+class ReplayEngine(replay.ReplayEngine):
+    """Answers `prompts` with responses that were drawn once, and takes note of the weights that come."""
 
     def __init__(self) -> None:
-        self.weight_version = 0
+        super().__init__(recorded_samples())
+        self.max_model_len = 64
         self.versions: list[int] = []
         self.names: set[str] = set()
-
-    def start(self, model_path: str | Path) -> None:
-        """Nothing to load."""
-
-    def wait_ready(self) -> None:
-        """Ready at once."""
-
-    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Draw from the request's seed: ragged lengths, log-probs that are nobody's."""
-        answers = []
-        for request in requests:
-            generator = torch.Generator().manual_seed(request.seed)
-            answers.append([self._draw(generator, params.max_tokens) for _ in range(request.num_samples)])
-        return answers
-
-    def _draw(self, generator: torch.Generator, max_tokens: int) -> Generation:
-        length = int(torch.randint(1, max_tokens + 1, (), generator=generator))
-        tokens = torch.randint(len(SPECIAL_TOKENS), VOCAB_SIZE, (length,), generator=generator).tolist()
-        logprobs = (-torch.rand(length, generator=generator) * 10).tolist()
-        return Generation(tokens, logprobs, "length" if length == max_tokens else "stop")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take note of what came."""
         self.names = {name for name, _ in weights}
         self.versions.append(version)
-        self.weight_version = version
+        super().update_weights((), version)
 
-    def close(self) -> None:
-        """Nothing to end."""
+
+def recorded_samples(count: int = 16) -> list[Sample]:
+    """Responses to the first prompts: ragged lengths, log-probs that are nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for prompt in prompts(count):
+        for _ in range(NUM_GENERATIONS):
+            size = int(torch.randint(1, MAX_RESPONSE + 1, (), generator=generator))
+            tokens = torch.randint(len(SPECIAL_TOKENS), VOCAB_SIZE, (size,), generator=generator).tolist()
+            logprobs = (-torch.rand(size, generator=generator) * 10).tolist()
+            samples.append(Sample(prompt, tokens, logprobs, finish_reason="length" if size == MAX_RESPONSE else "stop"))
+    return samples
 
 
 def parity(samples: list[Sample]) -> list[float]:
@@ -110,7 +101,7 @@ def fit_grpo(
         "engine": engine,
         "num_generations": NUM_GENERATIONS,
         "updates_per_rollout": 2,
-        "sampling": SamplingParams(temperature=0.8, max_tokens=10),
+        "sampling": SamplingParams(temperature=0.8, max_tokens=MAX_RESPONSE),
         "loss": GRPOLossConfig(**{"kl_coef": 0.1, "entropy_coef": 0.01, **(loss or {})}),
         "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3),
         "max_tokens_per_microbatch": 96,

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 
-from tests.distributed import ROOT, _free_port
+from tests.distributed import ROOT, free_port
 from tests.strategy.test_megatron import RELATIVE
 from tests.training import fit_sft
 
@@ -88,9 +88,7 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
     if launcher == "lightning":
         launch.start(*script)
     elif launcher == "torchrun":
-        launch.start(
-            "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port()), *script
-        )
+        launch.start("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), *script)
     else:
         shared = {
             "SLURM_JOB_ID": "123456",
@@ -100,7 +98,7 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
             "SLURM_NNODES": "1",
             "SLURM_NODEID": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         for rank in range(2):
             launch.start(*script, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))

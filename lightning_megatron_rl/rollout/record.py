@@ -1,0 +1,114 @@
+"""Samples as JSON lines and back: token ids out, token ids in, so that a recorded rollout can be trained on again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron_rl.sample import Prompt, Sample
+
+
+def record_line(sample: Sample, step: int) -> str:
+    """Return one sample of `step` as a line of JSON.
+
+    Example:
+        ``file.writelines(record_line(sample, step=3) for sample in samples)``
+    """
+    record = {
+        "step": step,
+        "dataset": sample.prompt.dataset,
+        "index": sample.prompt.index,
+        "prompt": sample.prompt.text,
+        "response": sample.response,
+        "answer": sample.prompt.answer,
+        "reward": sample.reward,
+        "rewards": sample.rewards,
+        "advantage": sample.advantage,
+        "finish_reason": sample.finish_reason,
+        "num_tokens": len(sample.response_ids),
+        "weight_version": sample.weight_version,
+        "prompt_ids": sample.prompt.token_ids,
+        "response_ids": sample.response_ids,
+        "response_logprobs": sample.response_logprobs,
+    }
+    return json.dumps(record) + "\n"
+
+
+def read_first_step(path: str | Path) -> list[Sample]:
+    """Return the samples of the first step that a file of such lines holds, in their order.
+
+    Raises:
+        ValueError: The file is missing or empty, or a line is not a sample: with its number and what is wrong.
+
+    Example:
+        ``read_first_step("runs/demo/grpo/samples/rollouts-dp0.jsonl")``
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file. RolloutSamples writes rollouts-dp<replica>.jsonl while a run trains.")
+    samples: list[Sample] = []
+    first_step: Any = None
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            record = _parse(line, where)
+            if first_step is None:
+                first_step = record["step"]
+            if record["step"] != first_step:
+                break
+            samples.append(_sample(record, where))
+    if not samples:
+        raise ValueError(f"{path} is empty: there is no rollout to replay.")
+    return samples
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: {type(record).__name__} where an object with the columns of a sample was expected.")
+    needed = ("step", "index", "prompt_ids", "response_ids", "response_logprobs", "reward")
+    if missing := [name for name in needed if name not in record]:
+        raise ValueError(
+            f"{where}: no {', '.join(missing)}; there are {', '.join(record) or 'no columns'}. Record the rollout with"
+            " the RolloutSamples callback of this version."
+        )
+    return record
+
+
+def _sample(record: dict[str, Any], where: str) -> Sample:
+    for name, kinds in (("prompt_ids", (int,)), ("response_ids", (int,)), ("response_logprobs", (int, float))):
+        values = record[name]
+        if not isinstance(values, list) or not all(type(value) in kinds for value in values):
+            what = "log-probs" if float in kinds else "token ids"
+            raise ValueError(f"{where}: {name} is not a list of {what}: {str(values)[:60]}")
+    if not record["prompt_ids"]:
+        raise ValueError(f"{where}: prompt_ids is empty, but nothing would predict the first token of the response.")
+    if len(record["response_ids"]) != len(record["response_logprobs"]):
+        raise ValueError(
+            f"{where}: {len(record['response_ids'])} response_ids, but {len(record['response_logprobs'])}"
+            " response_logprobs: there is one for each token."
+        )
+    if type(record["reward"]) not in (int, float):
+        raise ValueError(f"{where}: reward is {record['reward']!r}, not a number.")
+    prompt = Prompt(
+        token_ids=record["prompt_ids"],
+        text=record.get("prompt", ""),
+        answer=record.get("answer"),
+        index=record["index"],
+        dataset=record.get("dataset", "train"),
+    )
+    return Sample(
+        prompt=prompt,
+        response_ids=record["response_ids"],
+        response_logprobs=record["response_logprobs"],
+        response=record.get("response", ""),
+        finish_reason=record.get("finish_reason", "stop"),
+        weight_version=record.get("weight_version", 0),
+        rewards=record.get("rewards", {}),
+        reward=float(record["reward"]),
+        advantage=record.get("advantage", 0.0),
+    )

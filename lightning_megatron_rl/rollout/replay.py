@@ -1,0 +1,84 @@
+"""`ReplayEngine`: answers with samples that exist already, so that a rollout is the same for every layout and run."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
+from lightning_megatron_rl.sample import Sample
+
+
+class ReplayEngine:
+    """Answers each prompt with its recorded responses, whatever the weights.
+
+    It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids.
+
+    Args:
+        samples: Responses to replay; those to one prompt in the order in which they will be given.
+
+    Raises:
+        ValueError: when sampling, for a prompt without (enough) responses.
+
+    Example:
+        ``GRPOModule(..., engine=ReplayEngine(samples), rewards=[RecordedReward(samples)])``
+    """
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.weight_version = 0
+        self.max_model_len = max(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
+        self._generations: dict[tuple[int, ...], list[Generation]] = {}
+        for sample in samples:
+            generation = Generation(sample.response_ids, sample.response_logprobs, sample.finish_reason)
+            self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
+
+    def start(self, model_path: str | Path) -> None:
+        """Nothing to load."""
+
+    def wait_ready(self) -> None:
+        """Ready at once."""
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Return the first `num_samples` recorded responses to each prompt."""
+        answers = []
+        for number, request in enumerate(requests):
+            known = self._generations.get(tuple(request.token_ids), [])
+            if len(known) < request.num_samples:
+                raise ValueError(
+                    f"request {number}: {request.num_samples} responses asked for, {len(known)} were recorded for the"
+                    f" prompt {request.token_ids[:8]}…: replay the prompts of the recorded rollout, with at most as"
+                    " many generations."
+                )
+            answers.append(known[: request.num_samples])
+        return answers
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Run through the weights, whose export is a collective of the trainer's ranks, and take their version."""
+        for _ in weights:
+            pass
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class RecordedReward:
+    """Gives each replayed sample the reward that was recorded for it.
+
+    Args:
+        samples: The samples that `ReplayEngine` answers with.
+
+    Example:
+        ``RecordedReward(samples)(samples) == [sample.reward for sample in samples]``
+    """
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self._rewards = {_key(sample): sample.reward for sample in reversed(samples)}
+
+    def __call__(self, samples: list[Sample]) -> list[float]:
+        """Look up the rewards by token ids."""
+        return [self._rewards[_key(sample)] for sample in samples]
+
+
+def _key(sample: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(sample.prompt.token_ids), tuple(sample.response_ids)

@@ -1,0 +1,307 @@
+"""One layout, as each of its processes runs it: a plain Trainer on the frozen batch, and what it measures."""
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor
+
+from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.policy import PolicyModule
+from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
+from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+from lightning_megatron_rl.verify.batch import FrozenBatch
+from lightning_megatron_rl.verify.layouts import Layout
+
+# A step that is large enough to be seen in fp32 weights, and an epsilon that keeps Adam from turning the rounding noise
+# of tiny gradients into full steps: its update is then nearly linear in the gradient.
+_LR, _ADAM_EPS = 1e-3, 1e-3
+_STAGE_OVERRIDES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+@dataclass
+class Subject:
+    """What is verified: a fresh module and the strategy that runs it.
+
+    Example:
+        ``Subject(SFTModule(model="Qwen/Qwen3-0.6B"), MegatronStrategy(**layout))``
+    """
+
+    module: PolicyModule
+    strategy: MegatronStrategy
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments of the Trainer, such as gradient_clip_val
+
+
+Build = Callable[[dict[str, Any]], Subject]
+"""``layout -> Subject``, where `layout` are arguments of `MegatronStrategy`; a function at the top of a module."""
+
+
+@dataclass
+class Measurement:
+    """What one rank saw; lists have one element per step."""
+
+    rank: int
+    losses: list[float]
+    grad_norms: list[float]
+    logprobs: dict[int, Tensor]  # before the first step, by index in the batch: [tokens]
+    metrics: list[dict[str, float]]  # everything that was logged
+    step_s: float  # of the last step
+    peak_memory_gb: float
+    weight_errors: list[dict[str, float]]  # rank 0: ||w - reference|| / ||reference|| of each parameter
+    checksum: str  # rank 0: of all weights at the end
+    num_experts: int
+
+
+class LayoutRefusedError(ValueError):
+    """The module, the model or the strategy refused the layout before anything was computed."""
+
+
+class LocalProcesses(TorchElasticEnvironment):
+    """Processes of this machine that are there already, with their ranks in RANK and WORLD_SIZE."""
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept what was started."""
+
+
+def run_layout(
+    build: Build,
+    batch: FrozenBatch,
+    layout: Layout,
+    *,
+    max_tokens_per_microbatch: int | None,
+    steps: int,
+    device: str,
+    timeout_s: float,
+    directory: Path,
+    is_reference: bool,
+) -> Measurement:
+    """Train on `batch` for `steps` steps as one rank of `layout`.
+
+    Args:
+        build: Makes what is trained.
+        batch: The batch of every step.
+        layout: The layout.
+        max_tokens_per_microbatch: Token budget; None for the module's own.
+        steps: Optimizer steps of the Trainer.
+        device: "cpu" or "cuda".
+        timeout_s: Deadline of a collective.
+        directory: Where the reference leaves its weights and others find them.
+        is_reference: Whether to write the weights there, or to compare with them.
+
+    Raises:
+        LayoutRefusedError: A `ValueError` before the first step.
+    """
+    pl.seed_everything(1234, verbose=False)
+    reset_peak_memory(device)
+    probe = Probe(batch, directory, is_reference=is_reference)
+    try:
+        subject = build(layout.strategy)
+        module, strategy = subject.module, subject.strategy
+        prepare(module, batch, layout, max_tokens_per_microbatch)
+        strategy.cluster_environment = LocalProcesses()
+        strategy.timeout_s = timeout_s
+        trainer = pl.Trainer(
+            **subject.trainer,
+            strategy=strategy,
+            accelerator=device,
+            devices=layout.world_size,
+            precision="32-true",
+            max_steps=steps,
+            callbacks=[probe],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            use_distributed_sampler=False,  # `FrozenData` shards by itself, in order
+        )
+        trainer.fit(module, FrozenData(batch, steps, as_prompts=isinstance(module, GRPOModule)))
+    except ValueError as error:
+        if probe.has_begun:
+            raise
+        raise LayoutRefusedError(str(error)) from error
+    return probe.measurement(module, device)
+
+
+def prepare(module: PolicyModule, batch: FrozenBatch, layout: Layout, max_tokens_per_microbatch: int | None) -> None:
+    """Put the frozen batch in the place of sampler and rewards, and fix what would blur or hide a difference."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = module.optimizer_config or OptimizerConfig(weight_decay=0.0)
+    module.optimizer_config = replace(config, lr=_LR, min_lr=None, adam_eps=_ADAM_EPS)
+    module.lr_scheduler = None
+    if max_tokens_per_microbatch is not None:
+        module.max_tokens_per_microbatch = max_tokens_per_microbatch
+    if layout.strategy["pipeline_model_parallel_size"] == 1:  # there is no first and last stage to give layers to
+        module.model_config = {k: v for k, v in module.model_config.items() if k not in _STAGE_OVERRIDES}
+    if isinstance(module, GRPOModule):
+        assert batch.samples is not None
+        module.engine = ReplayEngine(batch.samples)
+        module.rewards, module.reward_weights = [RecordedReward(batch.samples)], None
+        longest = max(len(sample.response_ids) for sample in batch.samples)
+        module.sampling = replace(module.sampling, max_tokens=max(longest, 1))
+
+
+class FrozenData(pl.LightningDataModule):
+    """The frozen batch, once per step; data-parallel rank r gets every dp-th item of it."""
+
+    def __init__(self, batch: FrozenBatch, steps: int, *, as_prompts: bool) -> None:
+        super().__init__()
+        self.items: list[Any] = list(batch.prompts if as_prompts else batch.sequences)
+        self.steps = steps
+
+    def train_dataloader(self) -> Any:
+        """Return the same batch `steps` times.
+
+        Raises:
+            ValueError: Not an item for each replica.
+        """
+        shard: dict[str, int] = self.trainer.distributed_sampler_kwargs  # type: ignore[union-attr, assignment]
+        mine = self.items[shard["rank"] :: shard["num_replicas"]]
+        if len(self.items) < shard["num_replicas"]:
+            raise ValueError(f"{len(self.items)} items in the batch for {shard['num_replicas']} model replicas.")
+        return torch.utils.data.DataLoader(mine * self.steps, batch_size=len(mine), collate_fn=list, shuffle=False)  # type: ignore[arg-type]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave the records on the host: what the device needs is packed first."""
+        return batch
+
+
+class Probe(pl.Callback):
+    """Measures a run: log-probs before it, loss, gradient norm and weights after each step."""
+
+    def __init__(self, batch: FrozenBatch, directory: Path, *, is_reference: bool) -> None:
+        self.batch = batch
+        self.directory = directory
+        self.is_reference = is_reference
+        self.has_begun = False
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.metrics: list[dict[str, float]] = []
+        self.weight_errors: list[dict[str, float]] = []
+        self.logprobs: dict[int, Tensor] = {}
+        self.checksum = ""
+        self.step_s = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Score the batch with the weights as they were loaded."""
+        shard = trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
+        indices = range(shard["rank"], len(self.batch.sequences), shard["num_replicas"])
+        scores = pl_module.score([self.batch.sequences[index] for index in indices])
+        self.logprobs = dict(zip(indices, scores.logprobs, strict=True))
+        self.has_begun = True
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._take_metrics(trainer)
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note what the step did."""
+        self.losses.append(float(outputs["loss"]))
+        self.step_s = time.perf_counter() - self._started
+        self.grad_norms.append(float(trainer.optimizers[0].grad_norm))  # type: ignore[attr-defined]
+        weights = pl_module.export_weights(torch.float32)
+        if trainer.global_rank:
+            for _ in weights:  # a collective
+                pass
+            return
+        path = self.directory / f"step-{len(self.losses)}"
+        errors, self.checksum = (write_weights if self.is_reference else compare_weights)(weights, path)
+        self.weight_errors.append(errors)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Take what the module logged after the last step."""
+        self._take_metrics(trainer)
+
+    def _take_metrics(self, trainer: pl.Trainer) -> None:
+        if len(self.metrics) < len(self.losses):  # modules log in their own hook, which comes after this callback's
+            self.metrics.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+
+    def measurement(self, module: PolicyModule, device: str) -> Measurement:
+        """Return what was seen."""
+        from megatron.core.utils import get_model_config
+
+        return Measurement(
+            rank=int(os.environ["RANK"]),
+            losses=self.losses,
+            grad_norms=self.grad_norms,
+            logprobs=self.logprobs,
+            metrics=self.metrics,
+            step_s=self.step_s,
+            peak_memory_gb=peak_memory_gb(device),
+            weight_errors=self.weight_errors,
+            checksum=self.checksum,
+            num_experts=get_model_config(module.model[0]).num_moe_experts or 0,  # type: ignore[index]
+        )
+
+
+def write_weights(weights: Iterator[tuple[str, Tensor]], path: Path) -> tuple[dict[str, float], str]:
+    """Write all weights to `path`; return an error of 0 for each, in their order, and the checksum of all."""
+    path.mkdir()
+    digests: dict[str, bytes] = {}
+    for number, (name, tensor) in enumerate(weights):
+        tensor = tensor.cpu().contiguous()
+        digests[name] = _digest(tensor)
+        torch.save(tensor.clone(), path / f"{number}.pt")  # a clone: a view would be saved with all that it is part of
+    (path / "names.json").write_text(json.dumps(list(digests)))
+    return dict.fromkeys(digests, 0.0), _checksum(digests)
+
+
+def compare_weights(weights: Iterator[tuple[str, Tensor]], path: Path) -> tuple[dict[str, float], str]:
+    """Return ||w - reference|| / ||reference|| of each weight, infinite for one that only one side has; the checksum.
+
+    Names are in the reference's order.
+    """
+    names: list[str] = json.loads((path / "names.json").read_text())
+    numbers = {name: number for number, name in enumerate(names)}
+    errors = dict.fromkeys(names, math.inf)
+    digests: dict[str, bytes] = {}
+    for name, tensor in weights:
+        tensor = tensor.cpu().contiguous()
+        digests[name] = _digest(tensor)
+        errors.setdefault(name, math.inf)
+        if name in numbers:
+            reference = torch.load(path / f"{numbers[name]}.pt")
+            if tensor.shape == reference.shape:
+                difference = float((tensor.double() - reference.double()).norm())
+                errors[name] = difference / float(reference.double().norm()) if difference else 0.0
+    return errors, _checksum(digests)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(tensor.numpy().tobytes()).digest()
+
+
+def _checksum(digests: dict[str, bytes]) -> str:
+    whole = hashlib.blake2b(digest_size=4)
+    for name in sorted(digests):  # the order of an export depends on the layout
+        whole.update(name.encode() + digests[name])
+    return whole.hexdigest()
+
+
+def reset_peak_memory(device: str) -> None:
+    """Forget the peak of what this process did before."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats(int(os.environ["LOCAL_RANK"]))
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_gb(device: str) -> float:
+    """Return the most memory since `reset_peak_memory`: allocated on this rank's GPU, or resident on the CPU, in GB."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated(int(os.environ["LOCAL_RANK"])) / 1e9
+    status = Path("/proc/self/status").read_text()
+    peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return peak_kib * 1024 / 1e9

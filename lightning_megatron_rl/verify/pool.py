@@ -1,0 +1,282 @@
+"""Warm workers: run a function on N local processes as one job, with a deadline, and keep them for the next job."""
+
+import contextlib
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+GRACE = 5.0  # seconds the other ranks get to report after the first one failed
+
+
+class WorkerError(RuntimeError):
+    """A function failed, died or ran past its deadline on at least one rank; the message holds each rank's story.
+
+    Args:
+        message: The stories.
+        raised: What was raised, by rank: name of the exception's type and its message.
+    """
+
+    def __init__(self, message: str, raised: dict[int, tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.raised = raised
+
+
+@dataclass
+class _Failure:
+    """How a rank failed."""
+
+    story: str  # for people
+    exception: tuple[str, str] | None = None  # type and message of what it raised; None if it died or is stuck
+
+
+@dataclass
+class _Job:
+    """What a worker needs to be rank `rank` of one job."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rank: int
+    world_size: int
+    port: int
+    timeout: float  # seconds
+    init_process_group: bool
+
+
+class _Worker:
+    """One child process and the pipe to it; its output goes to a file that is quoted when it fails."""
+
+    def __init__(self) -> None:
+        self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
+        self.connection, child = Pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # what can be imported here can be imported there, a user's own modules among it
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_megatron_rl.verify.pool", str(child.fileno())],
+            pass_fds=[child.fileno()],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its own group, so that its children can be ended with it
+        )
+        child.close()
+
+    def kill(self) -> None:
+        """End the worker and everything it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.connection.close()
+        self.log.close()
+
+    def stacks(self) -> str:
+        """The worker's output with the stack of every thread, while it is stuck."""
+        size = os.fstat(self.log.fileno()).st_size
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
+            deadline = time.monotonic() + GRACE
+            while os.fstat(self.log.fileno()).st_size == size and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(0.5)  # the dump has begun: a loaded machine may need a moment for the rest
+        return self.tail(8000)
+
+    def tail(self, characters: int) -> str:
+        """The end of what the worker has printed."""
+        size = os.fstat(self.log.fileno()).st_size
+        return os.pread(self.log.fileno(), characters, max(size - characters, 0)).decode(errors="replace")
+
+
+class WorkerPool:
+    """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds in each).
+
+    Example:
+        ``pool.run(all_reduce_ranks, 10, world_size=2)`` calls ``all_reduce_ranks(10)`` as ranks 0 and 1 of a gloo job
+        and returns ``[result of rank 0, result of rank 1]``. The function must live at the top of a module.
+    """
+
+    def __init__(self, size: int = 4, on_start: Callable[[int], None] = lambda pid: None) -> None:
+        self.size = size
+        self.on_start = on_start  # called with the id of each process that is started
+        self._workers: list[_Worker] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        timeout: float = 180.0,
+        init_process_group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run `function(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
+
+        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; the gloo group is up unless
+        `init_process_group` is false; Megatron's parallel state, the group and the environment are reset afterwards.
+        Results and arguments are pickled by value. Raises `WorkerError` after `timeout` seconds or when a rank raises.
+        """
+        if world_size > self.size:
+            raise ValueError(f"world_size {world_size} > {self.size} workers of this pool")
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker())
+            self.on_start(self._workers[-1].process.pid)
+        workers = self._workers[:world_size]
+        port = free_port()
+        for rank, worker in enumerate(workers):
+            job = _Job(function, args, kwargs, rank, world_size, port, timeout, init_process_group)
+            worker.connection.send_bytes(pickle.dumps(job))
+        results, failures = _collect(workers, timeout)
+        if len(results) + len(failures) < world_size:  # somebody is still busy: find out where, then start afresh
+            for rank, worker in enumerate(workers):
+                if rank not in results and rank not in failures:
+                    story = f"still running after {timeout:g} s or after another rank failed\n{worker.stacks()}"
+                    failures[rank] = _Failure(story)
+            self.close()
+        elif any(worker.process.poll() is not None for worker in workers):
+            self.close()
+        if failures:
+            ordered = sorted(failures.items())
+            text = "\n".join(f"--- rank {rank} of {world_size}: {failure.story}" for rank, failure in ordered)
+            raised = {rank: failure.exception for rank, failure in ordered if failure.exception is not None}
+            raise WorkerError(f"{function.__module__}.{function.__qualname__} failed\n{text}", raised)
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End all workers; the next job starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, _Failure]]:
+    """Results and failures by rank, as far as they came within `timeout` (or `GRACE` after the first failure)."""
+    results: dict[int, Any] = {}
+    failures: dict[int, _Failure] = {}
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while ranks and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(ranks), left):
+            assert isinstance(connection, Connection)
+            rank = ranks.pop(connection)
+            try:
+                succeeded, value = _decode(connection.recv_bytes())
+            except EOFError:
+                code = workers[rank].process.wait()
+                succeeded, value = False, _Failure(f"exited with code {code}\n{workers[rank].tail(4000)}")
+            if succeeded:
+                results[rank] = value
+            else:
+                failures[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return results, failures
+
+
+def _encode(value: Any) -> bytes:
+    """Pickle by torch: Megatron changes how tensors are pickled by Python, such that reading them imports Megatron."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _decode(data: bytes) -> Any:
+    """Read what `_encode` wrote."""
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback interface, below those that the system hands out to whoever asks."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 30_000)  # a seeded generator would give runs side by side one port
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _run_job(job: _Job) -> Any:
+    """Be one rank of `job`, and leave the process as it was."""
+    from datetime import timedelta
+
+    import torch
+
+    environment = dict(os.environ)
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        if job.init_process_group:
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+        return job.function(*job.args, **job.kwargs)
+    finally:
+        if "megatron.core.parallel_state" in sys.modules:
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        gc.collect()  # a model is a web of cycles
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _watch_parent() -> None:
+    """Print every thread's stack for each line on stdin, and end with the process at its other end.
+
+    Not by a signal: at the end of a run Lightning resets those that Python does not know to be handled.
+    """
+    while os.read(0, 1):
+        faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
+
+
+def _serve(descriptor: int) -> None:
+    """The life of a worker: read a job, answer it, until the pipe closes."""
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    connection = Connection(descriptor)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            answer = _encode((True, _run_job(pickle.loads(message))))
+        except BaseException as error:  # SystemExit of a library must be told too
+            answer = _encode((False, _Failure(traceback.format_exc(), (type(error).__name__, str(error)))))
+        sys.stdout.flush()
+        connection.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    from lightning_megatron_rl.verify import pool  # answers are pickled under the module's name, not as `__main__`'s
+
+    pool._serve(int(sys.argv[1]))

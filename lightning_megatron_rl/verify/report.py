@@ -1,0 +1,158 @@
+"""What a verification found: one row per layout, as a table, as JSON and as an exit code."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["reference", "same", "departs", "refused", "failed"]
+_COLUMNS = ("layout", "ranks", "loss", "grad norm", "|Δ logp|", "Δ weights", "checksum", "s/step", "GB", "verdict")
+_WIDTHS = (20, 5, 11, 11, 9, 9, 8, 7, 6, 9)
+
+
+@dataclass
+class Row:
+    """One layout, and how far it is from the single process.
+
+    Example:
+        ``report["tp2"].weight_error``
+    """
+
+    layout: str
+    world_size: int  # processes
+    verdict: Verdict
+    reason: str = ""  # why it was refused, how it failed, what departs
+    losses: list[float] = field(default_factory=list)  # per step
+    grad_norms: list[float] = field(default_factory=list)  # per step, before clipping
+    metrics: list[dict[str, float]] = field(default_factory=list)  # per step: everything that was logged
+    logprob_error: float | None = None  # largest difference of a token's log-prob before the first step, in nats
+    weight_error: float | None = None  # largest ||w - reference|| / ||reference|| of a parameter after the last step
+    checksum: str = ""  # of all weights after the last step; equal only for bitwise equal weights
+    step_s: float | None = None  # seconds of the last step, of the slowest rank
+    peak_memory_gb: float | None = None  # of the largest rank
+    log: str = ""  # tracebacks of all ranks
+
+
+@dataclass
+class Report:
+    """All rows, the reference first.
+
+    Example:
+        ``report = verify_layouts(build, ["tp2"]); assert report.ok, report``
+    """
+
+    subject: str  # what was verified
+    batch: str
+    device: str
+    steps: int
+    tolerance: float  # relative
+    rows: list[Row]
+    requested: list[str]  # layouts that were asked for by name
+
+    def __getitem__(self, layout: str) -> Row:
+        """Return the row of a layout.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for row in self.rows:
+            if row.layout == layout:
+                return row
+        raise KeyError(f"{layout}: the report has {', '.join(row.layout for row in self.rows)}")
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps the verification from passing: a line for each layout."""
+        lines = [
+            f"{row.layout}: {row.verdict}: {row.reason}" for row in self.rows if row.verdict in ("departs", "failed")
+        ]
+        lines += [
+            f"{row.layout}: asked for, but refused: {row.reason}"
+            for row in self.rows
+            if row.verdict == "refused" and row.layout in self.requested
+        ]
+        if not any(row.verdict in ("same", "departs", "failed") for row in self.rows):
+            lines.append("no layout was compared with the single process")
+        return lines
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout gives the numbers of one process."""
+        return not self.problems
+
+    @property
+    def exit_code(self) -> int:
+        """0 if `ok`, else 1."""
+        return 0 if self.ok else 1
+
+    def table(self) -> str:
+        """Return the rows as text."""
+        return "\n".join([header(self), *(format_row(row) for row in self.rows)])
+
+    def conclusion(self) -> str:
+        """Return what was refused, then the problems or that there are none."""
+        refused = [f"{row.layout}: refused: {row.reason}" for row in self.rows if row.verdict == "refused"]
+        refused = [line for line in refused if line.split(":")[0] not in self.requested]
+        if not self.ok:
+            return "\n".join([*refused, *(f"NOT THE SAME  {line}" for line in self.problems)])
+        same = sum(row.verdict == "same" for row in self.rows)
+        return "\n".join([*refused, f"{same} layouts give the numbers of one process (tolerance {self.tolerance:g})"])
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.conclusion()}"
+
+    def to_json(self) -> str:
+        """Return everything as JSON; numbers that JSON does not know become text."""
+        return json.dumps({"ok": self.ok, **_plain(asdict(self))}, indent=2) + "\n"
+
+
+def header(report: Report) -> str:
+    """Return the lines above the rows."""
+    lines = [
+        f"{report.subject}",
+        f"batch: {report.batch}",
+        f"{report.steps} steps in fp32 on {report.device}; reference: a single process; tolerance {report.tolerance:g}",
+        "",
+        _line(_COLUMNS),
+        _line(["-" * width for width in _WIDTHS]),
+    ]
+    return "\n".join(lines)
+
+
+def format_row(row: Row) -> str:
+    """Return one line of the table; loss and gradient norm are those of the last step."""
+    cells = [
+        row.layout,
+        str(row.world_size),
+        _number(row.losses[-1] if row.losses else None, ".7g"),
+        _number(row.grad_norms[-1] if row.grad_norms else None, ".7g"),
+        _number(row.logprob_error, ".1e"),
+        _number(row.weight_error, ".1e"),
+        row.checksum or "-",
+        _number(row.step_s, ".3f"),
+        _number(row.peak_memory_gb, ".2f"),
+        row.verdict.upper() if row.verdict in ("departs", "failed") else row.verdict,
+    ]
+    return _line(cells)
+
+
+def _line(cells: Sequence[str]) -> str:
+    left = {0, len(_WIDTHS) - 1}
+    padded = [
+        cell.ljust(width) if column in left else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

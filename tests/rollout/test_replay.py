@@ -1,0 +1,92 @@
+"""Recorded rollouts: written, read back with the line of whatever is wrong, and replayed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams
+from lightning_megatron_rl.rollout.record import read_first_step, record_line
+from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
+from lightning_megatron_rl.sample import Prompt, Sample
+
+
+def samples() -> list[Sample]:
+    first = Prompt(token_ids=[1, 2, 3], text="abc", answer="7", index=4)
+    second = Prompt(token_ids=[5], text="e", index=9, dataset="other")
+    return [
+        Sample(first, [7, 8], [-0.1, -0.2], "gh", "stop", 3, {"exact": 1.0}, 0.5, 0.1),
+        Sample(first, [9], [-0.3], "i", "length", 3, {"exact": 0.0}, -0.5, -0.1),
+        Sample(second, [], [], "", "stop", 3, {}, 1.0),
+    ]
+
+
+def record(**changes: Any) -> str:
+    row = {**json.loads(record_line(samples()[0], 1)), **changes}
+    return json.dumps({key: value for key, value in row.items() if value is not ...})
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    file = tmp_path / "rollouts.jsonl"
+    later = [record_line(sample, 3) for sample in samples()]
+    file.write_text("".join([record_line(sample, 2) for sample in samples()] + ["\n"] + later))
+    assert read_first_step(file) == samples()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2: not valid JSON"),
+        ("[]", r"line 2: list where an object"),
+        (record(prompt_ids=...), r"line 2: no prompt_ids; there are step, .*Record the rollout with"),
+        (record(response_logprobs=..., reward=...), r"line 2: no response_logprobs, reward"),
+        (record(response_ids=[1.5, 2]), r"line 2: response_ids is not a list of token ids: \[1.5, 2\]"),
+        (record(prompt_ids="abc"), r"line 2: prompt_ids is not a list of token ids: abc"),
+        (record(response_ids=[1, 2, 3]), r"line 2: 3 response_ids, but 2 response_logprobs"),
+        (record(reward=None), r"line 2: reward is None, not a number"),
+        (record(prompt_ids=[]), r"line 2: prompt_ids is empty"),
+    ],
+)
+def test_bad_line_is_named(tmp_path: Path, line: str, message: str):
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(f"{record()}\n{line}\n")
+    with pytest.raises(ValueError, match=message):
+        read_first_step(file)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"none.jsonl: no such file. RolloutSamples writes"):
+        read_first_step(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        read_first_step(tmp_path / "empty.jsonl")
+
+
+def test_engine_answers_with_what_was_recorded():
+    engine = ReplayEngine(samples())
+    assert engine.max_model_len == 5
+    engine.update_weights(iter([("w", torch.ones(1))]), version=2)
+    assert engine.weight_version == 2
+    requests = [GenerationRequest([5], seed=1), GenerationRequest([1, 2, 3], seed=1, num_samples=2)]
+    answers = engine.generate(requests, SamplingParams())
+    assert [[generation.token_ids for generation in group] for group in answers] == [[[]], [[7, 8], [9]]]
+    assert answers[1][1].finish_reason == "length"
+    with pytest.raises(
+        ValueError, match=r"request 0: 3 responses asked for, 2 were recorded for the prompt \[1, 2, 3\]"
+    ):
+        engine.generate([GenerationRequest([1, 2, 3], seed=1, num_samples=3)], SamplingParams())
+    with pytest.raises(ValueError, match=r"request 0: 1 responses asked for, 0 were recorded"):
+        engine.generate([GenerationRequest([4], seed=1)], SamplingParams())
+
+
+def test_update_runs_through_the_weights():
+    """Their export is a collective: an engine that left it early would leave the other ranks waiting."""
+    weights = iter([("a", torch.ones(1)), ("b", torch.ones(1))])
+    ReplayEngine(samples()).update_weights(weights, version=1)
+    assert next(weights, None) is None
+
+
+def test_rewards_are_those_of_the_record():
+    assert RecordedReward(samples())(list(reversed(samples()))) == [1.0, -0.5, 0.5]
