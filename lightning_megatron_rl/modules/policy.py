@@ -19,6 +19,8 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.moe import MoESettings, resolve_moe_settings
+from lightning_megatron_rl.modules.routing import begin_routing
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.routers import RouterHooks, RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 TokenLoss = Callable[[MicroBatch, Tensor, Tensor, Tally], Tensor]
@@ -40,6 +43,7 @@ class Scores:
 
     logprobs: list[Tensor]  # per sequence: [tokens]
     entropies: list[Tensor]  # per sequence: [tokens]
+    routing: list[Tensor]  # per sequence, if recorded: [tokens, expert layers of this pipeline stage, topk] int16
 
 
 class PolicyModule(pl.LightningModule):
@@ -54,9 +58,12 @@ class PolicyModule(pl.LightningModule):
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        moe: How the routers of a mixture-of-experts model are trained.
     """
 
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
+    default_aux_loss_coeff: float = 0.0  # where `moe` does not say: the reward is what RL optimises
+    has_old_logprobs: bool = False  # whether sequences are scored before they are trained on, which can be replayed
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class PolicyModule(pl.LightningModule):
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
         logprob_chunk_size: int = 1024,
+        moe: MoESettings | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -84,6 +92,9 @@ class PolicyModule(pl.LightningModule):
         self.layer_backend = layer_backend
         self.model_config = model_config or {}
         self.logprob_chunk_size = logprob_chunk_size
+        self.moe = moe
+        self.routers: RouterHooks | None = None  # of a mixture-of-experts model
+        self._moe_in_force: MoESettings | None = None
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
@@ -122,6 +133,13 @@ class PolicyModule(pl.LightningModule):
             self.strategy.resolve_optimizer_config(self._optimizer_config())
         if self._hf_model is None:
             self._hf_model = HFModel(self.model_path)
+        self._moe_in_force = resolve_moe_settings(
+            self.moe,
+            self._hf_model.config,
+            self.model_config,
+            default_aux_loss_coeff=self.default_aux_loss_coeff,
+            has_old_logprobs=self.has_old_logprobs,
+        )
         layout = self.strategy.layout
         self._hf_model.check_layout(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -129,12 +147,25 @@ class PolicyModule(pl.LightningModule):
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
             num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
             num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
         )
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether updates send each token to the experts that its sequence's routing names."""
+        return self._moe_in_force is not None and self._moe_in_force.router_replay != "none"
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
         if "model" not in self._modules:
-            self.model = nn.ModuleList(self.build_chunks())
+            chunks = self.build_chunks()
+            if self._moe_in_force is not None:
+                from lightning_megatron_rl.models.routers import RouterHooks
+
+                self.routers = RouterHooks(chunks, self._moe_in_force, self.strategy.root_device)
+            self.model = nn.ModuleList(chunks)
 
     def build_chunks(self) -> list[nn.Module]:
         """Return freshly built chunks holding the weights of `model_path`."""
@@ -144,7 +175,8 @@ class PolicyModule(pl.LightningModule):
                 layer_backend=self.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
-                config_overrides=self.model_config,
+                config_overrides=self.model_config
+                | (self._moe_in_force.megatron_fields() if self._moe_in_force else {}),
             )
         )
 
@@ -167,18 +199,26 @@ class PolicyModule(pl.LightningModule):
     # ---- the two passes --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, sequences: list[TokenSequence], chunks: list[nn.Module] | None = None) -> Scores:
+    def score(
+        self,
+        sequences: list[TokenSequence],
+        chunks: list[nn.Module] | None = None,
+        *,
+        routing: "RoutingMode" = "free",
+    ) -> Scores:
         """Return log-probs and entropies of `sequences` under the policy, or under other `chunks`.
 
         Every rank of the replica gets them. Log-probs are of the distribution that is sampled: logits divided by
-        `temperature`.
+        `temperature`. `routing` says whether the policy's choice of experts is recorded or each sequence's replayed.
         """
         scored = list(self.model) if chunks is None else chunks
         share = self._share(sequences)
+        begin_routing(self.routers, share, routing, self.reduce_tokens)
         was_training = [chunk.training for chunk in scored]
         for chunk in scored:
             chunk.eval()  # no dropout in a log-prob pass
         outputs = self._run_schedule(share.microbatches, self._score_step, forward_only=True, chunks=scored)
+        recorded = self.routers.end() if self.routers is not None else []
         for chunk, training in zip(scored, was_training, strict=True):
             chunk.train(training)
         values: Tensor | None = None
@@ -192,7 +232,8 @@ class PolicyModule(pl.LightningModule):
         whole = self.strategy.broadcast_from_last_stage(values)
         assert whole is not None
         found = share.give_back(list(whole.split([len(sequence) for sequence in share.sequences], dim=1)))
-        return Scores([both[0] for both in found], [both[1] for both in found])
+        chosen = share.give_back(recorded) if routing == "record" and self.routers is not None else []
+        return Scores([both[0] for both in found], [both[1] for both in found], chosen)
 
     def update(self, sequences: list[TokenSequence], token_loss: TokenLoss) -> dict[str, float]:
         """Compute gradients of the aggregated `token_loss` over all data-parallel ranks' sequences.
@@ -209,15 +250,18 @@ class PolicyModule(pl.LightningModule):
         self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         step = partial(self._train_step, token_loss=token_loss)
         share = self._share(sequences)
+        begin_routing(self.routers, share, "replay" if self.replays_routing else "free", self.reduce_tokens)
         tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=list(self.model))
         metrics: dict[str, float] = {}
         if tallies:
             total = Tally(self.strategy.root_device)
             for tally in tallies:
                 total.merge(tally)
-            reduce = partial(self.strategy.data_parallel_all_reduce, with_context_parallel=True)
-            metrics = total.reduce(reduce).compute()
+            metrics = total.reduce(self.reduce_tokens).compute()
         metrics = self.strategy.broadcast_from_last_stage(metrics)
+        if self.routers is not None:
+            self.routers.end()
+            metrics |= self.routers.metrics()
         return {**metrics, "perf/padding_frac": share.padding_frac, "perf/imbalance": share.imbalance}
 
     def _share(self, sequences: list[TokenSequence]) -> Share:
@@ -251,6 +295,8 @@ class PolicyModule(pl.LightningModule):
         from lightning_megatron_rl.models.forward import microbatch_forward
         from lightning_megatron_rl.models.logprobs import logprob_processor
 
+        if self.routers is not None:
+            self.routers.enter(microbatch.sequence_index, microbatch.position_ids)
         return microbatch_forward(
             chunk,
             microbatch.tokens,
@@ -320,6 +366,9 @@ class PolicyModule(pl.LightningModule):
             ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
             *self.describe_batch(batch),
         ]
+        if self._moe_in_force is not None and self.routers is not None:
+            bias = self.routers.config.moe_router_enable_expert_bias
+            rows += self._moe_in_force.describe(has_expert_bias=bias)
         print_table("run", rows)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -357,6 +406,10 @@ class PolicyModule(pl.LightningModule):
     def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
         return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
+
+    def reduce_tokens(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce what belongs to this rank's tokens over the ranks that share the batch's tokens."""
+        return self.strategy.data_parallel_all_reduce(vector, op, with_context_parallel=True)
 
     # ---- weights out -----------------------------------------------------------------------------------------------
 

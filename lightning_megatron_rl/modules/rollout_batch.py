@@ -45,6 +45,11 @@ class Rollout:
         for sequence, value in zip(self.sequences, values, strict=True):
             sequence.fields[name] = value
 
+    def set_routing(self, routing: Sequence[Tensor]) -> None:
+        """Give each sequence the experts of its tokens, to be replayed."""
+        for sequence, chosen in zip(self.sequences, routing, strict=True):
+            sequence.routing = chosen
+
     def set_correction_weights(self, loss: GRPOLoss) -> None:
         """Give each sequence its importance-correction weights, if the loss corrects."""
         for sequence in self.sequences:
