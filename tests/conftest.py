@@ -31,10 +31,10 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def worker_pool() -> Iterator[WorkerPool]:
-    """Up to four warm gloo processes for the whole run: `worker_pool.run(function, *args, world_size=2)`."""
+    """Up to eight warm gloo processes for the whole run: `worker_pool.run(function, *args, world_size=2)`."""
     from tests.policing import keep_process  # a plugin: pytest must be the first to import it
 
-    pool = WorkerPool(4, on_start=keep_process)
+    pool = WorkerPool(8, on_start=keep_process)
     yield pool
     pool.close()
 

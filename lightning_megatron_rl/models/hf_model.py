@@ -206,6 +206,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
     """Fields of Megatron's `TransformerConfig` that follow from the parallel state, the precision and the training."""
     from megatron.core import parallel_state
 
+    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     return {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -221,7 +222,10 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "fp16": params_dtype == torch.float16,
         "calculate_per_token_loss": True,
         # under the interleaved schedule the exchange of shapes deadlocks: its micro-batches have one shape
-        "variable_seq_lengths": parallel_state.get_virtual_pipeline_model_parallel_world_size() is None,
+        "variable_seq_lengths": not interleaved,
+        # two stages exchange activations and gradients in both directions: one batch of sends would mix them up
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
         "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

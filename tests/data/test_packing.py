@@ -6,6 +6,7 @@ import torch
 from lightning_megatron_rl.data import (
     MicroBatchRules,
     TokenSequence,
+    context_parallel_share,
     make_microbatches,
     padding_fraction,
     plan_microbatches,
@@ -24,55 +25,6 @@ def make_sequences(lengths: list[int], seed: int = 0) -> list[TokenSequence]:
         sequences.append(TokenSequence(ids, mask, {"advantages": ids.float()}))
         first += length
     return sequences
-
-
-def random_lengths(generator: random.Random) -> list[int]:
-    return [generator.randint(1, generator.choice([3, 12, 40])) for _ in range(generator.randint(1, 40))]
-
-
-def cost(lengths: list[int], bin_: list[int], packed: bool) -> int:
-    return sum(lengths[i] for i in bin_) if packed else len(bin_) * max((lengths[i] for i in bin_), default=0)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_plan_is_a_partition_within_the_limit(packed: bool, seed: int):
-    generator = random.Random(seed)
-    lengths = random_lengths(generator)
-    max_tokens = max(lengths) + generator.randint(0, 60)
-    plan = plan_microbatches(lengths, max_tokens, packed=packed)
-    assert sorted(i for bin_ in plan for i in bin_) == list(range(len(lengths)))
-    assert all(bin_ and cost(lengths, bin_, packed) <= max_tokens for bin_ in plan)
-    assert plan == plan_microbatches(lengths, max_tokens, packed=packed)
-    # data-parallel ranks agree on the largest number: every number from the plan's own upwards must be met exactly
-    for number in range(1, len(plan) + 4):
-        larger = plan_microbatches(lengths, max_tokens, packed=packed, num_microbatches=number)
-        assert len(larger) == max(number, len(plan))
-        assert sorted(i for bin_ in larger for i in bin_) == list(range(len(lengths)))
-        assert all(cost(lengths, bin_, packed) <= max_tokens for bin_ in larger)
-
-
-def test_plan_is_balanced_and_small():
-    lengths = [10] * 8 + [20] * 4  # 160 tokens; first fit at the limit 55 would give bins of 50, 50, 50 and 10
-    assert [cost(lengths, bin_, True) for bin_ in plan_microbatches(lengths, 55)] == [40, 40, 40, 40]
-    # padded bins hold neighbours in length, so none of these wastes a token
-    assert [cost(lengths, bin_, False) for bin_ in plan_microbatches(lengths, 55, packed=False)] == [40, 40, 40, 40]
-    # 1000 sequences of which no two fit together need 1000 bins
-    assert len(plan_microbatches([600] * 1000, 1000)) == 1000
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_asking_for_more_bins_fills_them_evenly_and_leaves_the_rest_empty(packed: bool):
-    plan = plan_microbatches([4, 4, 4, 4], 100, packed=packed, num_microbatches=4)
-    assert sorted(plan) == [[0], [1], [2], [3]]
-    assert [len(bin_) for bin_ in plan_microbatches([4], 100, packed=packed, num_microbatches=3)] == [1, 0, 0]
-    assert plan_microbatches([], 100, packed=packed) == []
-    assert plan_microbatches([], 100, packed=packed, num_microbatches=2) == [[], []]
-
-
-def test_too_long_sequence_is_refused_with_index_length_limit_and_remedy():
-    with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens.*max_tokens_per_microbatch=8.*at least 9"):
-        plan_microbatches([3, 9], 8)
 
 
 def test_packed_layout():
@@ -125,7 +77,7 @@ def test_empty_bin_is_a_microbatch_of_padding(packed: bool, multiple: int):
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_crosses_sequences_and_all_comes_back(packed: bool, multiple: int, seed: int):
     generator = random.Random(seed)
-    lengths = random_lengths(generator)
+    lengths = [generator.randint(1, generator.choice([3, 12, 40])) for _ in range(generator.randint(1, 40))]
     sequences = make_sequences(lengths, seed)
     plan = plan_microbatches(lengths, max(lengths) + 50, packed=packed, num_microbatches=generator.randint(1, 8))
     batches = make_microbatches(sequences, plan, packed=packed, rules=MicroBatchRules(row_multiple=multiple))
@@ -193,3 +145,48 @@ def test_bad_sequences_are_refused():
     sequences = [*make_sequences([2]), TokenSequence(ids, torch.tensor([False, True]))]
     with pytest.raises(ValueError, match=r"sequence 1 has fields \[\], sequence 0 has \['advantages'\]"):
         make_microbatches(sequences, [[0, 1]])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_context_parallel_shares_partition_a_micro_batch(packed: bool, cp_size: int):
+    """Fails when labels are shifted after the split: a chunk's last token would predict the next chunk of its rank."""
+    sequences = make_sequences([13, 1, 7, 30])
+    rules = MicroBatchRules(sequence_multiple=2 * cp_size, row_multiple=4 * cp_size)
+    (whole,) = make_microbatches(sequences, [[0, 1, 2, 3]], packed=packed, rules=rules)
+    shares = [context_parallel_share(whole, cp_size, rank) for rank in range(cp_size)]
+    seen = []
+    for share in shares:
+        assert share.tokens.shape == (whole.tokens.shape[0], whole.tokens.shape[1] // cp_size)
+        assert share.tokens.shape[1] % 2 == 0, "sequence parallelism splits the share"
+        for row, column in share.mask.nonzero().tolist():
+            owner, position = int(share.sequence_index[row, column]), int(share.position_ids[row, column])
+            assert share.tokens[row, column] == sequences[owner].token_ids[position]
+            assert share.labels[row, column] == sequences[owner].token_ids[position + 1]
+            assert share.fields["advantages"][row, column] == share.labels[row, column]
+            seen.append((owner, position))
+    targets = [(owner, t - 1) for owner, s in enumerate(sequences) for t in s.loss_mask.nonzero().flatten().tolist()]
+    assert sorted(seen) == sorted(targets)
+    table = torch.arange(100.0)
+    parts = [scatter_to_sequences([table[share.labels]], [share], sequences) for share in shares]
+    for sequence, *values in zip(sequences, *parts, strict=True):
+        assert torch.equal(sum(values)[1:], sequence.token_ids[1:].float())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_interleaved_schedules_get_micro_batches_of_one_shape(packed: bool):
+    sequences = make_sequences([9, 3, 4])
+    rules = MicroBatchRules(row_multiple=2, count_multiple=2, same_shape=True)
+    batches = make_microbatches(sequences, [[0], [1, 2], []], packed=packed, rules=rules)
+    assert len({batch.tokens.shape for batch in batches}) == 1
+    assert not batches[2].mask.any()
+    if packed:
+        for batch in batches:  # padding at the end is cut in pieces: attention would pay for one long sequence
+            assert int(batch.cu_seqlens[-1]) == batch.tokens.shape[1]
+            assert batch.max_seqlen == int(batch.cu_seqlens.diff().max())
+
+
+def test_a_replica_without_sequences_has_the_fields_of_the_others():
+    (batch,) = make_microbatches([], [[]], field_names=["advantages"])
+    assert not batch.mask.any()
+    assert batch.fields["advantages"].shape == batch.tokens.shape

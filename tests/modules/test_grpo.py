@@ -1,5 +1,6 @@
 """GRPO: one rollout, every layout, one number; and that number against Transformers and a plain autograd graph."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def without_times(step: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in step.items() if not name.startswith(("time/", "perf/"))}
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "tp2_dp2_sp"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "tp2_dp2_sp", "tp2_cp2_sp", "cp2_dp2", "pp2_vpp2"])
 def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, reference, layout):
     runs = job(worker_pool, qwen3_dir, layout)
     for run in runs:
@@ -54,13 +55,41 @@ def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, referen
         assert error <= RELATIVE, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"])
-def test_aggregations_do_not_see_micro_batches_or_replicas(worker_pool, qwen3_dir, aggregation):
-    loss = {"aggregation": aggregation}
-    whole = job(worker_pool, qwen3_dir, steps=1, loss=loss)[0]
-    split = job(worker_pool, qwen3_dir, "dp2", steps=1, loss=loss, module={"max_tokens_per_microbatch": 64})[0]
-    for name in ("policy/loss", "policy/grad_norm"):
-        assert split.steps[0][name] == pytest.approx(whole.steps[0][name], rel=RELATIVE), name
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
+
+
+def fit_aggregations(model: Path, strategy: dict[str, Any], world_size: int, budget: int) -> list[Run]:
+    """One step with each aggregation."""
+    options = {"steps": 1, "module": {"max_tokens_per_microbatch": budget}}
+    return [fit_grpo(model, strategy, world_size, loss={"aggregation": name}, **options) for name in AGGREGATIONS]
+
+
+@pytest.fixture(scope="module")
+def aggregated(worker_pool, qwen3_dir) -> list[Run]:
+    """One process, one micro-batch per update."""
+    return worker_pool.run(fit_aggregations, qwen3_dir, {}, 1, 400, world_size=1, init_process_group=False)[0]
+
+
+@pytest.mark.parametrize(("layout", "budget"), [("dp2", 64), ("cp2_dp2", 96), ("pp2_vpp2", 80)])
+def test_aggregations_do_not_see_micro_batches_or_layouts(worker_pool, qwen3_dir, aggregated, layout, budget):
+    world_size, strategy = LAYOUTS[layout]
+    split = worker_pool.run(
+        fit_aggregations, qwen3_dir, strategy, world_size, budget, world_size=world_size, init_process_group=False
+    )[0]
+    for aggregation, mine, whole in zip(AGGREGATIONS, split, aggregated, strict=True):
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert mine.steps[0][name] == pytest.approx(whole.steps[0][name], rel=RELATIVE), (aggregation, name)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2", "cp2_dp2", "pp2_vpp2"])
+def test_the_first_update_sees_the_policy_that_was_scored(worker_pool, qwen3_dir, layout):
+    """KL(policy, old) before any step: the update repeats the pass that gave the old log-probs, to the bit.
+
+    Fails with dropout in a pass, with stale weights, and with micro-batches laid out otherwise than in the score.
+    """
+    (step,) = job(worker_pool, qwen3_dir, layout, steps=1, module={"updates_per_rollout": 1})[0].steps
+    assert step["policy/kl_old"] == 0.0
+    assert step["policy/ratio_max"] == 1.0
 
 
 def test_weights_go_to_the_engine_before_every_rollout(reference):

@@ -47,7 +47,7 @@ def test_resume_is_bitwise_in_the_same_layout(worker_pool, qwen3_dir, directory,
         assert torch.equal(resumed.weights[name], weight), name
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "pp2_vpp2_cp2"])
 def test_resume_in_another_layout(worker_pool, qwen3_dir, directory, whole, layout):
     resumed = job(worker_pool, layout, qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))[
         0
