@@ -1,12 +1,16 @@
 """Tiny random models and a character tokenizer, built from configs: nothing is downloaded."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -20,6 +24,19 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LATENT = {  # what deepseek_v3 has and others have not: latent attention, shared experts, groups of experts
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -67,8 +84,27 @@ def tiny_config(family: str) -> PretrainedConfig:
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=False)
         case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+            experts: dict[str, Any] = {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "norm_topk_prob": True,
+            }
             return Qwen3MoeConfig(**sizes, **experts, head_dim=32, tie_word_embeddings=False)
+        case "mistral":
+            return MistralConfig(**sizes, head_dim=32, sliding_window=None)
+        case "mistral_window":
+            return MistralConfig(**sizes, head_dim=32, sliding_window=8)
+        case "mixtral":
+            return MixtralConfig(**sizes, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        case "deepseek_v3":
+            rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
+            rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9}
+            return DeepseekV3Config(
+                **sizes | LATENT, q_lora_rank=32, first_k_dense_replace=1, num_nextn_predict_layers=1, rope_parameters=rope
+            )
+        case "deepseek_v3_plain":
+            return DeepseekV3Config(**sizes | LATENT, q_lora_rank=None, first_k_dense_replace=2)
     raise ValueError(f"unknown family {family!r}")
 
 
@@ -81,6 +117,9 @@ def save_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
             for name, parameter in model.named_parameters():
                 if "norm" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

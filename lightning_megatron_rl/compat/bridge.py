@@ -15,12 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Architecture in config.json -> module below megatron.bridge.models that registers it; add a line to support another.
+_BRIDGES = "megatron.bridge.models"
+# Architecture in config.json -> module that registers its bridge; add a line to support another.
 FAMILIES = {
-    "LlamaForCausalLM": "llama.llama_bridge",
-    "Qwen2ForCausalLM": "qwen.qwen2_bridge",
-    "Qwen3ForCausalLM": "qwen.qwen3_bridge",
-    "Qwen3MoeForCausalLM": "qwen.qwen3_moe_bridge",
+    "LlamaForCausalLM": f"{_BRIDGES}.llama.llama_bridge",
+    "MistralForCausalLM": f"{_BRIDGES}.mistral.mistral_bridge",
+    "Qwen2ForCausalLM": f"{_BRIDGES}.qwen.qwen2_bridge",
+    "Qwen3ForCausalLM": f"{_BRIDGES}.qwen.qwen3_bridge",
+    "Qwen3MoeForCausalLM": f"{_BRIDGES}.qwen.qwen3_moe_bridge",
+    "MixtralForCausalLM": "lightning_megatron_rl.compat.mixtral_bridge",
+    "DeepseekV3ForCausalLM": f"{_BRIDGES}.deepseek.deepseek_v3_bridge",
 }
 
 
@@ -36,14 +40,14 @@ def import_auto_bridge() -> Any:
     # Megatron-core must look for Transformer Engine before the stand-in below exists, or it would find that.
     importlib.import_module("megatron.core.transformer.moe.moe_utils")
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    packages = {f"megatron.bridge.models.{module.rpartition('.')[0]}" for module in FAMILIES.values()}
-    for package in ("megatron.bridge", "megatron.bridge.models", *sorted(packages)):
+    packages = {module.rpartition(".")[0] for module in FAMILIES.values() if module.startswith(_BRIDGES)}
+    for package in ("megatron.bridge", _BRIDGES, *sorted(packages)):
         _add_bare_package(package)
     with _transformer_engine_names():
         importlib.import_module("megatron.bridge.peft.lora_layers")
-    auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+    auto_bridge = importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge")
     for module in FAMILIES.values():
-        importlib.import_module(f"megatron.bridge.models.{module}")
+        importlib.import_module(module)
     return auto_bridge.AutoBridge
 
 

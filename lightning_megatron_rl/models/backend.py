@@ -75,16 +75,35 @@ def _layer_spec(config: Any, backend: Any, num_experts: int | None) -> Any:
     """One transformer layer of `backend`'s modules; `num_experts` is None for a dense one."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-    from megatron.core.transformer.attention import SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+    latent = config.multi_latent_attention
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=backend.layer_norm() if latent else IdentityOp,
+            self_attention=_latent_attention(config, backend) if latent else _attention(config, backend),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=backend.layer_norm() if num_experts else IdentityOp,
+            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=num_experts),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _attention(config: Any, backend: Any) -> Any:
+    """Multi-head attention with grouped queries; the norm in front belongs to its first linear layer."""
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from lightning_megatron_rl.models.torch_backend import TorchSelfAttention
 
     query_key_norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=TorchSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -95,13 +114,30 @@ def _layer_spec(config: Any, backend: Any, num_experts: int | None) -> Any:
             k_layernorm=query_key_norm,
         ),
     )
+
+
+def _latent_attention(config: Any, backend: Any) -> Any:
+    """Multi-head latent attention (DeepSeek-V2, 2024); norms of the latents belong to the up projections."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from lightning_megatron_rl.models.torch_backend import TorchLatentAttention
+
+    up = backend.column_parallel_layer_norm_linear() if config.qk_layernorm else backend.column_parallel_linear()
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=backend.layer_norm() if num_experts else IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=num_experts),
-            mlp_bda=get_bias_dropout_add,
+        module=TorchLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=backend.column_parallel_linear(),
+            linear_q_down_proj=backend.column_parallel_linear(),
+            linear_q_up_proj=up,
+            linear_kv_down_proj=backend.column_parallel_linear(),
+            linear_kv_up_proj=up,
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
         ),
     )

@@ -78,8 +78,13 @@ class HFModel:
 
     @cached_property
     def _bridge(self) -> Any:
-        """Megatron-Bridge's converter for this checkpoint."""
-        return import_auto_bridge().from_hf_pretrained(str(self.path), trust_remote_code=self.trust_remote_code)
+        """Megatron-Bridge's converter for this checkpoint, told how layers that it does not know are split."""
+        auto_bridge = import_auto_bridge()
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+        AutoMapping.register_module_type("TorchLinear", "replicated")
+        AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
+        return auto_bridge.from_hf_pretrained(str(self.path), trust_remote_code=self.trust_remote_code)
 
     def build_chunks(
         self,
@@ -197,6 +202,7 @@ _WITHOUT_TRANSFORMER_ENGINE = {
     "masked_softmax_fusion": False,
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
 }
 # Fusions that are compiled for CUDA.
 _WITHOUT_CUDA = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
@@ -231,6 +237,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
         "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
+        "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
     }

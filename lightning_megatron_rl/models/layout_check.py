@@ -6,7 +6,13 @@ from typing import Any
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 # model_type -> fields of the Hugging Face config with the number of routed experts and the width of each.
-EXPERT_SIZES = {"qwen3_moe": ("num_experts", "moe_intermediate_size")}
+EXPERT_SIZES = {
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+}
+# model_type -> kinds of rotary embedding that Megatron computes as Transformers does
+ROPE_TYPES = {"llama": ("default", "linear", "llama3"), "deepseek_v3": ("default", "yarn")}
 
 
 def check_family(config: Any, supported: list[str]) -> None:
@@ -17,7 +23,7 @@ def check_family(config: Any, supported: list[str]) -> None:
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     llama = config.model_type == "llama"
-    if rope_type not in (("default", "linear", "llama3") if llama else ("default",)):
+    if rope_type not in ROPE_TYPES.get(config.model_type, ("default",)):
         raise ValueError(f"rope_type={rope_type!r} of a {config.model_type} model is not supported")
     if rope_type == "llama3":
         for name, value in LLAMA3_ROPE.items():
@@ -27,6 +33,8 @@ def check_family(config: Any, supported: list[str]) -> None:
         raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
     if llama and (config.attention_bias or config.mlp_bias):
         raise ValueError("Llama with attention_bias or mlp_bias is not supported: there is no place for these weights")
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act={config.hidden_act!r} of a {config.model_type} model is not supported")
     if config.model_type in ("qwen3", "qwen3_moe") and config.attention_bias:
         raise ValueError("Qwen3 with attention_bias is not supported: there is no place for these weights")
     if config.model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):

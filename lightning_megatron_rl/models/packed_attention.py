@@ -16,6 +16,20 @@ SMALLEST_BUCKET = 32  # tokens; shorter sequences share a batch: a call costs mo
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """How scores become weights: softmax of `scale` times q k^T over the keys that a query sees.
+
+    A query sees the last `window` tokens up to its own, or all (None). `sink` [heads] is a learned score that takes
+    part in the softmax and brings no value.
+    """
+
+    scale: float
+    dropout: float = 0.0
+    window: int | None = None  # tokens
+    sink: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class _Buckets:
     """How packed tokens are laid out as a few right-padded batches, and where each token is found again."""
 
@@ -24,23 +38,54 @@ class _Buckets:
     restore: Tensor  # [tokens] slot of each token
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal softmax(q k^T scale) v: [s, b, heads, d] for `query` like it and `key`, `value` [s, b, groups, d].
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+    """Causal attention: [s, b, heads, d] for `query` like it and `key`, `value` [s, b, groups, d].
 
     Example:
-        With one token, the result is `value`, repeated for the heads of each group.
+        With one token and no sink, the result is `value`, repeated for the heads of each group.
+    """
+    length = query.size(0)
+    cut = softmax.window is not None and softmax.window < length
+    if not cut and softmax.sink is None:
+        return _attend(query, key, value, None, softmax)
+    positions = torch.arange(length, device=query.device)
+    return _attend(query, key, value, _visible(positions, positions, softmax.window), softmax)
+
+
+def _visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Which keys of a sequence its queries see, [queries, keys]."""
+    distance = query_positions[:, None] - key_positions[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, softmax: Softmax) -> Tensor:
+    """Attention of `query` [q, b, heads, d] to `key`, `value` [k, b, groups, d] by mask `visible`; None means causal.
+
+    A sink is one more key at the end, whose score does not depend on the query and whose value is zero.
     """
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    grouped = query.size(1) != key.size(1)
+    mask = visible
+    if softmax.sink is not None:
+        assert visible is not None
+        shape = (len(softmax.sink), query.size(2))  # heads, queries
+        hidden = query.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
+        sink = softmax.sink.to(query.dtype)[:, None, None].expand(*shape, 1)
+        mask = torch.cat([hidden.expand(shape[0], -1, -1), sink], dim=-1)[None]
+        key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
     out = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=softmax.scale,
+        dropout_p=softmax.dropout,
+        enable_gqa=query.size(1) != key.size(1),
     )
     return out.permute(2, 0, 1, 3)
 
 
-def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, dropout: float = 0.0
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, softmax: Softmax) -> Tensor:
     """`dense_attention` within each of the sequences `cu_seqlens` [sequences + 1] marks in [tokens, heads, d] tensors.
 
     Example:
@@ -50,7 +95,7 @@ def packed_attention(
     if len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0])
         q, k, v = (tensor.unflatten(0, shape).transpose(0, 1) for tensor in (query, key, value))
-        return dense_attention(q, k, v, scale, dropout).transpose(0, 1).flatten(0, 1)
+        return dense_attention(q, k, v, softmax).transpose(0, 1).flatten(0, 1)
     buckets = _buckets(lengths, query.device)
     gathered = [tensor[buckets.gather] for tensor in (query, key, value)]
     outs = []
@@ -58,7 +103,7 @@ def packed_attention(
     for sequences, length in buckets.shapes:
         stop = start + sequences * length
         q, k, v = (tensor[start:stop].unflatten(0, (sequences, length)).transpose(0, 1) for tensor in gathered)
-        out = dense_attention(q, k, v, scale, dropout)  # [length, sequences, heads, d]
+        out = dense_attention(q, k, v, softmax)  # [length, sequences, heads, d]
         outs.append(out.transpose(0, 1).flatten(0, 1))
         start = stop
     return torch.cat(outs)[buckets.restore]
@@ -111,32 +156,21 @@ def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat([positions + cp_rank * chunk, positions + (2 * cp_size - 1 - cp_rank) * chunk])
 
 
-def zigzag_attention(
-    query: Tensor, key: Tensor, value: Tensor, cp_rank: int, scale: float, dropout: float = 0.0
-) -> Tensor:
+def zigzag_attention(query: Tensor, key: Tensor, value: Tensor, cp_rank: int, softmax: Softmax) -> Tensor:
     """`dense_attention` of this rank's `query` [s / cp, b, heads, d] to all `key`, `value` [cp, s / cp, b, groups, d].
 
     Keys and values come in the order of the ranks that hold them, as an all-gather leaves them.
     """
     cp_size = key.size(0)
     length = query.size(0) * cp_size
+    query_positions = zigzag_positions(length, cp_size, cp_rank)
     key_positions = torch.cat([zigzag_positions(length, cp_size, rank) for rank in range(cp_size)])
-    visible = zigzag_positions(length, cp_size, cp_rank)[:, None] >= key_positions[None, :]
-    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key.flatten(0, 1), value.flatten(0, 1)))
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=visible.to(query.device),
-        scale=scale,
-        dropout_p=dropout,
-        enable_gqa=query.size(1) != key.size(1),
-    )
-    return out.permute(2, 0, 1, 3)
+    visible = _visible(query_positions, key_positions, softmax.window).to(query.device)
+    return _attend(query, key.flatten(0, 1), value.flatten(0, 1), visible, softmax)
 
 
 def packed_zigzag_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, cp_rank: int, scale: float, dropout: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, cp_rank: int, softmax: Softmax
 ) -> Tensor:
     """`zigzag_attention` within each packed sequence; `cu_seqlens` counts whole sequences, the tensors hold shares.
 
@@ -145,9 +179,7 @@ def packed_zigzag_attention(
     cp_size = key.size(0)
     boundaries = [boundary // cp_size for boundary in cu_seqlens.tolist()]
     outs = [
-        zigzag_attention(
-            query[start:end, None], key[:, start:end, None], value[:, start:end, None], cp_rank, scale, dropout
-        )
+        zigzag_attention(query[start:end, None], key[:, start:end, None], value[:, start:end, None], cp_rank, softmax)
         for start, end in pairwise(boundaries)
         if end > start
     ]

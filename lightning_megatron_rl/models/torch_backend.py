@@ -14,18 +14,24 @@ import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from lightning_megatron_rl.models.packed_attention import (
+    Softmax,
     dense_attention,
     packed_attention,
     packed_positions,
@@ -169,11 +175,37 @@ class TorchSelfAttention(SelfAttention):
         )
 
 
+class TorchLatentAttention(MLASelfAttention):
+    """Megatron's multi-head latent attention, whose down projections are whole on every tensor-parallel rank.
+
+    Megatron knows such layers from Transformer Engine only. Those it builds instead, split by output features, get a
+    wrong gradient: the rotary part of the key, which all heads share, collects it from the heads of one rank.
+    """
+
+    def __init__(
+        self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(config, submodules, *args, **options)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        linear = partial(TorchLinear, config.hidden_size, config=config, init_method=config.init_method)
+        self.linear_kv_down_proj = linear(output_size=width)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = linear(output_size=config.q_lora_rank)
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """The modules that were asked for: Megatron would take Transformer Engine's otherwise."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
 class TorchDotProductAttention(MegatronModule):
     """Causal attention on torch's scaled_dot_product_attention: grouped queries, packed sequences, context parallelism.
 
-    Under context parallelism the keys and values are gathered over the ranks, which hold zigzag shares of a sequence.
+    Layers may see a window of the last tokens only, and heads may have a learned sink (`softmax_offset`). Under context
+    parallelism the keys and values are gathered over the ranks, which hold zigzag shares of a sequence.
     """
+
+    softmax_offset: Tensor | None
 
     def __init__(
         self,
@@ -190,18 +222,31 @@ class TorchDotProductAttention(MegatronModule):
         **options: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.window_size is not None or config.softmax_type != "vanilla":
-            raise ValueError(
-                f"layer_backend='torch' has full causal attention with plain softmax only; this model asks for "
-                f"window_size={config.window_size}, softmax_type={config.softmax_type!r}: "
-                "use layer_backend='transformer_engine'"
-            )
+        if config.softmax_type not in ("vanilla", "learnable"):
+            raise ValueError(f"layer_backend='torch' has no softmax_type={config.softmax_type!r}")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"layer_backend='torch' has causal attention only, not {attn_mask_type}")
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(k_channels or config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = None  # tokens that a query sees, its own included
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
+        sink = None
+        if config.softmax_type == "learnable":
+            sink = torch.nn.Parameter(
+                torch.zeros(config.num_attention_heads // groups.tp.size(), dtype=config.params_dtype)
+            )
+            set_tensor_model_parallel_attributes(sink, is_parallel=True, dim=0, stride=1)
+        self.register_parameter("softmax_offset", sink)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, one part on each tensor-parallel rank, for Megatron's distributed checkpoints."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -213,19 +258,20 @@ class TorchDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Map `query` [s, b, heads, d] to [s, b, heads x d]; packed batches may come without b, and get one."""
+        """Map `query` [s, b, heads, d] to [s, b, heads x d]; packed batches may come without b, and go without it."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
-        dropout = self.dropout if self.training else 0.0
+        softmax = Softmax(self.scale, self.dropout if self.training else 0.0, self.window, self.softmax_offset)
         cp_size = self.cp_group.size()
+        shape = query.shape[:-2]
         cu_seqlens = None
         if packed_seq_params is not None:
             cu_seqlens = _padded_boundaries(packed_seq_params)
             query, key, value = (tensor.flatten(0, -3) for tensor in (query, key, value))  # [tokens, heads, d]
         if cp_size == 1:
             if cu_seqlens is None:
-                return dense_attention(query, key, value, self.scale, dropout).flatten(2)
-            return packed_attention(query, key, value, cu_seqlens, self.scale, dropout).flatten(1)[:, None]
+                return dense_attention(query, key, value, softmax).flatten(2)
+            return packed_attention(query, key, value, cu_seqlens, softmax).reshape(*shape, -1)
         key, value = (
             gather_from_sequence_parallel_region(
                 tensor.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
@@ -234,8 +280,8 @@ class TorchDotProductAttention(MegatronModule):
         )
         rank = self.cp_group.rank()
         if cu_seqlens is None:
-            return zigzag_attention(query, key, value, rank, self.scale, dropout).flatten(2)
-        return packed_zigzag_attention(query, key, value, cu_seqlens, rank, self.scale, dropout).flatten(1)[:, None]
+            return zigzag_attention(query, key, value, rank, softmax).flatten(2)
+        return packed_zigzag_attention(query, key, value, cu_seqlens, rank, softmax).reshape(*shape, -1)
 
 
 def _padded_boundaries(packed_seq_params: Any) -> Tensor:

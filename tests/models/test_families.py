@@ -12,8 +12,8 @@ from tests.distributed import WorkerPool
 from tests.models.conftest import TOLERANCE, hf_logprobs, worst_difference
 from tests.models.workers import families_under_layout
 
-DENSE = ("llama", "qwen2", "qwen2_tied", "qwen3")
-MOE = ("qwen3_moe",)
+DENSE = ("llama", "mistral", "mistral_window", "qwen2", "qwen2_tied", "qwen3")
+MOE = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain")
 EVERY_FAMILY = DENSE + MOE
 
 # layout -> sizes, sequence parallelism, families; the world is the smallest that holds the layout

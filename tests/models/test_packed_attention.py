@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.models.packed_attention import (
+    Softmax,
     packed_attention,
     packed_positions,
     packed_zigzag_attention,
@@ -12,18 +13,33 @@ from lightning_megatron_rl.models.packed_attention import (
 )
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
-SCALE = 0.3
+VARIANTS = {  # by window and whether heads have a sink
+    "plain": (None, False),
+    "window": (4, False),
+    "sink": (None, True),
+    "window and sink": (4, True),
+}
 TOLERANCE = 1e-5  # fp32 softmax over at most 100 tokens, summed in another order
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """Attention over all packed tokens with a mask that hides other sequences and the future."""
+def softmax_of(variant: str) -> Softmax:
+    window, has_sink = VARIANTS[variant]
+    sink = torch.linspace(-1, 2, HEADS).requires_grad_() if has_sink else None
+    return Softmax(scale=0.3, window=window, sink=sink)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], softmax: Softmax) -> Tensor:
+    """Attention over all packed tokens with a mask that hides other sequences, the future and the distant past."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(len(sequence))
     visible = (sequence[:, None] == sequence[None, :]) & (position[:, None] >= position[None, :])
+    if softmax.window is not None:
+        visible &= position[:, None] - position[None, :] < softmax.window
     key, value = (tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = (torch.einsum("qhd,khd->hqk", query, key) * softmax.scale).masked_fill(~visible, -torch.inf)
+    weights = scores.exp()
+    rest = 0 if softmax.sink is None else softmax.sink.exp()[:, None, None]
+    weights = weights / (weights.sum(-1, keepdim=True) + rest)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -42,22 +58,28 @@ def boundaries(lengths: list[int]) -> Tensor:
     [[7], [5, 5, 5], [3, 1, 20, 8], [40, 3, 100, 35, 64, 2, 90], [4, 0, 6]],
     ids=["one", "equal", "one bucket", "many buckets", "empty sequence"],
 )
-def test_packed_sequences_see_only_themselves(lengths: list[int]):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_sequences_see_only_themselves(variant: str, lengths: list[int]):
     tensors = inputs(sum(lengths))
-    expected = masked_attention(*tensors, lengths)
+    softmax = softmax_of(variant)
+    expected = masked_attention(*tensors, lengths, softmax)
+    if softmax.sink is not None:
+        tensors.append(softmax.sink)
     out_grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     expected_grads = torch.autograd.grad(expected, tensors, out_grad)
-    result = packed_attention(*tensors, boundaries(lengths), SCALE)
+    result = packed_attention(*tensors[:3], boundaries(lengths), softmax)
     torch.testing.assert_close(result, expected, atol=TOLERANCE, rtol=TOLERANCE)
     for grad, expected_grad in zip(torch.autograd.grad(result, tensors, out_grad), expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_the_ranks_of_context_parallelism_together_make_the_whole(cp_size: int):
+def test_the_ranks_of_context_parallelism_together_make_the_whole(cp_size: int, variant: str):
     lengths = [16, 8, 24]
     tensors = [tensor.detach() for tensor in inputs(sum(lengths))]
-    expected = masked_attention(*tensors, lengths)
+    softmax = softmax_of(variant)
+    expected = masked_attention(*tensors, lengths, softmax)
     starts = boundaries(lengths)[:-1].tolist()
     held = [  # tokens of each rank
         torch.cat(
@@ -68,7 +90,7 @@ def test_the_ranks_of_context_parallelism_together_make_the_whole(cp_size: int):
     query, key, value = tensors
     keys, values = (torch.stack([tensor[tokens] for tokens in held]) for tensor in (key, value))
     for rank, tokens in enumerate(held):
-        result = packed_zigzag_attention(query[tokens], keys, values, boundaries(lengths), rank, SCALE)
+        result = packed_zigzag_attention(query[tokens], keys, values, boundaries(lengths), rank, softmax)
         torch.testing.assert_close(result, expected[tokens], atol=TOLERANCE, rtol=TOLERANCE)
 
 

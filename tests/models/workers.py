@@ -203,19 +203,23 @@ def exported_gradients(
     directory: str, sequences: list[list[int]], packed: bool, tp: int, **options: Any
 ) -> dict[str, Tensor]:
     """Gradients of the sum of log-probs and entropies, under Hugging Face names: exported in place of the weights."""
+    import torch.distributed as dist
+
     from lightning_megatron_rl.models.forward import microbatch_forward
     from lightning_megatron_rl.models.logprobs import logprob_processor
 
     start_megatron(tp)
-    model, [chunk] = build(directory, **options)
+    model, [chunk] = build(directory, sp=tp > 1, **options)
     chunk.train()
     processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11)
-    for batch in batches(sequences, packed):
+    for batch in batches(sequences, packed, tp):
         arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
         output = microbatch_forward(chunk, *arguments, output_processor=processor)
         sum(output[:, row, start:end].sum() for row, start, end in batch["places"]).backward()
     with torch.no_grad():
-        for parameter in chunk.parameters():
+        for name, parameter in chunk.named_parameters():
+            if tp > 1 and (parameter.sequence_parallel or ".q_layernorm." in name or ".k_layernorm." in name):
+                dist.all_reduce(parameter.grad)  # of its tokens or its heads, as finalize_model_grads does in training
             parameter.copy_(parameter.grad)
     return {name: tensor.clone() for name, tensor in model.export_weights([chunk])}
 
