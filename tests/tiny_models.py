@@ -101,7 +101,11 @@ def tiny_config(family: str) -> PretrainedConfig:
             rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
             rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9}
             return DeepseekV3Config(
-                **sizes | LATENT, q_lora_rank=32, first_k_dense_replace=1, num_nextn_predict_layers=1, rope_parameters=rope
+                **sizes | LATENT,
+                q_lora_rank=32,
+                first_k_dense_replace=1,
+                num_nextn_predict_layers=1,
+                rope_parameters=rope,
             )
         case "deepseek_v3_plain":
             return DeepseekV3Config(**sizes | LATENT, q_lora_rank=None, first_k_dense_replace=2)

@@ -38,8 +38,8 @@ class TokenSequence:
                 )
         if self.routing is not None and self.routing.shape[0] != len(self):
             raise ValueError(
-                f"routing has shape {list(self.routing.shape)}, the sequence {len(self)} tokens: it names the experts of"
-                " each token, [tokens, expert layers, topk]"
+                f"routing has shape {list(self.routing.shape)}, the sequence {len(self)} tokens: it names each token's"
+                " experts, [tokens, expert layers, topk]"
             )
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but nothing predicts the first token: set it to False")
