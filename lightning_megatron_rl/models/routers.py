@@ -22,6 +22,7 @@ the second time, in the order of the first. So each router has a queue of the mi
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +35,19 @@ from lightning_megatron_rl.models.moe import MoESettings, balance_loss, balance_
 
 RoutingMode = Literal["free", "record", "replay"]
 """Experts are chosen by the router; chosen and written down; or those given with each token."""
+
+
+@dataclass
+class _Pass:
+    """What one pass over the micro-batches of a share is about."""
+
+    mode: RoutingMode
+    lengths: list[int]  # of the sequences
+    starts: Tensor  # [sequences + 1] where each begins in `routing`
+    routing: Tensor  # [tokens of all sequences, layers, topk] written or replayed
+    loss_scale: float  # N/T
+    to_recompute: list[deque[Tensor]]  # of each layer, the rows of forward passes without gradients
+    rows: Tensor | None = None  # of the micro-batch entered last: token of each position, -1 on padding
 
 
 class RouterHooks:
@@ -57,6 +71,7 @@ class RouterHooks:
         from megatron.core.utils import get_model_config
 
         self.settings, self.device = settings, device
+        self._has_losses = bool(settings.aux_loss_coeff or settings.z_loss_coeff)
         self.config = get_model_config(chunks[0])
         if settings.expert_bias_update_rate and not self.config.moe_router_enable_expert_bias:
             raise ValueError(
@@ -65,7 +80,6 @@ class RouterHooks:
             )
         self.routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         for layer, router in enumerate(self.routers):
-            router.frozen_expert_bias = settings.expert_bias_update_rate == 0
             if settings.freeze_router:
                 router.requires_grad_(False)
             router.register_forward_pre_hook(partial(self._before, layer))
@@ -73,7 +87,8 @@ class RouterHooks:
         # of the updates since the last `metrics`: tokens routed, chosen and the sums of scores, by layer and expert
         shape = (3, len(self.routers), self.config.num_moe_experts)
         self._counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._forget()
+        self._pass: _Pass | None = None
+        self._rows_of_call: list[Tensor | None] = [None] * len(self.routers)
 
     # ---- a pass ----------------------------------------------------------------------------------------------------
 
@@ -93,17 +108,24 @@ class RouterHooks:
             loss_scale: N/T of the module's docstring.
 
         Raises:
-            ValueError: A sequence without routing to replay, or with one of another shape or of experts that are not.
+            ValueError: Anything but "free" where the settings have no replay; a sequence without routing to replay, or
+                with one of another shape or of experts that are not.
         """
-        self._forget()
-        self._mode, self._lengths, self._loss_scale = mode, list(lengths), loss_scale
-        self._starts = torch.tensor([0, *lengths]).cumsum(0).to(self.device)
+        if mode != "free" and self.settings.router_replay == "none":
+            raise ValueError(f"routing={mode!r} needs moe.router_replay='R2'; this run has 'none'")
         shape = (sum(lengths), len(self.routers), self.config.moe_router_topk)
         whole = torch.zeros(shape, dtype=torch.int32)
         if mode == "replay":
             parts = [self._checked(index, length, routing[index]) for index, length in enumerate(lengths)]
             whole = torch.cat([whole[:0], *parts])
-        self._routing = whole.to(self.device)
+        self._pass = _Pass(
+            mode=mode,
+            lengths=list(lengths),
+            starts=torch.tensor([0, *lengths]).cumsum(0).to(self.device),
+            routing=whole.to(self.device),
+            loss_scale=loss_scale,
+            to_recompute=[deque() for _ in self.routers],
+        )
 
     def enter(self, sequence_index: Tensor, position_ids: Tensor) -> None:
         """Say which micro-batch the next forward pass of a chunk is of.
@@ -114,24 +136,25 @@ class RouterHooks:
         """
         from megatron.core import parallel_state as ps
 
-        token = self._starts[sequence_index.clamp(min=0)] + position_ids
+        assert self._pass is not None, "begin() starts a pass"
+        token = self._pass.starts[sequence_index.clamp(min=0)] + position_ids
         rows = torch.where(sequence_index >= 0, token, -1).t()  # routers see [s, b]
         if self.config.sequence_parallel:
             rows = rows.chunk(ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
-        self._rows = rows.flatten()
+        self._pass.rows = rows.flatten()
 
     def end(self) -> list[Tensor]:
         """End the pass; return what was recorded, as `begin` takes it (int16, on the CPU); a collective then."""
         from megatron.core import parallel_state
 
-        assert not any(self._to_recompute), "a recomputation did not come: its micro-batches are out of step"
-        recorded: list[Tensor] = []
-        if self._mode == "record":
-            if self._routing.numel():  # each token's choices lie on one rank, the others have zeros
-                dist.all_reduce(self._routing, group=parallel_state.get_tensor_and_context_parallel_group())
-            recorded = list(self._routing.cpu().to(torch.int16).split(self._lengths))
-        self._forget()
-        return recorded
+        ended, self._pass = self._pass, None
+        assert ended is not None, "begin() starts a pass"
+        assert not any(ended.to_recompute), "a recomputation did not come: its micro-batches are out of step"
+        if ended.mode != "record":
+            return []
+        if ended.routing.numel():  # each token's choices lie on one rank, the others have zeros
+            dist.all_reduce(ended.routing, group=parallel_state.get_tensor_and_context_parallel_group())
+        return list(ended.routing.cpu().to(torch.int16).split(ended.lengths))
 
     def metrics(self) -> dict[str, float]:
         """Return `moe/*` of the updates since the last call, equal on all ranks; a collective of the world."""
@@ -140,7 +163,8 @@ class RouterHooks:
             counts[:, router.layer_number - 1] = self._counts[:, layer]
         self._counts.zero_()
         dist.all_reduce(counts)  # a token's count of a layer lies on one rank of all
-        return balance_metrics(*counts.cpu(), topk=self.config.moe_router_topk)
+        routed, chosen, score_sums = counts.cpu()
+        return balance_metrics(routed, chosen, score_sums, self.config.moe_router_topk)
 
     def stage_routing(self, routing: Tensor) -> Tensor:
         """Return this pipeline stage's part of choices in all layers: what somebody else recorded, to be replayed.
@@ -150,15 +174,6 @@ class RouterHooks:
         """
         ordinal = [sum(expert_layers(self.config)[: router.layer_number - 1]) for router in self.routers]
         return routing[:, ordinal]
-
-    def _forget(self) -> None:
-        self._mode: RoutingMode = "free"
-        self._loss_scale = 0.0
-        self._lengths: list[int] = []
-        self._rows: Tensor | None = None  # of the micro-batch entered last: token of each position, -1 on padding
-        self._rows_of_call: list[Tensor | None] = [None] * len(self.routers)
-        self._to_recompute: list[deque[Tensor]] = [deque() for _ in self.routers]
-        self._starts = self._routing = torch.empty(0)
 
     def _checked(self, index: int, length: int, routing: Tensor | None) -> Tensor:
         """The routing of sequence `index`, if it can be replayed."""
@@ -183,74 +198,77 @@ class RouterHooks:
         """Find the call's micro-batch, and tell Megatron's replay what to do."""
         from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-        rows = self._rows_of_call[layer] = self._find_rows(layer, router)
+        current = self._pass
+        rows = self._rows_of_call[layer] = None if current is None else self._find_rows(current, layer, router)
         if router.router_replay is None:
             return
         router.router_replay.clear_indices()
         router.router_replay.clear_router_replay_action()
-        if rows is None:
+        if current is None or rows is None:
             return
-        if self._mode == "record":
+        if current.mode == "record":
             router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
-        elif self._mode == "replay":
+        elif current.mode == "replay":
             # Megatron's cursor for the backward pass is not used: `rows` are of the right micro-batch already
-            router.router_replay.set_target_indices(self._choices(layer, rows))
+            router.router_replay.set_target_indices(self._choices(current.routing, layer, rows))
             router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def _find_rows(self, layer: int, router: Any) -> Tensor | None:
-        if self._rows is None or not router.training:
-            return self._rows
+    def _find_rows(self, current: _Pass, layer: int, router: Any) -> Tensor | None:
+        """Rows of the micro-batch that a call is of; see the module's docstring."""
+        waiting = current.to_recompute[layer]
+        if current.rows is None or not router.training:
+            return current.rows
         if not torch.is_grad_enabled():  # inside a checkpoint: the call will come again
-            self._to_recompute[layer].append(self._rows)
-            return self._rows
-        return self._to_recompute[layer].popleft() if self._to_recompute[layer] else self._rows
+            waiting.append(current.rows)
+            return current.rows
+        return waiting.popleft() if waiting else current.rows
 
-    def _choices(self, layer: int, rows: Tensor) -> Tensor:
+    def _choices(self, routing: Tensor, layer: int, rows: Tensor) -> Tensor:
         """Experts to replay, ``[positions, topk]``; padding is spread evenly, each position over different experts."""
         topk, experts = self.config.moe_router_topk, self.config.num_moe_experts
         positions = torch.arange(len(rows), device=rows.device)
         spread = (positions[:, None] + torch.arange(topk, device=rows.device)) % experts
-        if not len(self._routing):
+        if not len(routing):  # a replica without a sequence
             return spread
-        return torch.where(rows[:, None] >= 0, self._routing[rows.clamp(min=0), layer].long(), spread)
+        return torch.where(rows[:, None] >= 0, routing[rows.clamp(min=0), layer].long(), spread)
 
     def _after(self, layer: int, router: Any, args: Any, output: Any) -> Any:
         """Write choices down; in an update, count tokens and attach the losses."""
-        rows = self._rows_of_call[layer]
-        if rows is None:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+
+        current, rows = self._pass, self._rows_of_call[layer]
+        if current is None or rows is None:
             return None
-        if self._mode == "record":
+        if current.mode == "record":
             own = rows >= 0
-            self._routing[rows[own], layer] = router.router_replay.get_recorded_indices()[own].to(torch.int32)
+            recorded = router.router_replay.get_recorded_indices()
+            current.routing[rows[own], layer] = recorded[own].to(torch.int32)
         if not router.training or not torch.is_grad_enabled():
             return None
         probs, routing_map = output
-        return self._count_and_attach(layer, router, args[0], rows >= 0, probs, routing_map), routing_map
-
-    def _count_and_attach(
-        self, layer: int, router: Any, hidden: Tensor, own: Tensor, probs: Tensor, routing_map: Tensor
-    ) -> Tensor:
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
-
-        aux_coeff, z_coeff = self.settings.aux_loss_coeff or 0.0, self.settings.z_loss_coeff
-        with torch.set_grad_enabled(bool(aux_coeff or z_coeff)):
-            logits = router.gating(hidden).view(-1, self.config.num_moe_experts)
+        own = rows >= 0
+        with torch.set_grad_enabled(self._has_losses):
+            logits = router.gating(args[0]).view(-1, self.config.num_moe_experts)
             choice_map, scores = compute_routing_scores_for_aux_loss(
                 logits, router.topk, router.score_function, padding_mask=~own
             )
         with torch.no_grad():
-            chosen, score_sums = choice_map.sum(0), scores.sum(0)
             routed = (routing_map & own[:, None]).sum(0)
-            self._counts[:, layer] += torch.stack([routed, chosen, score_sums])
+            self._counts[:, layer] += torch.stack([routed, choice_map.sum(0), scores.sum(0)])
             if router.enable_expert_bias:  # Megatron has counted padding, too
                 router.local_tokens_per_expert -= (routing_map & ~own[:, None]).sum(0)
-        if not (aux_coeff or z_coeff):
-            return probs
-        loss = z_coeff * z_loss(logits, own)
-        if aux_coeff:
-            # the micro-batch lies on tensor- and context-parallel ranks: counts of all, scores of this one
-            chosen = chosen.to(torch.float32)
+        if self._has_losses:
+            loss = self._losses(router, logits, own, choice_map, scores) * current.loss_scale
+            probs = MoEAuxLossAutoScaler.apply(probs, loss)  # Megatron's schedule multiplies by the loss scale of fp16
+        return probs, routing_map
+
+    def _losses(self, router: Any, logits: Tensor, own: Tensor, choice_map: Tensor, scores: Tensor) -> Tensor:
+        """This rank's part of the losses of one layer, times the tokens of the micro-batch, a scalar."""
+        loss = self.settings.z_loss_coeff * z_loss(logits, own)
+        if self.settings.aux_loss_coeff:
+            # the micro-batch lies on all tensor- and context-parallel ranks: their counts, this one's scores
+            chosen = choice_map.sum(0).to(torch.float32)
             dist.all_reduce(chosen, group=router.tp_cp_group)
             tokens = chosen.sum() / router.topk
-            loss = loss + aux_coeff * tokens * balance_loss(chosen, scores.sum(0), router.topk)
-        return MoEAuxLossAutoScaler.apply(probs, loss * self._loss_scale)
+            loss = loss + self.settings.aux_loss_coeff * tokens * balance_loss(chosen, scores.sum(0), router.topk)
+        return loss

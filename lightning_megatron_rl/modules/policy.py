@@ -232,7 +232,7 @@ class PolicyModule(pl.LightningModule):
         whole = self.strategy.broadcast_from_last_stage(values)
         assert whole is not None
         found = share.give_back(list(whole.split([len(sequence) for sequence in share.sequences], dim=1)))
-        chosen = share.give_back(recorded) if routing == "record" and self.routers is not None else []
+        chosen = share.give_back(recorded) if routing == "record" else []
         return Scores([both[0] for both in found], [both[1] for both in found], chosen)
 
     def update(self, sequences: list[TokenSequence], token_loss: TokenLoss) -> dict[str, float]:

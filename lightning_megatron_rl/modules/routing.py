@@ -22,8 +22,13 @@ def begin_routing(
         share: The sequences and micro-batches of the pass.
         mode: What becomes of the routers' choices.
         reduce_tokens: Sums a tensor over all ranks that share the batch's tokens.
+
+    Raises:
+        ValueError: Routing is to be recorded or replayed, and the model is dense or the run's settings do not say so.
     """
     if routers is None:
+        if mode != "free":
+            raise ValueError(f"routing={mode!r}, but this model is dense: it has no routers")
         return
     targets = sum(int(microbatch.mask.sum()) for microbatch in share.microbatches)
     tokens = sum(int((microbatch.sequence_index >= 0).sum()) for microbatch in share.microbatches)

@@ -84,11 +84,11 @@ def test_router_losses_do_not_see_the_layout(worker_pool, qwen3_moe_dir, referen
         assert [step["moe/aux_loss"] for step in run.steps] == [step["moe/aux_loss"] for step in runs[0].steps]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2_sp", "pp2_vpp2"])
-def test_micro_batch_of_padding_has_no_router_loss(worker_pool, qwen3_moe_dir, layout):
-    """Three sequences leave one of four micro-batches empty; Megatron's own losses would make it 0/0."""
+def test_micro_batch_of_padding_has_no_router_loss(worker_pool, qwen3_moe_dir):
+    """The interleaved schedule makes four micro-batches of three sequences; the empty one adds nothing, and no 0/0."""
     single, split = (
-        sft(worker_pool, qwen3_moe_dir, name, batch_size=3, steps=1, moe=BOTH_LOSSES)[0] for name in ("single", layout)
+        sft(worker_pool, qwen3_moe_dir, layout, batch_size=3, steps=1, moe=BOTH_LOSSES)[0]
+        for layout in ("single", "pp2_vpp2")
     )
     assert_same_run(split, single)
 
@@ -123,6 +123,21 @@ def test_gradient_is_that_of_the_definition(qwen3_moe_dir, reference):
     objective.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert reference.steps[0]["policy/grad_norm"] == pytest.approx(norm.item(), rel=RELATIVE)
+
+
+class Scaled(pl.Callback):
+    """Scales losses by 8 as Megatron's scaler for fp16 does, and nobody divides."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        module.routers.config.grad_scale_func = lambda loss: 8 * loss
+
+
+def test_router_losses_follow_the_loss_scale(worker_pool, qwen3_moe_dir, reference):
+    """Of fp16: a power of two, so that the norm is exactly 8 times as large."""
+    module = {"max_tokens_per_microbatch": 40, "moe": BOTH_LOSSES}
+    options = {"steps": 1, "module": module, "sequences": long_sequences(8)[:4], "callbacks": [Scaled()]}
+    run = worker_pool.run(fit_sft, qwen3_moe_dir, {}, 1, **options, world_size=1, init_process_group=False)[0]
+    assert run.steps[0]["policy/grad_norm"] == 8 * reference.steps[0]["policy/grad_norm"]
 
 
 class MegatronsOwnLosses(pl.Callback):
@@ -276,6 +291,11 @@ def test_replay_does_not_see_the_layout(worker_pool, qwen3_moe_dir, replayed, la
         assert run.steps == runs[0].steps, "a rank logged something else"
 
 
+def test_replay_in_padded_micro_batches(worker_pool, qwen3_moe_dir, replayed):
+    """Routers see positions first and rows second."""
+    assert_same_rollouts(grpo(worker_pool, qwen3_moe_dir, module={"moe": R2, "packing": False})[0], replayed)
+
+
 def test_replay_with_a_stage_of_dense_layers(worker_pool, deepseek_dir):
     single, split = (grpo(worker_pool, deepseek_dir, name, module={"moe": R2})[0] for name in ("single", "pp2"))
     assert_same_rollouts(split, single)
@@ -298,7 +318,7 @@ def replaying_others(model: Any, strategy: dict[str, Any], world_size: int, **op
     from lightning_megatron_rl.models.routers import RouterHooks
 
     usual = RouterHooks._find_rows
-    RouterHooks._find_rows = lambda self, layer, router: self._rows
+    RouterHooks._find_rows = lambda self, current, layer, router: current.rows
     try:
         return fit_grpo(model, strategy, world_size, **options)
     finally:
