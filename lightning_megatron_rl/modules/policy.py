@@ -2,14 +2,13 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.utilities import rank_zero_only
@@ -19,22 +18,17 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
-from lightning_megatron_rl.models.moe import MoESettings, resolve_moe_settings
-from lightning_megatron_rl.modules.routing import begin_routing
+from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
+from lightning_megatron_rl.modules.steps import TakesSteps, TokenLoss
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.models.hf_model import HFModel
-    from lightning_megatron_rl.models.routers import RouterHooks, RoutingMode
+    from lightning_megatron_rl.models.routers import RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
-
-TokenLoss = Callable[[MicroBatch, Tensor, Tensor, Tally], Tensor]
-"""``(microbatch, logprobs [b, s], entropy [b, s], tally) -> loss per token [b, s]``; adds its metrics to the tally."""
-
-WEIGHT_FIELD = "weights"  # per-token weight u_t of the aggregation, see strategy.schedule
 
 
 @dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
@@ -46,7 +40,7 @@ class Scores:
     routing: list[Tensor]  # per sequence, if recorded: [tokens, expert layers of this pipeline stage, topk] int16
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(TakesSteps):
     """A language model on Megatron: builds it, scores sequences with it, updates it.
 
     Args:
@@ -62,8 +56,6 @@ class PolicyModule(pl.LightningModule):
     """
 
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
-    default_aux_loss_coeff: float = 0.0  # where `moe` does not say: the reward is what RL optimises
-    has_old_logprobs: bool = False  # whether sequences are scored before they are trained on, which can be replayed
 
     def __init__(
         self,
@@ -93,8 +85,6 @@ class PolicyModule(pl.LightningModule):
         self.model_config = model_config or {}
         self.logprob_chunk_size = logprob_chunk_size
         self.moe = moe
-        self.routers: RouterHooks | None = None  # of a mixture-of-experts model
-        self._moe_in_force: MoESettings | None = None
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
@@ -133,13 +123,7 @@ class PolicyModule(pl.LightningModule):
             self.strategy.resolve_optimizer_config(self._optimizer_config())
         if self._hf_model is None:
             self._hf_model = HFModel(self.model_path)
-        self._moe_in_force = resolve_moe_settings(
-            self.moe,
-            self._hf_model.config,
-            self.model_config,
-            default_aux_loss_coeff=self.default_aux_loss_coeff,
-            has_old_logprobs=self.has_old_logprobs,
-        )
+        self.resolve_moe(self._hf_model.config, self.model_config)
         layout = self.strategy.layout
         self._hf_model.check_layout(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -152,19 +136,11 @@ class PolicyModule(pl.LightningModule):
             sequence_parallel=layout.sequence_parallel,
         )
 
-    @property
-    def replays_routing(self) -> bool:
-        """Whether updates send each token to the experts that its sequence's routing names."""
-        return self._moe_in_force is not None and self._moe_in_force.router_replay != "none"
-
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
         if "model" not in self._modules:
             chunks = self.build_chunks()
-            if self._moe_in_force is not None:
-                from lightning_megatron_rl.models.routers import RouterHooks
-
-                self.routers = RouterHooks(chunks, self._moe_in_force, self.strategy.root_device)
+            self.attach_routers(chunks, self.strategy.root_device)
             self.model = nn.ModuleList(chunks)
 
     def build_chunks(self) -> list[nn.Module]:
@@ -175,8 +151,7 @@ class PolicyModule(pl.LightningModule):
                 layer_backend=self.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
-                config_overrides=self.model_config
-                | (self._moe_in_force.megatron_fields() if self._moe_in_force else {}),
+                config_overrides=self.model_config | self.moe_fields(),
             )
         )
 
@@ -213,12 +188,12 @@ class PolicyModule(pl.LightningModule):
         """
         scored = list(self.model) if chunks is None else chunks
         share = self._share(sequences)
-        begin_routing(self.routers, share, routing, self.reduce_tokens)
+        self.begin_routing(share, routing, self.reduce_tokens)
         was_training = [chunk.training for chunk in scored]
         for chunk in scored:
             chunk.eval()  # no dropout in a log-prob pass
         outputs = self._run_schedule(share.microbatches, self._score_step, forward_only=True, chunks=scored)
-        recorded = self.routers.end() if self.routers is not None else []
+        recorded = self.end_routing()
         for chunk, training in zip(scored, was_training, strict=True):
             chunk.train(training)
         values: Tensor | None = None
@@ -250,7 +225,7 @@ class PolicyModule(pl.LightningModule):
         self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         step = partial(self._train_step, token_loss=token_loss)
         share = self._share(sequences)
-        begin_routing(self.routers, share, "replay" if self.replays_routing else "free", self.reduce_tokens)
+        self.begin_routing(share, "replay" if self.replays_routing else "free", self.reduce_tokens)
         tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=list(self.model))
         metrics: dict[str, float] = {}
         if tallies:
@@ -259,10 +234,13 @@ class PolicyModule(pl.LightningModule):
                 total.merge(tally)
             metrics = total.reduce(self.reduce_tokens).compute()
         metrics = self.strategy.broadcast_from_last_stage(metrics)
-        if self.routers is not None:
-            self.routers.end()
-            metrics |= self.routers.metrics()
-        return {**metrics, "perf/padding_frac": share.padding_frac, "perf/imbalance": share.imbalance}
+        self.end_routing()
+        return {
+            **metrics,
+            **self.routing_metrics(),
+            "perf/padding_frac": share.padding_frac,
+            "perf/imbalance": share.imbalance,
+        }
 
     def _share(self, sequences: list[TokenSequence]) -> Share:
         """This replica's part of all replicas' sequences, as micro-batches; a collective."""
@@ -290,45 +268,6 @@ class PolicyModule(pl.LightningModule):
             forward_only=forward_only,
             chunks=chunks,
         )
-
-    def _forward(self, chunk: nn.Module, microbatch: MicroBatch) -> Tensor:
-        from lightning_megatron_rl.models.forward import microbatch_forward
-        from lightning_megatron_rl.models.logprobs import logprob_processor
-
-        if self.routers is not None:
-            self.routers.enter(microbatch.sequence_index, microbatch.position_ids)
-        return microbatch_forward(
-            chunk,
-            microbatch.tokens,
-            microbatch.position_ids,
-            microbatch.labels,
-            microbatch.cu_seqlens,
-            microbatch.max_seqlen,
-            output_processor=logprob_processor(
-                vocab_size=self.hf_model.config.vocab_size,
-                temperature=self.temperature,
-                chunk_size=self.logprob_chunk_size,
-                with_entropy=True,
-            ),
-        )
-
-    def _score_step(self, chunk: nn.Module, microbatch: MicroBatch) -> tuple[Tensor, Any]:
-        def keep(output: Tensor) -> tuple[Tensor, Tensor]:
-            return output.new_zeros(()), output.detach().float().clone()
-
-        return self._forward(chunk, microbatch), keep
-
-    def _train_step(self, chunk: nn.Module, microbatch: MicroBatch, token_loss: TokenLoss) -> tuple[Tensor, Any]:
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, Tally]:
-            tally = Tally(output.device)
-            losses = token_loss(microbatch, output[0], output[1], tally)
-            losses = losses * microbatch.fields.get(WEIGHT_FIELD, torch.ones_like(losses))
-            # where, not times: a masked position may hold anything, inf * 0 is nan
-            losses = torch.where(microbatch.mask, losses, torch.zeros_like(losses))
-            tally.add_mean("policy/loss", losses.detach(), microbatch.mask)
-            return losses.sum(), microbatch.mask.sum().int(), tally
-
-        return self._forward(chunk, microbatch), loss
 
     # ---- phases and logging ----------------------------------------------------------------------------------------
 
@@ -365,10 +304,8 @@ class PolicyModule(pl.LightningModule):
             ("layout", self.strategy.layout.describe(self.trainer.world_size)),
             ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
             *self.describe_batch(batch),
+            *self.describe_moe(),
         ]
-        if self._moe_in_force is not None and self.routers is not None:
-            bias = self.routers.config.moe_router_enable_expert_bias
-            rows += self._moe_in_force.describe(has_expert_bias=bias)
         print_table("run", rows)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

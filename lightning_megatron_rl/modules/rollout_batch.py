@@ -10,7 +10,7 @@ from lightning_megatron_rl.algorithms.advantages import zero_spread
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
-from lightning_megatron_rl.modules.policy import WEIGHT_FIELD
+from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
 from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample

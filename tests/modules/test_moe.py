@@ -177,9 +177,9 @@ def first_gradient_norm(model: Any, inherit: bool) -> float:
 
     class Inheriting(GRPOModule):
         def build_chunks(self) -> list[Any]:
-            in_force, self._moe_in_force = self._moe_in_force, None
+            in_force, self.moe_in_force = self.moe_in_force, None
             chunks = super().build_chunks()
-            self._moe_in_force = in_force
+            self.moe_in_force = in_force
             assert chunks[0].config.moe_aux_loss_coeff > 0
             return chunks
 
@@ -231,6 +231,12 @@ def test_expert_bias_moves_by_its_rate_towards_even_load(worker_pool, deepseek_d
 def test_expert_bias_does_not_see_the_layout(worker_pool, deepseek_dir, moved_biases, layout):
     """The same tokens are counted, and padding, which differs between layouts, is not."""
     assert torch.equal(biases(sft(worker_pool, deepseek_dir, layout, steps=1, moe=MOVING_BIAS)[0]), moved_biases)
+
+
+def test_expert_bias_does_not_see_padding(worker_pool, deepseek_dir, moved_biases):
+    """Rows padded to the longest: their padding would all go to the same experts."""
+    module = {"packing": False, "max_tokens_per_microbatch": 200, "moe": MOVING_BIAS}
+    assert torch.equal(biases(sft(worker_pool, deepseek_dir, steps=1, **module)[0]), moved_biases)
 
 
 def test_frozen_routers_stay_as_they_are(worker_pool, qwen3_moe_dir):
