@@ -15,7 +15,7 @@ from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
 from tests.strategy.test_megatron import RELATIVE, assert_same_run
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
-from tests.training import Run, fit_sft
+from tests.training import Run, fit_sft, frozen_sequences
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
@@ -233,10 +233,23 @@ def test_expert_bias_does_not_see_the_layout(worker_pool, deepseek_dir, moved_bi
     assert torch.equal(biases(sft(worker_pool, deepseek_dir, layout, steps=1, moe=MOVING_BIAS)[0]), moved_biases)
 
 
-def test_expert_bias_does_not_see_padding(worker_pool, deepseek_dir, moved_biases):
-    """Rows padded to the longest: their padding would all go to the same experts."""
-    module = {"packing": False, "max_tokens_per_microbatch": 200, "moe": MOVING_BIAS}
-    assert torch.equal(biases(sft(worker_pool, deepseek_dir, steps=1, **module)[0]), moved_biases)
+def test_expert_bias_does_not_see_padding(worker_pool, deepseek_dir):
+    """Rows of 4 to 40 tokens, padded to the longest: padding would go to the same experts, and outvote tokens."""
+    packed, padded = (
+        worker_pool.run(
+            fit_sft,
+            deepseek_dir,
+            {},
+            1,
+            steps=1,
+            module={"packing": packing, "max_tokens_per_microbatch": 400, "moe": MOVING_BIAS},
+            sequences=frozen_sequences(4),
+            world_size=1,
+            init_process_group=False,
+        )[0]
+        for packing in (True, False)
+    )
+    assert torch.equal(biases(padded), biases(packed))
 
 
 def test_frozen_routers_stay_as_they_are(worker_pool, qwen3_moe_dir):
