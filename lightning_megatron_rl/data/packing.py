@@ -25,6 +25,7 @@ class TokenSequence:
     token_ids: Tensor  # [n] int64
     loss_mask: Tensor  # [n] bool, True where the token AT this position is a target
     fields: dict[str, Tensor] = field(default_factory=dict)  # name -> [n] float, aligned with token_ids
+    routing: Tensor | None = None  # [n, expert layers of this pipeline stage, topk] experts to replay, as token_ids
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
@@ -35,6 +36,11 @@ class TokenSequence:
                 raise ValueError(
                     f"{name} has shape {list(values.shape)}, token_ids has {list(shape)}: they must be equal"
                 )
+        if self.routing is not None and self.routing.shape[0] != len(self):
+            raise ValueError(
+                f"routing has shape {list(self.routing.shape)}, the sequence {len(self)} tokens: it names each token's"
+                " experts, [tokens, expert layers, topk]"
+            )
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but nothing predicts the first token: set it to False")
 

@@ -15,6 +15,7 @@ from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss, GRPOLossConfig
 from lightning_megatron_rl.modules.policy import PolicyModule
@@ -57,6 +58,7 @@ class GRPOModule(PolicyModule):
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`.
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        moe: How the routers of a mixture-of-experts model are trained.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -65,6 +67,8 @@ class GRPOModule(PolicyModule):
     Example:
         ``GRPOModule(model="Qwen/Qwen3-0.6B", rewards=[math_equal], num_generations=8)``
     """
+
+    has_old_logprobs = True
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class GRPOModule(PolicyModule):
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
         logprob_chunk_size: int = 1024,
+        moe: MoESettings | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -94,6 +99,7 @@ class GRPOModule(PolicyModule):
             layer_backend=layer_backend,
             model_config=model_config,
             logprob_chunk_size=logprob_chunk_size,
+            moe=moe,
         )
         check_batch_arithmetic(num_generations, updates_per_rollout, rewards, reward_weights, sampling)
         self.rewards = rewards
@@ -189,7 +195,10 @@ class GRPOModule(PolicyModule):
             self.assign_advantages(samples)
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         with self.phase("old_logp"):
-            rollout.set_field("old_logprobs", self.score(rollout.sequences).logprobs)
+            scores = self.score(rollout.sequences, routing="record" if self.replays_routing else "free")
+            rollout.set_field("old_logprobs", scores.logprobs)
+            if self.replays_routing:
+                rollout.set_routing(scores.routing)
         if self.reference is not None:
             with self.phase("ref_logp"):
                 rollout.set_field("ref_logprobs", self.score(rollout.sequences, self.reference).logprobs)

@@ -2,14 +2,13 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.utilities import rank_zero_only
@@ -19,19 +18,17 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
+from lightning_megatron_rl.modules.steps import TakesSteps, TokenLoss
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.routers import RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
-
-TokenLoss = Callable[[MicroBatch, Tensor, Tensor, Tally], Tensor]
-"""``(microbatch, logprobs [b, s], entropy [b, s], tally) -> loss per token [b, s]``; adds its metrics to the tally."""
-
-WEIGHT_FIELD = "weights"  # per-token weight u_t of the aggregation, see strategy.schedule
 
 
 @dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
@@ -40,9 +37,10 @@ class Scores:
 
     logprobs: list[Tensor]  # per sequence: [tokens]
     entropies: list[Tensor]  # per sequence: [tokens]
+    routing: list[Tensor]  # per sequence, if recorded: [tokens, expert layers of this pipeline stage, topk] int16
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(TakesSteps):
     """A language model on Megatron: builds it, scores sequences with it, updates it.
 
     Args:
@@ -54,6 +52,7 @@ class PolicyModule(pl.LightningModule):
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        moe: How the routers of a mixture-of-experts model are trained.
     """
 
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
@@ -68,6 +67,7 @@ class PolicyModule(pl.LightningModule):
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
         logprob_chunk_size: int = 1024,
+        moe: MoESettings | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -84,6 +84,7 @@ class PolicyModule(pl.LightningModule):
         self.layer_backend = layer_backend
         self.model_config = model_config or {}
         self.logprob_chunk_size = logprob_chunk_size
+        self.moe = moe
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
@@ -122,6 +123,7 @@ class PolicyModule(pl.LightningModule):
             self.strategy.resolve_optimizer_config(self._optimizer_config())
         if self._hf_model is None:
             self._hf_model = HFModel(self.model_path)
+        self.resolve_moe(self._hf_model.config, self.model_config)
         layout = self.strategy.layout
         self._hf_model.check_layout(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -129,12 +131,17 @@ class PolicyModule(pl.LightningModule):
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
             num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
             num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
         )
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
         if "model" not in self._modules:
-            self.model = nn.ModuleList(self.build_chunks())
+            chunks = self.build_chunks()
+            self.attach_routers(chunks, self.strategy.root_device)
+            self.model = nn.ModuleList(chunks)
 
     def build_chunks(self) -> list[nn.Module]:
         """Return freshly built chunks holding the weights of `model_path`."""
@@ -144,7 +151,7 @@ class PolicyModule(pl.LightningModule):
                 layer_backend=self.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
-                config_overrides=self.model_config,
+                config_overrides=self.model_config | self.moe_fields(),
             )
         )
 
@@ -171,18 +178,26 @@ class PolicyModule(pl.LightningModule):
     # ---- the two passes --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, sequences: list[TokenSequence], chunks: list[nn.Module] | None = None) -> Scores:
+    def score(
+        self,
+        sequences: list[TokenSequence],
+        chunks: list[nn.Module] | None = None,
+        *,
+        routing: "RoutingMode" = "free",
+    ) -> Scores:
         """Return log-probs and entropies of `sequences` under the policy, or under other `chunks`.
 
         Every rank of the replica gets them. Log-probs are of the distribution that is sampled: logits divided by
-        `temperature`.
+        `temperature`. `routing` says whether the policy's choice of experts is recorded or each sequence's replayed.
         """
         scored = list(self.model) if chunks is None else chunks
         share = self._share(sequences)
+        self.begin_routing(share, routing, self.reduce_tokens)
         was_training = [chunk.training for chunk in scored]
         for chunk in scored:
             chunk.eval()  # no dropout in a log-prob pass
         outputs = self._run_schedule(share.microbatches, self._score_step, forward_only=True, chunks=scored)
+        recorded = self.end_routing()
         for chunk, training in zip(scored, was_training, strict=True):
             chunk.train(training)
         values: Tensor | None = None
@@ -196,7 +211,8 @@ class PolicyModule(pl.LightningModule):
         whole = self.strategy.broadcast_from_last_stage(values)
         assert whole is not None
         found = share.give_back(list(whole.split([len(sequence) for sequence in share.sequences], dim=1)))
-        return Scores([both[0] for both in found], [both[1] for both in found])
+        chosen = share.give_back(recorded) if routing == "record" else []
+        return Scores([both[0] for both in found], [both[1] for both in found], chosen)
 
     def update(self, sequences: list[TokenSequence], token_loss: TokenLoss) -> dict[str, float]:
         """Compute gradients of the aggregated `token_loss` over all data-parallel ranks' sequences.
@@ -213,16 +229,22 @@ class PolicyModule(pl.LightningModule):
         self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         step = partial(self._train_step, token_loss=token_loss)
         share = self._share(sequences)
+        self.begin_routing(share, "replay" if self.replays_routing else "free", self.reduce_tokens)
         tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=list(self.model))
         metrics: dict[str, float] = {}
         if tallies:
             total = Tally(self.strategy.root_device)
             for tally in tallies:
                 total.merge(tally)
-            reduce = partial(self.strategy.data_parallel_all_reduce, with_context_parallel=True)
-            metrics = total.reduce(reduce).compute()
+            metrics = total.reduce(self.reduce_tokens).compute()
         metrics = self.strategy.broadcast_from_last_stage(metrics)
-        return {**metrics, "perf/padding_frac": share.padding_frac, "perf/imbalance": share.imbalance}
+        self.end_routing()
+        return {
+            **metrics,
+            **self.routing_metrics(),
+            "perf/padding_frac": share.padding_frac,
+            "perf/imbalance": share.imbalance,
+        }
 
     def _share(self, sequences: list[TokenSequence]) -> Share:
         """This replica's part of all replicas' sequences, as micro-batches; a collective."""
@@ -250,43 +272,6 @@ class PolicyModule(pl.LightningModule):
             forward_only=forward_only,
             chunks=chunks,
         )
-
-    def _forward(self, chunk: nn.Module, microbatch: MicroBatch) -> Tensor:
-        from lightning_megatron_rl.models.forward import microbatch_forward
-        from lightning_megatron_rl.models.logprobs import logprob_processor
-
-        return microbatch_forward(
-            chunk,
-            microbatch.tokens,
-            microbatch.position_ids,
-            microbatch.labels,
-            microbatch.cu_seqlens,
-            microbatch.max_seqlen,
-            output_processor=logprob_processor(
-                vocab_size=self.hf_model.config.vocab_size,
-                temperature=self.temperature,
-                chunk_size=self.logprob_chunk_size,
-                with_entropy=True,
-            ),
-        )
-
-    def _score_step(self, chunk: nn.Module, microbatch: MicroBatch) -> tuple[Tensor, Any]:
-        def keep(output: Tensor) -> tuple[Tensor, Tensor]:
-            return output.new_zeros(()), output.detach().float().clone()
-
-        return self._forward(chunk, microbatch), keep
-
-    def _train_step(self, chunk: nn.Module, microbatch: MicroBatch, token_loss: TokenLoss) -> tuple[Tensor, Any]:
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, Tally]:
-            tally = Tally(output.device)
-            losses = token_loss(microbatch, output[0], output[1], tally)
-            losses = losses * microbatch.fields.get(WEIGHT_FIELD, torch.ones_like(losses))
-            # where, not times: a masked position may hold anything, inf * 0 is nan
-            losses = torch.where(microbatch.mask, losses, torch.zeros_like(losses))
-            tally.add_mean("policy/loss", losses.detach(), microbatch.mask)
-            return losses.sum(), microbatch.mask.sum().int(), tally
-
-        return self._forward(chunk, microbatch), loss
 
     # ---- phases and logging ----------------------------------------------------------------------------------------
 
@@ -323,6 +308,7 @@ class PolicyModule(pl.LightningModule):
             ("layout", self.strategy.layout.describe(self.trainer.world_size)),
             ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
             *self.describe_batch(batch),
+            *self.describe_moe(),
         ]
         print_table("run", rows)
 
@@ -361,6 +347,10 @@ class PolicyModule(pl.LightningModule):
     def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
         return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
+
+    def reduce_tokens(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce what belongs to this rank's tokens over the ranks that share the batch's tokens."""
+        return self.strategy.data_parallel_all_reduce(vector, op, with_context_parallel=True)
 
     # ---- weights out -----------------------------------------------------------------------------------------------
 

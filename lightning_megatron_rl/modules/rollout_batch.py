@@ -10,7 +10,7 @@ from lightning_megatron_rl.algorithms.advantages import zero_spread
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
-from lightning_megatron_rl.modules.policy import WEIGHT_FIELD
+from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
 from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample
@@ -44,6 +44,11 @@ class Rollout:
         """Give each sequence a field, ``[tokens]``."""
         for sequence, value in zip(self.sequences, values, strict=True):
             sequence.fields[name] = value
+
+    def set_routing(self, routing: Sequence[Tensor]) -> None:
+        """Give each sequence the experts of its tokens, to be replayed."""
+        for sequence, chosen in zip(self.sequences, routing, strict=True):
+            sequence.routing = chosen
 
     def set_correction_weights(self, loss: GRPOLoss) -> None:
         """Give each sequence its importance-correction weights, if the loss corrects."""

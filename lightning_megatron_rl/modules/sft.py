@@ -17,6 +17,8 @@ class SFTModule(PolicyModule):
         ``Trainer(strategy=MegatronStrategy()).fit(SFTModule(model="Qwen/Qwen3-0.6B"), SFTDataModule(...))``
     """
 
+    default_aux_loss_coeff = 1e-2
+
     def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> Tensor:
         """Compute the gradients of one batch; return its loss."""
         with self.phase("update"):
