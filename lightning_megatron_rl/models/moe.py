@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.models.layout_check import EXPERT_SIZES
+from lightning_megatron_rl.models.families import FAMILIES
 
 # Fields of Megatron's `TransformerConfig` that follow from `MoESettings` -> the setting.
 _DECIDED_HERE = {
@@ -104,7 +104,7 @@ def resolve_moe_settings(
         ValueError: A setting that the model, the method or another setting makes meaningless, with the remedy.
     """
     settings = settings or MoESettings()
-    if config.model_type not in EXPERT_SIZES:
+    if FAMILIES[config.model_type].expert_fields is None:
         _refuse_on_dense_model(settings, config.model_type)
         return None
     for name, setting in _DECIDED_HERE.items():
