@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -131,10 +132,17 @@ def _age(process: psutil.Process) -> tuple[float, int]:
 
 
 def _command(process: psutil.Process) -> str:
-    """The command line of `process`; "" if it has ended, or if Python keeps it for the whole run."""
+    """The command line of `process`; "" if it has ended, or if Python keeps it for the whole run.
+
+    A program that is still being loaded has no command line yet, which takes a moment when it must be read from disk.
+    """
+    patience = time.monotonic() + GRACE
     try:
-        command = "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
+        while not (command := " ".join(process.cmdline())):
+            if process.status() == psutil.STATUS_ZOMBIE or time.monotonic() > patience:
+                return ""
+            time.sleep(0.01)
+    except psutil.NoSuchProcess:  # a zombie's command line cannot be read either
         return ""
     return "" if "multiprocessing.resource_tracker" in command else command
 
