@@ -338,6 +338,7 @@ class PolicyModule(pl.LightningModule):
             {
                 "policy/grad_norm": optimizer.grad_norm,  # type: ignore[attr-defined]
                 "policy/lr": optimizer.last_lr,  # type: ignore[attr-defined]
+                **optimizer.take_step_metrics(),  # type: ignore[attr-defined]
                 "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / self.trainer.world_size,
                 **largest,
             }
@@ -362,10 +363,12 @@ class PolicyModule(pl.LightningModule):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under Hugging Face names; a collective of the replica."""
+        self.strategy.gather_parameters()
         return self.hf_model.export_weights(list(self.model))
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory; a collective of all ranks."""
+        self.strategy.gather_parameters()
         self.hf_model.save_pretrained(list(self.model), directory)
 
     @classmethod

@@ -28,10 +28,11 @@ from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.strategy.checks import avoid_inference_tensors, check_optimizers, check_trainer
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
-from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer, resolve_optimizer_config
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.saving import DistributedCheckpointStrategy
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
+from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.termination import TerminationNotice
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 
@@ -230,9 +231,8 @@ class MegatronStrategy(DistributedCheckpointStrategy):
                 assert self.lightning_module is not None
                 self.lightning_module.model = wrap_for_training(
                     list(self.chunks),
-                    self.ddp_config,
-                    mixed_precision=self.precision_plugin.is_mixed,
-                    use_distributed_optimizer=self.use_distributed_optimizer,
+                    self.resolve_ddp_config(),
+                    is_16bit=self.precision_plugin.is_16bit,
                 )
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
@@ -276,14 +276,29 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         assert self.lightning_module is not None
         return resolve_optimizer_config(
             config,
+            precision=self.precision_plugin.precision,
             params_dtype=self.precision_plugin.params_dtype,
-            use_distributed_optimizer=self.use_distributed_optimizer,
+            ddp_config=self.resolve_ddp_config(),
             gradient_clip_val=self.lightning_module.trainer.gradient_clip_val,
+            device=self.root_device,
+        )
+
+    def resolve_ddp_config(self) -> "DistributedDataParallelConfig":
+        """Return the user's `ddp_config` completed, or raise what contradicts the run."""
+        return resolve_ddp_config(
+            self.ddp_config,
+            precision=self.precision_plugin.precision,
+            use_distributed_optimizer=self.use_distributed_optimizer,
+            device=self.root_device,
         )
 
     def on_train_start(self) -> None:
         """Answer SIGTERM between batches from here on."""
         self.termination.install()
+
+    def on_train_end(self) -> None:
+        """Leave no parameter to be gathered."""
+        self.gather_parameters()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop on every rank if one was told to."""
