@@ -94,6 +94,10 @@ class MegatronOptimizer(Optimizer):
 
     def sharded_state_dict(self, model_state: dict[str, Any], metadata: dict[str, Any], is_loading: bool) -> Any:
         """Return the optimizer state as Megatron's sharded tensors, for distributed checkpoints."""
+        for part in self._parts():
+            # before the first step that is not skipped there are no moments, which loading would look for
+            if part.init_state_fn is not None:
+                part.init_state_fn(part.optimizer, part.config)
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
 
     def load_sharded_state(self, state: Any) -> None:

@@ -59,9 +59,10 @@ OPTIMIZER_RULES: dict[str, Rule] = {
     "adaptive_muon_*": Rule("never", "use optimizer='adam' or 'sgd'"),
 }
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-# Megatron scales the mean loss of a micro-batch, here it is the sum over its tokens: 2^32 would cost a score of skipped
-# steps, each a rollout, and below 1 there must be room. 2^16 is where torch's own scaler starts.
-_INITIAL_LOSS_SCALE, _MIN_LOSS_SCALE = 2.0**16, 2.0**-16
+# Megatron scales the mean loss of a micro-batch, here it is the sum over its tokens: Megatron's 2^32 would cost two
+# dozen skipped steps, each a rollout. A token's logits have gradients up to 1, fp16 ends at 2^16: 2^8 leaves as much
+# for sums over tokens. A scale below 1 must be possible where the sums are larger still.
+_INITIAL_LOSS_SCALE, _MIN_LOSS_SCALE = 2.0**8, 2.0**-16
 
 
 def resolve_ddp_config(
