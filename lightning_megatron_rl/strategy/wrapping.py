@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_megatron_rl.compat.bucket_padding import keep_bucket_padding
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
     from megatron.core.utils import get_model_config
 
     optimizer = get_megatron_optimizer(config, list(chunks))
+    for part in optimizer.chained_optimizers:
+        keep_bucket_padding(part)
     for group in optimizer.param_groups:
         # Megatron's own scheduler would do this in every step: no weight decay of norms and biases, and another
         # learning rate of embeddings with `decoupled_lr`; Lightning's schedulers scale each group's own rate

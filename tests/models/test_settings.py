@@ -151,7 +151,10 @@ def build(directory: str, overrides: dict[str, Any], fp16: bool = False) -> None
     [
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "fp8='hybrid' does nothing with torch layers on 'cpu'"),
         ({"recompute_method": "uniform"}, "recompute_method='uniform' with recompute_granularity=None"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "'layernorm' in recompute_modules"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            "'layernorm' in recompute_modules",
+        ),
     ],
 )
 def test_refused_before_a_weight_is_read(worker_pool: WorkerPool, qwen3_dir, tmp_path, overrides, message):

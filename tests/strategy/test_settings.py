@@ -16,7 +16,12 @@ from lightning_megatron_rl.strategy.settings import (
     resolve_optimizer_config,
 )
 
-DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
+DTYPES = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 
 
 def ddp(precision: str = "32-true", sharded: bool = True, **options: Any) -> DistributedDataParallelConfig:
@@ -47,7 +52,7 @@ def test_gradients_are_reduced_in_fp32_but_for_bf16_true():
     [
         ({"precision": "bf16-true"}, r"use_distributed_optimizer=True.*fp32 main parameters.* = 8 bytes"),
         ({"precision": "bf16-true", "sharded": False, "grad_reduce_in_fp32": True}, "grad_reduce_in_fp32=True with"),
-        ({"precision": "16-mixed", "check_for_nan_in_grad": True}, "check_for_nan_in_grad=True.*loss scaler"),
+        ({"precision": "16-mixed", "check_for_nan_in_grad": True}, "check_for_nan_in_grad=True.*loss scale"),
         ({"overlap_param_gather": True}, r"overlap_param_gather=True .*overlap_grad_reduce=False.*Set both"),
         (
             {"sharded": False, "overlap_param_gather": True, "overlap_grad_reduce": True},
@@ -90,7 +95,10 @@ def test_the_users_config_stays_as_it_is():
         ({"clip_grad": 0.5}, "Remove clip_grad and set Trainer"),
         ({"optimizer": "muon"}, "optimizer='muon' is not supported: use 'adam' or 'sgd'"),
         ({"bf16": True}, r"OptimizerConfig.bf16=True with Trainer\(precision='32-true'\)"),
-        ({"precision": "bf16-mixed", "fp16": True}, r"OptimizerConfig.fp16=True with Trainer\(precision='bf16-mixed'\)"),
+        (
+            {"precision": "bf16-mixed", "fp16": True},
+            r"OptimizerConfig.fp16=True with Trainer\(precision='bf16-mixed'\)",
+        ),
         ({"params_dtype": torch.bfloat16}, "params_dtype=torch.bfloat16"),
         ({"loss_scale": 8.0}, r"loss_scale=8.0 with Trainer\(precision='32-true'\) does nothing"),
         ({"precision": "bf16-mixed", "hysteresis": 5}, "hysteresis=5 .* does nothing"),
