@@ -50,7 +50,7 @@ def on(pool: Any, model: Path, layout: str, ddp: dict[str, Any], **options: Any)
 @pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["gradients", "both"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overlap_does_not_change_the_numbers(worker_pool, qwen3_dir, layout, ddp):
-    """Several micro-batches. Fails without `no_sync_func`, and without the gather before the output layer."""
+    """Several micro-batches. Fails without the gather before the output layer."""
     assert_same_run(on(worker_pool, qwen3_dir, layout, ddp), on(worker_pool, qwen3_dir, layout, {}), SAME)
 
 
