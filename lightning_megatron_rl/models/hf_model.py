@@ -15,6 +15,7 @@ from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.hf_files import CheckpointWriter, local_checkpoint, raise_everywhere
+from lightning_megatron_rl.models.settings import check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -112,6 +113,8 @@ class HFModel:
         settings = _settings(params_dtype, sequence_parallel)
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
+        overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
+        _check_model(overrides, settings, provider)
         self.check_layout(
             tensor_model_parallel_size=settings["tensor_model_parallel_size"],
             pipeline_model_parallel_size=settings["pipeline_model_parallel_size"],
@@ -134,7 +137,7 @@ class HFModel:
                 settings["window_attn_skip_freq"] = sum(provider.interleaved_attn_pattern)
         if device.type == "cpu":
             settings |= _WITHOUT_CUDA
-        for name, value in {**settings, **overrides}.items():
+        for name, value in {**_DEFAULTS, **settings, **overrides}.items():
             setattr(provider, name, value)
         provider.finalize()
         if load_weights:
@@ -208,6 +211,13 @@ class HFModel:
         raise_everywhere(error)
 
 
+# Megatron's own defaults that are wrong here; a user may ask for dropout.
+_DEFAULTS = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
+    "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
+}
 # Kernels that Transformer Engine brings along.
 _WITHOUT_TRANSFORMER_ENGINE = {
     "apply_rope_fusion": False,
@@ -246,10 +256,6 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
-        "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
         "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
@@ -267,6 +273,20 @@ def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known:
                 f"config_overrides: {name!r} is no field of Megatron's TransformerConfig"
                 + (f"; did you mean {' or '.join(close)}?" if close else "")
             )
+
+
+def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: Any) -> None:
+    """Refuse settings that this model has nothing for, or that Megatron computes wrongly for it."""
+    experts = overrides.get("num_moe_experts", provider.num_moe_experts)
+    pattern = provider.moe_layer_freq
+    all_moe = bool(experts) and (pattern == 1 or (isinstance(pattern, list) and all(pattern)))
+    check_recompute(overrides, moe=bool(experts), all_moe=all_moe, latent_attention=provider.multi_latent_attention)
+    if settings["fp16"] and experts:
+        raise ValueError(
+            f"precision='16-mixed' with {experts} experts: Megatron keeps one loss scale for the experts and one for"
+            " the other parameters, which part at the first overflow, and then one of them gets wrong gradients. Use"
+            " precision='bf16-mixed'."
+        )
 
 
 def _poison(chunks: list[Any]) -> list[Any]:

@@ -328,6 +328,7 @@ class PolicyModule(TakesSteps):
             {
                 "policy/grad_norm": optimizer.grad_norm,  # type: ignore[attr-defined]
                 "policy/lr": optimizer.last_lr,  # type: ignore[attr-defined]
+                **optimizer.take_step_metrics(),  # type: ignore[attr-defined]
                 "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / self.trainer.world_size,
                 **largest,
             }
@@ -356,10 +357,12 @@ class PolicyModule(TakesSteps):
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
+        self.strategy.gather_parameters()
         return self.hf_model.export_weights(list(self.model), dtype)
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory; a collective of all ranks."""
+        self.strategy.gather_parameters()
         self.hf_model.save_pretrained(list(self.model), directory)
 
     @classmethod

@@ -11,17 +11,18 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.wrapping import gather_parameters
 
 
-class DistributedCheckpointStrategy(ParallelStrategy):
+class DistributedCheckpointStrategy(CollectiveStrategy):
     """Saves and loads weights, optimizer and random-number states as directories, in any layout; see `checkpoint`."""
 
     layout: ParallelLayout
@@ -35,6 +36,13 @@ class DistributedCheckpointStrategy(ParallelStrategy):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what runs inside, for errors of collectives."""
 
+    def gather_parameters(self) -> None:
+        """Let every replica see all of the last step's parameters: a collective, needed under `overlap_param_gather`.
+
+        Forward passes, checkpoints and the module's exports do it themselves.
+        """
+        gather_parameters(list(self.chunks))
+
     def _model_state(self) -> dict[str, Any]:
         from megatron.core.utils import unwrap_model
 
@@ -45,6 +53,7 @@ class DistributedCheckpointStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
         assert self.lightning_module is not None
+        self.gather_parameters()
         other = dict(_state_outside_model(self.lightning_module).items())
         return {**self._model_state(), "other": other}
 
