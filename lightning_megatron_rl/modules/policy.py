@@ -19,6 +19,7 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
 
@@ -54,6 +55,7 @@ class PolicyModule(pl.LightningModule):
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        lora: Train low-rank adapters and leave the model's own weights as they are.
     """
 
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
@@ -68,6 +70,7 @@ class PolicyModule(pl.LightningModule):
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
         logprob_chunk_size: int = 1024,
+        lora: LoRASettings | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -84,6 +87,7 @@ class PolicyModule(pl.LightningModule):
         self.layer_backend = layer_backend
         self.model_config = model_config or {}
         self.logprob_chunk_size = logprob_chunk_size
+        self.lora = lora
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
@@ -130,6 +134,14 @@ class PolicyModule(pl.LightningModule):
             num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
             num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
         )
+        if self.lora is not None:
+            self.lora.check_layout(layout.tensor_model_parallel_size)
+            self.strategy.trained_on_top_of = {
+                "base model": self._hf_model.fingerprint,
+                "lora.rank": self.lora.rank,
+                "lora.alpha": self.lora.alpha,
+                "lora.target_modules": sorted(self.lora.target_modules),
+            }
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
@@ -145,6 +157,7 @@ class PolicyModule(pl.LightningModule):
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
                 config_overrides=self.model_config,
+                lora=self.lora,
             )
         )
 
@@ -314,10 +327,12 @@ class PolicyModule(pl.LightningModule):
     def _print_start_table(self, batch: Any) -> None:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         optimizer = "distributed optimizer" if self.strategy.use_distributed_optimizer else "optimizer on every replica"
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         rows = [
             ("model", f"{self.model_path} ({self.hf_model.config.model_type}), {parameters:,} parameters on this rank"),
             ("layout", self.strategy.layout.describe(self.trainer.world_size)),
             ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
+            *([] if self.lora is None else [("LoRA", f"{self.lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
         ]
         print_table("run", rows)
@@ -365,8 +380,18 @@ class PolicyModule(pl.LightningModule):
         return self.hf_model.export_weights(list(self.model))
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory; a collective of all ranks."""
+        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks."""
         self.hf_model.save_pretrained(list(self.model), directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters in PEFT's format; a collective of all ranks.
+
+        Raises:
+            ValueError: The policy has none, or the directory cannot be written.
+        """
+        if self.lora is None:
+            raise ValueError(f"{type(self).__name__}(lora=None) has no adapters: save_pretrained writes its weights.")
+        self.hf_model.save_adapter(list(self.model), directory, self.lora)
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "PolicyModule":
