@@ -67,6 +67,18 @@ class LoRASettings:
                 " LoRA (dora=False)."
             )
 
+    def identity(self, base: str) -> dict[str, Any]:
+        """Return what must not change between a checkpoint of adapters and a run that resumes from it.
+
+        `base` tells the frozen weights from others.
+        """
+        return {
+            "base model": base,
+            "lora.rank": self.rank,
+            "lora.alpha": self.alpha,
+            "lora.target_modules": sorted(self.target_modules),
+        }
+
     def describe(self) -> str:
         """Return rank and scaling with its arithmetic, for the table at start."""
         return f"rank {self.rank}, output x {self.alpha:g} / {self.rank} = {self.alpha / self.rank:g}"

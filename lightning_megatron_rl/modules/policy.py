@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.utilities import rank_zero_only
@@ -20,6 +18,7 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatte
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
 
@@ -43,7 +42,7 @@ class Scores:
     entropies: list[Tensor]  # per sequence: [tokens]
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(ExportsWeights):
     """A language model on Megatron: builds it, scores sequences with it, updates it.
 
     Args:
@@ -134,14 +133,10 @@ class PolicyModule(pl.LightningModule):
             num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
             num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
         )
+        self.strategy.trained_on_top_of = None
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
-            self.strategy.trained_on_top_of = {
-                "base model": self._hf_model.fingerprint,
-                "lora.rank": self.lora.rank,
-                "lora.alpha": self.lora.alpha,
-                "lora.target_modules": sorted(self.lora.target_modules),
-            }
+            self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
@@ -372,40 +367,6 @@ class PolicyModule(pl.LightningModule):
     def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
         return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
-
-    # ---- weights out -----------------------------------------------------------------------------------------------
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under Hugging Face names; a collective of the replica."""
-        return self.hf_model.export_weights(list(self.model))
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks."""
-        self.hf_model.save_pretrained(list(self.model), directory)
-
-    def save_adapter(self, directory: Path) -> None:
-        """Write the adapters in PEFT's format; a collective of all ranks.
-
-        Raises:
-            ValueError: The policy has none, or the directory cannot be written.
-        """
-        if self.lora is None:
-            raise ValueError(f"{type(self).__name__}(lora=None) has no adapters: save_pretrained writes its weights.")
-        self.hf_model.save_adapter(list(self.model), directory, self.lora)
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "PolicyModule":
-        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
-
-        Raises:
-            ValueError: Always, with what to do in its place.
-        """
-        raise ValueError(
-            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint of MegatronStrategy is a"
-            " directory of shards, which a Trainer reads: Trainer.fit(module, ckpt_path=...), and so validate, test and"
-            " predict. To load the weights elsewhere, export them with the HFExport callback or"
-            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or from_pretrained."
-        )
 
 
 @rank_zero_only
