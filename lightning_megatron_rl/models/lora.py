@@ -97,8 +97,8 @@ def check_targets(chunks: list[nn.Module], settings: LoRASettings) -> list[nn.Mo
     """Return the chunks of a model whose linear layers fit `settings.target_modules`; a collective of all ranks.
 
     Raises:
-        ValueError: A target that matches no layer, a pipeline stage without a target, or experts whose adapters
-            Megatron-Bridge could not export; on all ranks.
+        ValueError: A target that matches no layer, a pipeline stage without a target, experts whose adapters
+            Megatron-Bridge could not export, or expert biases that would not stay; on all ranks.
     """
     adaptable = [_linear_layers(chunk) for chunk in chunks]
     targeted = [[name for name in layers.values() if _matches(name, settings)] for layers in adaptable]
@@ -118,26 +118,35 @@ def check_targets(chunks: list[nn.Module], settings: LoRASettings) -> list[nn.Mo
             f"lora.target_modules={settings.target_modules} adapts no layer of some pipeline stage, which then has"
             " nothing to train: use fewer stages, or targets in every stage."
         )
-    raise_everywhere(_expert_problem([name for names in targeted for name in names]))
+    raise_everywhere(_expert_problem(chunks[0].config, [name for names in targeted for name in names]))
     return chunks
 
 
-def _expert_problem(names: Sequence[str]) -> str | None:
+def _expert_problem(config: Any, names: Sequence[str]) -> str | None:
     from megatron.core import parallel_state
 
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+        return (
+            f"moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} changes the routers' expert biases in"
+            " every step, but adapters are trained on weights that stay, and saved without them: set the rate to 0."
+        )
     experts = [name for name in names if ".experts." in name]
     if experts and ".local_experts." not in experts[0]:
         return (
             f"lora.target_modules adapts grouped experts ({experts[0]}), whose adapters are not supported: set"
             " model_config={'moe_grouped_gemm': False}, or target '*.self_attention.*' only."
         )
-    size = parallel_state.get_expert_model_parallel_world_size()
-    if experts and size > 1:
-        return (
-            f"lora.target_modules adapts experts ({experts[0]}) under expert_model_parallel_size={size}: Megatron-"
-            "Bridge 0.6.2 counts adapters of experts per rank, and would merge one rank's into another's experts. Use"
-            " expert_model_parallel_size=1, or targets outside the experts, e.g. '*.self_attention.*'."
-        )
+    sizes = {
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    for field_name, size in sizes.items():
+        if experts and size > 1:
+            return (
+                f"lora.target_modules adapts experts ({experts[0]}) under {field_name}={size}: Megatron-Bridge 0.6.2"
+                " counts such adapters per rank and splits them unlike the experts, so merged weights would be wrong."
+                f" Use {field_name}=1, or targets outside the experts, e.g. '*.self_attention.*'."
+            )
     return None
 
 

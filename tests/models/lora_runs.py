@@ -97,11 +97,11 @@ def initial_adapter(
     return exported_adapter(model, chunks)
 
 
-def adapter_error(directory: str, settings: LoRASettings, pp: int = 1) -> str:
+def adapter_error(directory: str, settings: LoRASettings, pp: int = 1, **options: Any) -> str:
     """What `build_chunks` says on this rank."""
     start_megatron(pp=pp)
     try:
-        build(directory, lora=settings)
+        build(directory, lora=settings, **options)
     except ValueError as error:
         return str(error)
     return "no error"

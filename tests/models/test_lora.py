@@ -199,6 +199,16 @@ def test_stage_with_nothing_to_train_is_refused(worker_pool, checkpoint):
     assert message == "no error"
 
 
+def test_weights_that_would_not_stay_are_refused(worker_pool, checkpoint):
+    """Megatron moves expert biases outside the optimizer; a dense model with the settings of one that has them."""
+    overrides = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    directory = checkpoint("qwen3")
+    for rate, message in ((1e-3, "moe_router_bias_update_rate=0.001 changes"), (0.0, "no error")):
+        options = {"config_overrides": {**overrides, "moe_router_bias_update_rate": rate}, "world_size": 1}
+        [said] = worker_pool.run(adapter_error, directory, SETTINGS, **options)
+        assert said.startswith(message)
+
+
 def test_adapter_of_some_layers_names_them_in_full(worker_pool, checkpoint, sequences, tmp_path):
     settings = LoRASettings(rank=4, alpha=6, target_modules=["*.layers.1.*.linear_qkv", "linear_proj"])
     [found] = worker_pool.run(adapter_logprobs, checkpoint("qwen3"), sequences, settings, str(tmp_path), world_size=1)
