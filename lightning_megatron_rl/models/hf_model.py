@@ -14,7 +14,9 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
-from lightning_megatron_rl.models.hf_files import CheckpointWriter, local_checkpoint, raise_everywhere
+from lightning_megatron_rl.models.hf_files import CheckpointWriter, fingerprint, local_checkpoint, raise_everywhere
+from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
+from lightning_megatron_rl.models.peft_files import adapter_config, write_adapter
 from lightning_megatron_rl.models.settings import check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
@@ -53,6 +55,11 @@ class HFModel:
     def dtype(self) -> torch.dtype:
         """The precision of the checkpoint's weights (fp32 if its config does not say)."""
         return self.config.dtype or torch.float32
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this checkpoint from another one of the same architecture, e.g. an earlier training step."""
+        return fingerprint(self.path)
 
     def check_layout(
         self,
@@ -100,13 +107,15 @@ class HFModel:
         sequence_parallel: bool,
         load_weights: bool = True,
         config_overrides: dict[str, Any] | None = None,
+        lora: LoRASettings | None = None,
     ) -> list[Any]:
         """Build this rank's part of the model, one Megatron `GPTModel` per virtual pipeline stage, not wrapped in DDP.
 
         Megatron's parallel state must be up; the layout is read from it. `config_overrides` are fields of Megatron's
         `TransformerConfig`. Losses are summed over tokens (`calculate_per_token_loss`), micro-batches may differ in
-        length, dropout is off. Raises `ValueError` for a layout the model cannot be split into, for unknown overrides
-        and for overrides of what the strategy decides, and if the checkpoint lacks a weight.
+        length, dropout is off. With `lora` its adapters are trainable and nothing else. Raises `ValueError` for a
+        layout the model cannot be split into, for unknown overrides and for overrides of what the strategy decides,
+        for adapters that fit no layer, and if the checkpoint lacks a weight.
         """
         overrides = config_overrides or {}
         backend = resolve_layer_backend(layer_backend, device)
@@ -143,9 +152,14 @@ class HFModel:
         if load_weights:
             provider.register_pre_wrap_hook(_poison, prepend=True)
             provider.register_pre_wrap_hook(self._check_complete)
-        return provider.provide_distributed_model(
+        if lora is not None:
+            provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
+        chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=device.type == "cpu"
         )
+        if lora is not None:
+            add_adapters(chunks, lora)
+        return chunks
 
     def _check_complete(self, chunks: list[Any]) -> list[Any]:
         """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
@@ -208,6 +222,28 @@ class HFModel:
                 error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
         if writer is not None and error is not None:
             writer.abandon()
+        raise_everywhere(error)
+
+    def save_adapter(self, chunks: list[Any], directory: str | Path, lora: LoRASettings) -> None:
+        """Write the chunks' adapters as PEFT loads them: adapter_config.json and adapter_model.safetensors.
+
+        A collective: all ranks call it, rank 0 writes. Raises `ValueError` on all ranks if the directory is not empty
+        or cannot be written, and for adapters of experts, which PEFT knows as one parameter and not as layers.
+        """
+        weights = {}
+        with torch.no_grad():
+            for name, tensor in self._bridge.export_adapter_weights(chunks, show_progress=False):
+                weights[name] = tensor.to(copy=True).contiguous()  # projections share the tensor of A
+        error = None
+        experts = [name for name in weights if ".experts." in name]
+        if experts:
+            error = f"{experts[0]} adapts an expert, which PEFT's format has no name for: export merged weights"
+        elif dist.get_rank() == 0:
+            config = adapter_config(weights, lora, self.name_or_path, self.config.num_hidden_layers)
+            try:
+                write_adapter(Path(directory), weights, config)
+            except Exception as exception:
+                error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
         raise_everywhere(error)
 
 
