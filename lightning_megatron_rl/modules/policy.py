@@ -17,6 +17,7 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.exporting import ExportsWeights
@@ -133,8 +134,7 @@ class PolicyModule(TakesSteps, ExportsWeights):
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
-            num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
+            pipeline_split=PipelineSplit.from_overrides(self.model_config),
             expert_model_parallel_size=layout.expert_model_parallel_size,
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
