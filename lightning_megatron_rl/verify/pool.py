@@ -23,6 +23,9 @@ from typing import Any
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
 
+_MOST_THREADS = 600  # about ten jobs of two ranks
+
+
 class WorkerError(RuntimeError):
     """A function failed, died or ran past its deadline on at least one rank; the message holds each rank's story.
 
@@ -77,6 +80,18 @@ class _Worker:
             start_new_session=True,  # its own group, so that its children can be ended with it
         )
         child.close()
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether jobs have left too many threads behind.
+
+        Megatron's data parallelism is kept alive by its own hooks on autograd nodes, a cycle that the garbage collector
+        does not see, and keeps its process groups: each has threads that wake up a hundred times a second.
+        """
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task")) > _MOST_THREADS
+        except FileNotFoundError:  # it is gone: the job will say so
+            return False
 
     def kill(self) -> None:
         """End the worker and everything it started."""
@@ -140,6 +155,11 @@ class WorkerPool:
         while len(self._workers) < world_size:
             self._workers.append(_Worker())
             self.on_start(self._workers[-1].process.pid)
+        for index, worker in enumerate(self._workers[:world_size]):
+            if worker.is_worn:
+                worker.kill()
+                self._workers[index] = _Worker()
+                self.on_start(self._workers[index].process.pid)
         workers = self._workers[:world_size]
         port = free_port()
         for rank, worker in enumerate(workers):
