@@ -122,6 +122,14 @@ def _processes() -> set[psutil.Process]:
     return found
 
 
+def _age(process: psutil.Process) -> tuple[float, int]:
+    """Sorts older processes first; of those started within one tick of the clock, the one with the lower id."""
+    try:
+        return process.create_time(), process.pid
+    except psutil.NoSuchProcess:
+        return 0.0, process.pid
+
+
 def _command(process: psutil.Process) -> str:
     """The command line of `process`; "" if it has ended, or if Python keeps it for the whole run."""
     try:
@@ -136,7 +144,7 @@ def _leaked_processes(before: Snapshot, keep: set[int]) -> list[psutil.Process]:
     now = _processes()
     ended = Counter(re.sub(r"\d+", "#", command) for process, command in before.processes.items() if process not in now)
     leaked = []
-    for process in now - before.processes.keys():
+    for process in sorted(now - before.processes.keys(), key=_age):  # the eldest is what was started again
         try:
             family = {process.pid, *(parent.pid for parent in process.parents())}
         except psutil.NoSuchProcess:

@@ -58,8 +58,12 @@ def test_the_budgets_split_the_batch():
         assert len(plan_microbatches(LENGTHS, budget)) == parts
 
 
+# eight processes take minutes on two cores
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (LAYOUTS[name][0] > 4)) for name in LAYOUTS]
+
+
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["one", *CASES])
 def test_no_layout_and_no_split_changes_a_number(worker_pool, qwen3_dir, reference, layout):
     """Loss, gradient norm and weights after two steps, to 1e-5 relative: fp32 sums in another order."""
     world_size, strategy = LAYOUTS.get(layout, (1, {}))
