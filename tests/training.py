@@ -112,9 +112,10 @@ def fit_sft(
     trainer: dict[str, Any] | None = None,
     callbacks: list[pl.Callback] | None = None,
     sequences: list[TokenSequence] | None = None,
+    data: pl.LightningDataModule | None = None,
     ckpt_path: str | None = None,
 ) -> Run:
-    """Fit an `SFTModule` on frozen sequences; returns logged values per step and the weights at the end."""
+    """Fit an `SFTModule` on frozen sequences (or `data`); returns logged values per step and the final weights."""
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
@@ -126,8 +127,11 @@ def fit_sft(
     runner = make_trainer(
         strategy, world_size, **{"max_steps": steps, "callbacks": [recorder, *(callbacks or [])], **(trainer or {})}
     )
-    data = SequenceDataModule(sequences or frozen_sequences(steps * batch_size), batch_size)
-    runner.fit(policy, data, ckpt_path=ckpt_path)
+    runner.fit(
+        policy,
+        data or SequenceDataModule(sequences or frozen_sequences(steps * batch_size), batch_size),
+        ckpt_path=ckpt_path,
+    )
     return Run(recorder.steps, {name: tensor.clone() for name, tensor in policy.export_weights()})
 
 

@@ -1,8 +1,9 @@
 """`HFExport`: the trained policy as a Hugging Face directory, proved by loading it back."""
 
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.strategy.distributed import check_writable, run_on_rank_zero
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
@@ -24,7 +26,8 @@ class HFExport(Callback):
     """Write the policy in Hugging Face format at the end of training, and every n steps if asked.
 
     Each export holds weights, config, tokenizer and generation config. Before it is reported as done, Transformers
-    loads it and its log-probs of a probe are compared with the trainer's.
+    loads it and its log-probs of a probe are compared with the trainer's. Adapters (LoRA) are merged into the weights,
+    or written alone in PEFT's format into ``<export>-adapter``.
 
     Args:
         dirpath: Directory of the exports: ``<dirpath>/step-000100`` while training, ``<dirpath>/last`` at the end.
@@ -32,6 +35,7 @@ class HFExport(Callback):
         at_end: Export when training ends.
         verify: Load each export back and compare.
         overwrite: Replace an export that is there already instead of refusing to start.
+        adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
 
     Example:
         ``Trainer(callbacks=[HFExport(dirpath="runs/grpo/hf")])``
@@ -44,6 +48,7 @@ class HFExport(Callback):
         at_end: bool = True,
         verify: bool = True,
         overwrite: bool = False,
+        adapter: Literal["merged", "peft", "both"] = "merged",
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
@@ -52,24 +57,31 @@ class HFExport(Callback):
         self.at_end = at_end
         self.verify = verify
         self.overwrite = overwrite
+        self.adapter = adapter
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Check before training that the exports can be written at its end.
 
         Raises:
             OSError: The directory cannot be written.
-            ValueError: It holds an export already and `overwrite` is off.
+            ValueError: It holds an export already and `overwrite` is off, or there are no adapters to export.
         """
         if stage != "fit":
             return
+        if self.adapter != "merged" and pl_module.lora is None:
+            raise ValueError(
+                f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
+                " adapter='merged', which writes the weights of any model."
+            )
         check_writable(self.dirpath, "HFExport(dirpath)")
 
         def check() -> None:
-            if not self.overwrite and self._last.exists():
-                raise ValueError(
-                    f"HFExport(dirpath={str(self.dirpath)!r}): {self._last} exists already. Choose another dirpath,"
-                    " move the export away, or set overwrite=True."
-                )
+            for directory in self._directories(self._last):
+                if not self.overwrite and directory.exists():
+                    raise ValueError(
+                        f"HFExport(dirpath={str(self.dirpath)!r}): {directory} exists already. Choose another dirpath,"
+                        " move the export away, or set overwrite=True."
+                    )
 
         run_on_rank_zero(check)
 
@@ -87,6 +99,10 @@ class HFExport(Callback):
     def _last(self) -> Path:
         return self.dirpath / "last"
 
+    def _directories(self, model: Path) -> list[Path]:
+        adapter = model.with_name(f"{model.name}-adapter")
+        return {"merged": [model], "peft": [adapter], "both": [model, adapter]}[self.adapter]
+
     def export(self, pl_module: Any, directory: Path) -> None:
         """Write and verify one export; a collective of all ranks.
 
@@ -94,17 +110,22 @@ class HFExport(Callback):
             RuntimeError: Loaded back, it does not compute what the trainer computes; it is renamed to ``*.failed``.
         """
         with pl_module.phase("hf_export"):
-            if self.overwrite:
-                run_on_rank_zero(lambda: shutil.rmtree(directory, ignore_errors=True))
             probe = _probe(pl_module.hf_model.config.vocab_size)
             expected = pl_module.score(probe).logprobs if self.verify else []
-            pl_module.save_pretrained(directory)
-            if self.verify:
-                dtype = pl_module.strategy.precision_plugin.params_dtype
-                error = run_on_rank_zero(
-                    lambda: _verify(directory, probe, expected, pl_module.temperature, _TOLERANCE[dtype])
-                )
-                rank_zero_info(f"exported to {directory}; loaded back, log-probs differ by at most {error:.1e}")
+            for target in self._directories(directory):
+                if self.overwrite:
+                    run_on_rank_zero(partial(shutil.rmtree, target, ignore_errors=True))
+                base = None  # of an adapter
+                if target == directory:
+                    pl_module.save_pretrained(target)
+                else:
+                    base = pl_module.hf_model.path
+                    pl_module.save_adapter(target)
+                if self.verify:
+                    tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
+                    check = partial(_verify, target, probe, expected, pl_module.temperature, tolerance, base)
+                    error = run_on_rank_zero(check)
+                    rank_zero_info(f"exported to {target}; loaded back, log-probs differ by at most {error:.1e}")
 
 
 def _probe(vocab_size: int) -> list[TokenSequence]:
@@ -119,12 +140,19 @@ def _probe(vocab_size: int) -> list[TokenSequence]:
 
 @torch.no_grad()
 def _verify(
-    directory: Path, probe: list[TokenSequence], expected: list[Tensor], temperature: float, tolerance: float
+    directory: Path,
+    probe: list[TokenSequence],
+    expected: list[Tensor],
+    temperature: float,
+    tolerance: float,
+    base: Path | None,
 ) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    AutoTokenizer.from_pretrained(base or directory)
+    model = AutoModelForCausalLM.from_pretrained(base or directory, dtype=torch.float32).eval()
+    if base is not None:
+        merge_adapter(model, directory)
     tokens = torch.stack([sequence.token_ids for sequence in probe])
     logprobs = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
     actual = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]

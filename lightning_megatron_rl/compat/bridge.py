@@ -53,6 +53,21 @@ def import_auto_bridge() -> Any:
     return auto_bridge.AutoBridge
 
 
+@functools.cache
+def import_lora() -> Any:
+    """Return Megatron-Bridge's `LoRA` class, which wraps a linear layer into one with an adapter.
+
+    Example:
+        ``import_lora()(target_modules=["linear_qkv"], dim=8, alpha=16)``
+    """
+    import_auto_bridge()
+    utils = importlib.import_module("megatron.bridge.peft.utils")
+    if importlib.util.find_spec("transformer_engine") is None:
+        # without it Megatron-core's classes on top of it are None, which Bridge takes for types
+        utils.HAVE_TE = False  # type: ignore[attr-defined]
+    return importlib.import_module("megatron.bridge.peft.lora").LoRA
+
+
 def _add_bare_package(name: str) -> None:
     """Register package `name` without running its `__init__`, unless it was imported before."""
     if name in sys.modules:

@@ -1,6 +1,7 @@
 """Files of Hugging Face checkpoints: finding or downloading one, and writing one that appears when it is complete."""
 
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -62,6 +63,25 @@ def raise_everywhere(error: str | None) -> None:
     messages = [message for message in errors if message is not None]
     if messages:
         raise ValueError(messages[0])
+
+
+def fingerprint(path: Path) -> str:
+    """Return a hash of a checkpoint's tensors: names, types, shapes and the first 4 KiB of each.
+
+    The same for every way of cutting the tensors into files; directory and other files do not matter.
+    """
+    entries = []
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(header_size))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                stream.seek(8 + header_size + start)
+                content = hashlib.sha256(stream.read(min(end - start, 4096))).hexdigest()
+                entries.append(f"{name} {entry['dtype']} {entry['shape']} {content}")
+    return hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest()
 
 
 class CheckpointWriter:

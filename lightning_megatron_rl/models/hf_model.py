@@ -14,7 +14,10 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
-from lightning_megatron_rl.models.hf_files import CheckpointWriter, local_checkpoint, raise_everywhere
+from lightning_megatron_rl.models.hf_files import CheckpointWriter, fingerprint, local_checkpoint, raise_everywhere
+from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
+from lightning_megatron_rl.models.peft_files import adapter_config, write_adapter
+from lightning_megatron_rl.models.settings import check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -53,14 +56,18 @@ class HFModel:
         """The precision of the checkpoint's weights (fp32 if its config does not say)."""
         return self.config.dtype or torch.float32
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this checkpoint from another one of the same architecture, e.g. an earlier training step."""
+        return fingerprint(self.path)
+
     def check_layout(
         self,
         *,
         tensor_model_parallel_size: int,
         pipeline_model_parallel_size: int,
         virtual_pipeline_model_parallel_size: int | None = None,
-        num_layers_in_first_pipeline_stage: int | None = None,
-        num_layers_in_last_pipeline_stage: int | None = None,
+        pipeline_split: layout_check.PipelineSplit | None = None,
         expert_model_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool = True,
@@ -71,8 +78,7 @@ class HFModel:
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-            num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
-            num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
+            pipeline_split=pipeline_split,
             expert_model_parallel_size=expert_model_parallel_size,
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
@@ -99,25 +105,28 @@ class HFModel:
         sequence_parallel: bool,
         load_weights: bool = True,
         config_overrides: dict[str, Any] | None = None,
+        lora: LoRASettings | None = None,
     ) -> list[Any]:
         """Build this rank's part of the model, one Megatron `GPTModel` per virtual pipeline stage, not wrapped in DDP.
 
         Megatron's parallel state must be up; the layout is read from it. `config_overrides` are fields of Megatron's
         `TransformerConfig`. Losses are summed over tokens (`calculate_per_token_loss`), micro-batches may differ in
-        length, dropout is off. Raises `ValueError` for a layout the model cannot be split into, for unknown overrides
-        and for overrides of what the strategy decides, and if the checkpoint lacks a weight.
+        length, dropout is off. With `lora` its adapters are trainable and nothing else. Raises `ValueError` for a
+        layout the model cannot be split into, for unknown overrides and for overrides of what the strategy decides,
+        for adapters that fit no layer, and if the checkpoint lacks a weight.
         """
         overrides = config_overrides or {}
         backend = resolve_layer_backend(layer_backend, device)
         settings = _settings(params_dtype, sequence_parallel)
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
+        overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
+        _check_model(overrides, settings, provider)
         self.check_layout(
             tensor_model_parallel_size=settings["tensor_model_parallel_size"],
             pipeline_model_parallel_size=settings["pipeline_model_parallel_size"],
             virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
-            num_layers_in_first_pipeline_stage=overrides.get("num_layers_in_first_pipeline_stage"),
-            num_layers_in_last_pipeline_stage=overrides.get("num_layers_in_last_pipeline_stage"),
+            pipeline_split=layout_check.PipelineSplit.from_overrides(overrides),
             expert_model_parallel_size=settings["expert_model_parallel_size"],
             expert_tensor_parallel_size=settings["expert_tensor_parallel_size"],
             sequence_parallel=sequence_parallel,
@@ -134,15 +143,20 @@ class HFModel:
                 settings["window_attn_skip_freq"] = sum(provider.interleaved_attn_pattern)
         if device.type == "cpu":
             settings |= _WITHOUT_CUDA
-        for name, value in {**settings, **overrides}.items():
+        for name, value in {**_DEFAULTS, **settings, **overrides}.items():
             setattr(provider, name, value)
         provider.finalize()
         if load_weights:
             provider.register_pre_wrap_hook(_poison, prepend=True)
             provider.register_pre_wrap_hook(self._check_complete)
-        return provider.provide_distributed_model(
+        if lora is not None:
+            provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
+        chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=device.type == "cpu"
         )
+        if lora is not None:
+            add_adapters(chunks, lora)
+        return chunks
 
     def _check_complete(self, chunks: list[Any]) -> list[Any]:
         """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
@@ -207,7 +221,36 @@ class HFModel:
             writer.abandon()
         raise_everywhere(error)
 
+    def save_adapter(self, chunks: list[Any], directory: str | Path, lora: LoRASettings) -> None:
+        """Write the chunks' adapters as PEFT loads them: adapter_config.json and adapter_model.safetensors.
 
+        A collective: all ranks call it, rank 0 writes. Raises `ValueError` on all ranks if the directory is not empty
+        or cannot be written, and for adapters of experts, which PEFT knows as one parameter and not as layers.
+        """
+        weights = {}
+        with torch.no_grad():
+            for name, tensor in self._bridge.export_adapter_weights(chunks, show_progress=False):
+                weights[name] = tensor.to(copy=True).contiguous()  # projections share the tensor of A
+        error = None
+        experts = [name for name in weights if ".experts." in name]
+        if experts:
+            error = f"{experts[0]} adapts an expert, which PEFT's format has no name for: export merged weights"
+        elif dist.get_rank() == 0:
+            config = adapter_config(weights, lora, self.name_or_path, self.config.num_hidden_layers)
+            try:
+                write_adapter(Path(directory), weights, config)
+            except Exception as exception:
+                error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
+        raise_everywhere(error)
+
+
+# Megatron's own defaults that are wrong here; a user may ask for dropout.
+_DEFAULTS = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
+    "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
+}
 # Kernels that Transformer Engine brings along.
 _WITHOUT_TRANSFORMER_ENGINE = {
     "apply_rope_fusion": False,
@@ -246,10 +289,6 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
-        "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
         "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
@@ -267,6 +306,20 @@ def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known:
                 f"config_overrides: {name!r} is no field of Megatron's TransformerConfig"
                 + (f"; did you mean {' or '.join(close)}?" if close else "")
             )
+
+
+def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: Any) -> None:
+    """Refuse settings that this model has nothing for, or that Megatron computes wrongly for it."""
+    experts = overrides.get("num_moe_experts", provider.num_moe_experts)
+    pattern = provider.moe_layer_freq
+    all_moe = bool(experts) and (pattern == 1 or (isinstance(pattern, list) and all(pattern)))
+    check_recompute(overrides, moe=bool(experts), all_moe=all_moe, latent_attention=provider.multi_latent_attention)
+    if settings["fp16"] and experts:
+        raise ValueError(
+            f"precision='16-mixed' with {experts} experts: Megatron keeps one loss scale for the experts and one for"
+            " the other parameters, which part at the first overflow, and then one of them gets wrong gradients. Use"
+            " precision='bf16-mixed'."
+        )
 
 
 def _poison(chunks: list[Any]) -> list[Any]:

@@ -1,5 +1,7 @@
 """Whether a model of given sizes can be split as asked: pure arithmetic, before any weight is loaded."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_megatron_rl.models.families import FAMILIES
@@ -22,6 +24,25 @@ ROPE_TYPES = {
     "gemma3_text (full_attention)": ("default", "linear"),
     "gpt_oss": ("yarn",),
 }
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """Fields of Megatron's `TransformerConfig` that give pipeline stages unequal numbers of layers.
+
+    Example:
+        Seven layers over two stages: ``PipelineSplit(account_for_loss_in_pipeline_split=True)`` gives 4 and 3.
+    """
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False  # the embedding counts as a layer of the first stage
+    account_for_loss_in_pipeline_split: bool = False  # the output layer counts as a layer of the last stage
+
+    @classmethod
+    def from_overrides(cls, overrides: Mapping[str, Any]) -> "PipelineSplit":
+        """Take these fields out of overrides of the `TransformerConfig`."""
+        return cls(**{field.name: overrides[field.name] for field in fields(cls) if field.name in overrides})
 
 
 def check_family(config: Any) -> None:
@@ -104,8 +125,7 @@ def check_layout(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
     virtual_pipeline_model_parallel_size: int | None = None,
-    num_layers_in_first_pipeline_stage: int | None = None,
-    num_layers_in_last_pipeline_stage: int | None = None,
+    pipeline_split: PipelineSplit | None = None,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
     sequence_parallel: bool = True,
@@ -137,8 +157,7 @@ def check_layout(
         config.num_hidden_layers,
         pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size or 1,
-        num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage,
+        pipeline_split or PipelineSplit(),
     )
 
 
@@ -173,16 +192,28 @@ def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool)
         )
 
 
-def _check_stages(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> None:
+def _check_stages(layers: int, pp: int, vpp: int, split: PipelineSplit) -> None:
     """Every stage must get the same number of layers, apart from a first or last stage whose number is given."""
+    counted = {
+        "embedding": split.account_for_embedding_in_pipeline_split,
+        "loss": split.account_for_loss_in_pipeline_split,
+    }
+    extra = [name for name, is_counted in counted.items() if is_counted]
+    first, last = split.num_layers_in_first_pipeline_stage, split.num_layers_in_last_pipeline_stage
     given = [count for count in (first, last) if count is not None]
+    if given and extra:
+        raise ValueError(
+            f"{' and '.join(map(str, given))} layers in the first or last pipeline stage, and"
+            f" account_for_{extra[0]}_in_pipeline_split: the one says how many layers, the other computes it: set one"
+        )
     if not given:
-        if layers % (pp * vpp):
+        total = layers + len(extra)
+        if total % (pp * vpp):
+            sum_of = f"num_hidden_layers={layers}" + "".join(f" + 1 for the {name}" for name in extra)
             raise ValueError(
-                f"num_hidden_layers={layers} over pipeline_model_parallel_size={pp} x "
-                f"virtual_pipeline_model_parallel_size={vpp}: {layers} % {pp * vpp} = {layers % (pp * vpp)}: use sizes "
-                f"whose product divides {layers}, or set num_layers_in_first_pipeline_stage or "
-                "num_layers_in_last_pipeline_stage"
+                f"{sum_of} over pipeline_model_parallel_size={pp} x virtual_pipeline_model_parallel_size={vpp}: "
+                f"{total} % {pp * vpp} = {total % (pp * vpp)}: use sizes whose product divides {total}, or set "
+                "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
             )
         return
     stages = pp - len(given)

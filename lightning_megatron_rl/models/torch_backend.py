@@ -93,13 +93,18 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
+        self.return_layernorm_output = False  # an adapter on this layer wants it; Transformer Engine's name
         _add_norm_parameters(self, "layer_norm_", input_size, config)
 
-    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Map `hidden` [s, b, input_size] to [s, b, output_size / tp], and the bias if it was skipped."""
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Any, Tensor | None]:
+        """Map `hidden` [s, b, input_size] to [s, b, output_size / tp], and the bias if it was skipped.
+
+        With `return_layernorm_output` the former comes in a tuple with the normalised input.
+        """
         eps = self.config.layernorm_epsilon
         normalized = _normalize(hidden, self.layer_norm_weight, self.layer_norm_bias, eps, self.config)
-        return super().forward(normalized, *args, **options)
+        output, bias = super().forward(normalized, *args, **options)
+        return ((output, normalized) if self.return_layernorm_output else output), bias
 
 
 class TorchRowParallelLinearNorm(RowParallelLinear):

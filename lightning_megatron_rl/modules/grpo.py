@@ -14,11 +14,13 @@ from lightning_megatron_rl.algorithms.advantages import group_advantages
 from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss, GRPOLossConfig
-from lightning_megatron_rl.modules.policy import PolicyModule
+from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 from lightning_megatron_rl.modules.rollout_batch import (
     Rollout,
     add_sample_metrics,
@@ -59,6 +61,7 @@ class GRPOModule(PolicyModule):
         model_config: Overrides of Megatron's `TransformerConfig`.
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
+        lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -89,6 +92,7 @@ class GRPOModule(PolicyModule):
         model_config: dict[str, Any] | None = None,
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
+        lora: LoRASettings | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -100,6 +104,7 @@ class GRPOModule(PolicyModule):
             model_config=model_config,
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
+            lora=lora,
         )
         check_batch_arithmetic(num_generations, updates_per_rollout, rewards, reward_weights, sampling)
         self.rewards = rewards
@@ -154,10 +159,14 @@ class GRPOModule(PolicyModule):
         check_split(data.batch_size // replicas, self.updates_per_rollout)
 
     def configure_model(self) -> None:
-        """Build the policy, and the frozen reference if the loss looks at it."""
+        """Build the policy, and the frozen reference if the loss looks at it; with LoRA the policy holds it."""
         super().configure_model()
-        if self.loss.config.kl_coef > 0 and self.reference is None:
+        if self._has_reference and self.lora is None and self.reference is None:
             self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
+
+    @property
+    def _has_reference(self) -> bool:
+        return self.loss.config.kl_coef > 0
 
     def configure_callbacks(self) -> list[Callback]:
         """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
@@ -199,13 +208,20 @@ class GRPOModule(PolicyModule):
             rollout.set_field("old_logprobs", scores.logprobs)
             if self.replays_routing:
                 rollout.set_routing(scores.routing)
-        if self.reference is not None:
+        if self._has_reference:
             with self.phase("ref_logp"):
-                rollout.set_field("ref_logprobs", self.score(rollout.sequences, self.reference).logprobs)
+                rollout.set_field("ref_logprobs", self.score_reference(rollout.sequences).logprobs)
         rollout.set_correction_weights(self.loss)
         self.log_rollout(rollout)
         self.last_rollout = rollout
         return rollout
+
+    def score_reference(self, sequences: list[TokenSequence]) -> Scores:
+        """Score under the reference policy: the frozen copy, or with LoRA the policy without its adapters."""
+        if self.lora is None:
+            return self.score(sequences, self.reference)
+        with adapters_off(self.model):
+            return self.score(sequences)
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return the replica's samples of its prompts; the leader samples, every rank gets them."""

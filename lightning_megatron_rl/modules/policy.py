@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -18,7 +17,10 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.layout_check import PipelineSplit
+from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.steps import TakesSteps, TokenLoss
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, peak_memory_gb, synchronize
@@ -40,7 +42,7 @@ class Scores:
     routing: list[Tensor]  # per sequence, if recorded: [tokens, expert layers of this pipeline stage, topk] int16
 
 
-class PolicyModule(TakesSteps):
+class PolicyModule(TakesSteps, ExportsWeights):
     """A language model on Megatron: builds it, scores sequences with it, updates it.
 
     Args:
@@ -53,6 +55,7 @@ class PolicyModule(TakesSteps):
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
+        lora: Train low-rank adapters and leave the model's own weights as they are.
     """
 
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
@@ -68,6 +71,7 @@ class PolicyModule(TakesSteps):
         model_config: dict[str, Any] | None = None,
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
+        lora: LoRASettings | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -85,6 +89,7 @@ class PolicyModule(TakesSteps):
         self.model_config = model_config or {}
         self.logprob_chunk_size = logprob_chunk_size
         self.moe = moe
+        self.lora = lora
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._hf_model: HFModel | None = None
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
@@ -129,12 +134,15 @@ class PolicyModule(TakesSteps):
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            num_layers_in_first_pipeline_stage=self.model_config.get("num_layers_in_first_pipeline_stage"),
-            num_layers_in_last_pipeline_stage=self.model_config.get("num_layers_in_last_pipeline_stage"),
+            pipeline_split=PipelineSplit.from_overrides(self.model_config),
             expert_model_parallel_size=layout.expert_model_parallel_size,
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        self.strategy.trained_on_top_of = None
+        if self.lora is not None:
+            self.lora.check_layout(layout.tensor_model_parallel_size)
+            self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
@@ -152,6 +160,7 @@ class PolicyModule(TakesSteps):
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
                 config_overrides=self.model_config | self.moe_fields(),
+                lora=self.lora,
             )
         )
 
@@ -303,10 +312,12 @@ class PolicyModule(TakesSteps):
     def _print_start_table(self, batch: Any) -> None:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         optimizer = "distributed optimizer" if self.strategy.use_distributed_optimizer else "optimizer on every replica"
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         rows = [
             ("model", f"{self.model_path} ({self.hf_model.config.model_type}), {parameters:,} parameters on this rank"),
             ("layout", self.strategy.layout.describe(self.trainer.world_size)),
             ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
+            *([] if self.lora is None else [("LoRA", f"{self.lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
             *self.describe_moe(),
         ]
@@ -328,6 +339,7 @@ class PolicyModule(TakesSteps):
             {
                 "policy/grad_norm": optimizer.grad_norm,  # type: ignore[attr-defined]
                 "policy/lr": optimizer.last_lr,  # type: ignore[attr-defined]
+                **optimizer.take_step_metrics(),  # type: ignore[attr-defined]
                 "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / self.trainer.world_size,
                 **largest,
             }
@@ -351,30 +363,6 @@ class PolicyModule(TakesSteps):
     def reduce_tokens(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Reduce what belongs to this rank's tokens over the ranks that share the batch's tokens."""
         return self.strategy.data_parallel_all_reduce(vector, op, with_context_parallel=True)
-
-    # ---- weights out -----------------------------------------------------------------------------------------------
-
-    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
-        return self.hf_model.export_weights(list(self.model), dtype)
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory; a collective of all ranks."""
-        self.hf_model.save_pretrained(list(self.model), directory)
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "PolicyModule":
-        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
-
-        Raises:
-            ValueError: Always, with what to do in its place.
-        """
-        raise ValueError(
-            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint of MegatronStrategy is a"
-            " directory of shards, which a Trainer reads: Trainer.fit(module, ckpt_path=...), and so validate, test and"
-            " predict. To load the weights elsewhere, export them with the HFExport callback or"
-            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or from_pretrained."
-        )
 
 
 @rank_zero_only

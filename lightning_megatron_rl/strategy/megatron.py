@@ -20,7 +20,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
@@ -28,10 +27,11 @@ from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.strategy.checks import avoid_inference_tensors, check_optimizers, check_trainer
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
-from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer, resolve_optimizer_config
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.saving import DistributedCheckpointStrategy
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
+from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.termination import TerminationNotice
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 
@@ -230,9 +230,8 @@ class MegatronStrategy(DistributedCheckpointStrategy):
                 assert self.lightning_module is not None
                 self.lightning_module.model = wrap_for_training(
                     list(self.chunks),
-                    self.ddp_config,
-                    mixed_precision=self.precision_plugin.is_mixed,
-                    use_distributed_optimizer=self.use_distributed_optimizer,
+                    self.resolve_ddp_config(),
+                    is_16bit=self.precision_plugin.is_16bit,
                 )
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
@@ -276,14 +275,29 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         assert self.lightning_module is not None
         return resolve_optimizer_config(
             config,
+            precision=self.precision_plugin.precision,
             params_dtype=self.precision_plugin.params_dtype,
-            use_distributed_optimizer=self.use_distributed_optimizer,
+            ddp_config=self.resolve_ddp_config(),
             gradient_clip_val=self.lightning_module.trainer.gradient_clip_val,
+            device=self.root_device,
+        )
+
+    def resolve_ddp_config(self) -> "DistributedDataParallelConfig":
+        """Return the user's `ddp_config` completed, or raise what contradicts the run."""
+        return resolve_ddp_config(
+            self.ddp_config,
+            precision=self.precision_plugin.precision,
+            use_distributed_optimizer=self.use_distributed_optimizer,
+            device=self.root_device,
         )
 
     def on_train_start(self) -> None:
         """Answer SIGTERM between batches from here on."""
         self.termination.install()
+
+    def on_train_end(self) -> None:
+        """Leave no parameter to be gathered."""
+        self.gather_parameters()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop on every rank if one was told to."""
@@ -351,44 +365,11 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         """Reduce in place over the model replicas; see `distributed.data_parallel_all_reduce`."""
         return data_parallel_all_reduce(tensor, op, with_context_parallel=with_context_parallel)
 
-    def union(self, names: Sequence[str]) -> list[str]:
-        """Return the sorted names of all ranks."""
-        everywhere: list[Sequence[str]] = [()] * self.world_size
-        dist.all_gather_object(everywhere, list(names))
-        return sorted({name for rank in everywhere for name in rank})
-
     def broadcast_from_last_stage(self, obj: T) -> T:
         """Return the object of this replica's last pipeline stage on every rank of the replica."""
         assert self.replica is not None
         # Megatron orders ranks with the pipeline outermost: the last rank is of the last stage
         return self.replica.broadcast_object(obj, source=self.replica.ranks[-1])
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
-        if not dist.is_initialized():
-            return
-        if self.root_device.type == "cuda":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src` on every rank."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a tensor over all ranks ("mean" or "sum"); anything else is returned as it is."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        tensor = tensor.clone()
-        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        op = dist.ReduceOp.SUM if is_mean or isinstance(reduce_op, str) else reduce_op
-        dist.all_reduce(tensor, op=op, group=group)
-        return tensor / dist.get_world_size(group) if is_mean else tensor
 
     def teardown(self) -> None:
         """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""

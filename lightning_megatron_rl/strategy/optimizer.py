@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +9,6 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
-    from megatron.core.optimizer import OptimizerConfig
-
-_MEGATRON_DEFAULT_CLIP_GRAD = 1.0
 
 
 class MegatronOptimizer(Optimizer):
@@ -36,6 +32,7 @@ class MegatronOptimizer(Optimizer):
         self.grad_norm: float = 0.0  # global norm before clipping, of the last step
         self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
         self.step_succeeded: bool = True  # False when Megatron skipped the step for non-finite gradients
+        self._skipped = 0  # steps since the last call of `take_step_metrics`
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Run `closure` (forward and backward), then Megatron's step; return the closure's loss."""
@@ -44,13 +41,41 @@ class MegatronOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_lr = float(self.param_groups[0]["lr"])
-        succeeded, grad_norm, _ = self.megatron.step()
+        succeeded, grad_norm = self._step_in_bf16() if self._is_bf16_true else self.megatron.step()[:2]
         # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
         # gradient to itself
         self.megatron.zero_grad(set_to_none=True)
         self.step_succeeded = bool(succeeded)
+        self._skipped += not self.step_succeeded
         self.grad_norm = float(grad_norm) if grad_norm is not None else math.nan
         return loss
+
+    @property
+    def _is_bf16_true(self) -> bool:
+        config = self.megatron.config
+        return config.params_dtype == torch.bfloat16 and not config.bf16
+
+    @torch.no_grad()
+    def _step_in_bf16(self) -> tuple[bool, float]:
+        """As Megatron's step, which clips fp32 gradients only."""
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        factor = self.megatron.config.clip_grad / (norm + 1e-6)
+        if factor < 1:
+            for parameter in self.megatron.get_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return self.megatron.step_with_ready_grads(), norm
+
+    def take_step_metrics(self) -> dict[str, float]:
+        """Return the loss scale and the number of steps skipped since the last call; nothing without a loss scale.
+
+        A step is skipped when a gradient is not finite. The schedulers move on all the same, as Lightning's do.
+        """
+        skipped, self._skipped = self._skipped, 0
+        if not self.megatron.config.fp16:
+            return {}
+        return {"policy/step_skipped": float(skipped), "policy/loss_scale": float(self.megatron.get_loss_scale())}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the main gradients (the schedule clears Megatron's gradient buffers itself)."""
@@ -69,6 +94,10 @@ class MegatronOptimizer(Optimizer):
 
     def sharded_state_dict(self, model_state: dict[str, Any], metadata: dict[str, Any], is_loading: bool) -> Any:
         """Return the optimizer state as Megatron's sharded tensors, for distributed checkpoints."""
+        for part in self._parts():
+            # before the first step that is not skipped there are no moments, which loading would look for
+            if part.init_state_fn is not None:
+                part.init_state_fn(part.optimizer, part.config)
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
 
     def load_sharded_state(self, state: Any) -> None:
@@ -82,38 +111,3 @@ class MegatronOptimizer(Optimizer):
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
-
-
-def resolve_optimizer_config(
-    config: "OptimizerConfig",
-    *,
-    params_dtype: torch.dtype,
-    use_distributed_optimizer: bool,
-    gradient_clip_val: float | None,
-) -> "OptimizerConfig":
-    """Return `config` with what the strategy and the Trainer decide filled in.
-
-    Raises:
-        ValueError: `clip_grad` set in the optimizer config and (differently) in the Trainer; no learning rate; an
-            optimizer that Megatron does not shard.
-    """
-    clip = float(gradient_clip_val or 0.0)
-    if config.clip_grad not in (_MEGATRON_DEFAULT_CLIP_GRAD, clip):
-        raise ValueError(
-            f"OptimizerConfig.clip_grad={config.clip_grad} with Trainer(gradient_clip_val={gradient_clip_val}):"
-            " gradient clipping is set in one place. Remove clip_grad and set Trainer(gradient_clip_val=...)."
-        )
-    if config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: set the learning rate, e.g. OptimizerConfig(lr=1e-6).")
-    if config.optimizer == "sgd" and use_distributed_optimizer:
-        raise ValueError(
-            "OptimizerConfig.optimizer='sgd' with use_distributed_optimizer=True: Megatron shards Adam's state, not"
-            " SGD's. Set MegatronStrategy(use_distributed_optimizer=False) or optimizer='adam'."
-        )
-    return replace(
-        config,
-        bf16=params_dtype == torch.bfloat16,
-        params_dtype=params_dtype,
-        use_distributed_optimizer=use_distributed_optimizer,
-        clip_grad=clip if clip > 0 else math.inf,
-    )

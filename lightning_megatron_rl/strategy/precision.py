@@ -1,13 +1,21 @@
 """The Trainer's `precision=` in Megatron's terms: Megatron's own modules own the dtypes, there is no autocast."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+_PARAMS_DTYPES = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 
 
 class MegatronPrecision(Precision):
@@ -15,39 +23,46 @@ class MegatronPrecision(Precision):
 
     Args:
         precision: ``"32-true"``: everything in fp32. ``"bf16-mixed"``: parameters and activations in bf16, main
-            parameters, gradients and optimizer state in fp32.
+            parameters, gradients and optimizer state in fp32. ``"16-mixed"``: the same with fp16, and a dynamic loss
+            scale. ``"bf16-true"``: parameters, gradients and optimizer state all in bf16.
+
+    Raises:
+        ValueError: Another precision.
+
+    Example:
+        ``Trainer(strategy=MegatronStrategy(), precision="bf16-mixed")`` makes it; on a CPU, where Lightning turns
+        ``"16-mixed"`` into ``"bf16-mixed"``, fp16 is ``Trainer(plugins=MegatronPrecision("16-mixed"))``.
     """
 
-    def __init__(self, precision: Literal["32-true", "bf16-mixed"] = "32-true") -> None:
+    def __init__(self, precision: PrecisionName = "32-true") -> None:
+        if precision not in _PARAMS_DTYPES:
+            raise _unsupported(precision, type(self).__name__)
         self.precision = precision  # type: ignore[assignment]
 
     @classmethod
     def from_lightning(cls, plugin: Precision) -> "MegatronPrecision":
         """Translate the plugin that the Trainer made from its `precision` argument.
 
+        Lightning's gradient scaler for fp16 is not used: Megatron's optimizer has one, which knows its gradients.
+
         Raises:
             ValueError: A precision that this strategy does not run, naming those it does.
         """
         if isinstance(plugin, cls):
             return plugin
-        if type(plugin) is Precision:
-            return cls("32-true")
-        if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
-            return cls("bf16-mixed")
-        raise ValueError(
-            f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by MegatronStrategy:"
-            " use precision='32-true' or 'bf16-mixed'."
-        )
+        if type(plugin) in (Precision, MixedPrecision, HalfPrecision) and plugin.precision in _PARAMS_DTYPES:
+            return cls(plugin.precision)  # type: ignore[arg-type]
+        raise _unsupported(plugin.precision, type(plugin).__name__)
 
     @property
     def params_dtype(self) -> torch.dtype:
         """Dtype of the parameters and activations."""
-        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float32
+        return _PARAMS_DTYPES[self.precision]
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether the optimizer keeps fp32 main parameters beside the model's own."""
-        return self.precision == "bf16-mixed"
+    def is_16bit(self) -> bool:
+        """Whether parameters and activations are in a 16-bit format."""
+        return self.params_dtype != torch.float32
 
     def clip_gradients(
         self,
@@ -67,3 +82,11 @@ class MegatronPrecision(Precision):
             )
         assert isinstance(optimizer, MegatronOptimizer)
         optimizer.set_clip_grad(float(clip_val))
+
+
+def _unsupported(precision: str, plugin: str) -> ValueError:
+    *others, last = (repr(name) for name in get_args(PrecisionName))
+    return ValueError(
+        f"precision={precision!r} ({plugin}) is not supported by MegatronStrategy: use precision={', '.join(others)} or"
+        f" {last}."
+    )

@@ -11,20 +11,25 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.wrapping import gather_parameters
 
 
-class DistributedCheckpointStrategy(ParallelStrategy):
+class DistributedCheckpointStrategy(CollectiveStrategy):
     """Saves and loads weights, optimizer and random-number states as directories, in any layout; see `checkpoint`."""
 
     layout: ParallelLayout
+    trained_on_top_of: dict[str, Any] | None = None
+    """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
+    adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
+    another one refuses them."""
 
     @property
     @abstractmethod
@@ -35,16 +40,28 @@ class DistributedCheckpointStrategy(ParallelStrategy):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what runs inside, for errors of collectives."""
 
+    def gather_parameters(self) -> None:
+        """Let every replica see all of the last step's parameters: a collective, needed under `overlap_param_gather`.
+
+        Forward passes, checkpoints and the module's exports do it themselves.
+        """
+        gather_parameters(list(self.chunks))
+
     def _model_state(self) -> dict[str, Any]:
         from megatron.core.utils import unwrap_model
 
         metadata = checkpoint_io.content_metadata()
-        chunks = unwrap_model(list(self.chunks))
-        return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+        state = {}
+        for index, chunk in enumerate(unwrap_model(list(self.chunks))):
+            state[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
+            if self.trained_on_top_of is not None:
+                state[f"model{index}"] = {name: state[f"model{index}"][name] for name in _trainable(chunk)}
+        return state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
         assert self.lightning_module is not None
+        self.gather_parameters()
         other = dict(_state_outside_model(self.lightning_module).items())
         return {**self._model_state(), "other": other}
 
@@ -79,6 +96,7 @@ class DistributedCheckpointStrategy(ParallelStrategy):
                 "world_size": self.world_size,
                 "global_step": checkpoint.get("global_step", 0),
                 "has_optimizer": has_optimizer,
+                "trained_on_top_of": self.trained_on_top_of,
             }
             checkpoint_io.save(path, sharded, {**checkpoint, "state_dict": state["other"]}, layout)
 
@@ -87,12 +105,14 @@ class DistributedCheckpointStrategy(ParallelStrategy):
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: It is not a checkpoint, of another model, or holds objects that are not plain data.
+            ValueError: It is not a checkpoint, of another model or other adapters, or holds objects that are not plain
+                data.
         """
         assert self.lightning_module is not None
         with self.phase("checkpoint load"):
             path = Path(self.broadcast(str(checkpoint_path)))
             layout = checkpoint_io.read_layout(path)
+            _check_base(path, layout.get("trained_on_top_of"), self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
             if self.optimizers and not layout["has_optimizer"]:
                 raise ValueError(
@@ -122,7 +142,13 @@ class DistributedCheckpointStrategy(ParallelStrategy):
         from megatron.core.utils import unwrap_model
 
         for index, chunk in enumerate(unwrap_model(list(self.chunks))):
-            chunk.load_state_dict(loaded[f"model{index}"])
+            state = loaded[f"model{index}"]
+            if self.trained_on_top_of is None:
+                chunk.load_state_dict(state)
+                continue
+            result = chunk.load_state_dict(state, strict=False)  # frozen weights are there already
+            assert state.keys() == _trainable(chunk)
+            assert not result.unexpected_keys
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
@@ -137,6 +163,35 @@ class DistributedCheckpointStrategy(ParallelStrategy):
         """Delete a checkpoint directory (rank 0)."""
         if self.is_global_zero:
             checkpoint_io.remove(Path(filepath))
+
+
+def _trainable(chunk: nn.Module) -> set[str]:
+    return {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+
+
+def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint of adapters that were trained on another model, or that is not one of adapters at all."""
+    if saved == own:
+        return
+    if saved is None:
+        raise ValueError(
+            f"checkpoint {path} holds a whole model, and this run trains adapters on the weights of its model"
+            " directory: start it from an export of that run, or turn adapters off (lora: null)."
+        )
+    if own is None:
+        raise ValueError(
+            f"checkpoint {path} holds adapters only, and this run trains a whole model: set the adapters it was"
+            f" trained with ({saved}), or start from a merged export."
+        )
+    differences = [
+        f"{name}: {saved.get(name)} in the checkpoint, {own.get(name)} in this run"
+        for name in sorted({*saved, *own})
+        if saved.get(name) != own.get(name)
+    ]
+    raise ValueError(
+        f"checkpoint {path} holds adapters that do not belong to this run: {'; '.join(differences)}. Resume with the"
+        " model directory and the adapter settings that it was trained with."
+    )
 
 
 def _state_outside_model(module: "pl.LightningModule") -> dict[str, Any]:

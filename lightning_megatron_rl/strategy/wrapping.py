@@ -1,60 +1,85 @@
 """Megatron's wrappers for training: data parallelism, mixed precision, the optimizer, and the hooks between them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_megatron_rl.compat.bucket_padding import keep_bucket_padding
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
 
 def wrap_for_training(
-    chunks: Sequence[nn.Module],
-    ddp_config: Optional["DistributedDataParallelConfig"],
-    *,
-    mixed_precision: bool,
-    use_distributed_optimizer: bool,
+    chunks: Sequence[nn.Module], ddp_config: "DistributedDataParallelConfig", *, is_16bit: bool
 ) -> nn.ModuleList:
-    """Wrap each chunk in Megatron's DDP, below it in `Float16Module` for mixed precision; wrapped ones stay.
+    """Wrap each chunk in Megatron's DDP, below it in `Float16Module` for 16-bit parameters; wrapped ones stay.
 
     Args:
         chunks: This rank's chunks, on their device.
-        ddp_config: Megatron's own config; gradients are reduced in fp32 if not given.
-        mixed_precision: Whether parameters are in a 16-bit format.
-        use_distributed_optimizer: Overrides the config's field: it must agree with the optimizer's.
+        ddp_config: What `settings.resolve_ddp_config` returned.
+        is_16bit: Whether parameters are in a 16-bit format.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
-    config = replace(
-        ddp_config or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-        use_distributed_optimizer=use_distributed_optimizer,
-    )
     wrapped = nn.ModuleList()
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, DistributedDataParallel):
             wrapped.append(chunk)
             continue
         model_config = get_model_config(chunk)
-        if mixed_precision and not isinstance(chunk, Float16Module):
+        if is_16bit and not isinstance(chunk, Float16Module):
             chunk = Float16Module(model_config, chunk)
-        ddp = DistributedDataParallel(model_config, config, chunk, disable_bucketing=index > 0)
+        ddp = DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
         ddp.broadcast_params()
+        if ddp_config.overlap_param_gather:
+            _gather_before_output(ddp)
         wrapped.append(ddp)
     return wrapped
+
+
+def _gather_before_output(ddp: "DistributedDataParallel") -> None:
+    """Gather the output layer's weight when the decoder is done.
+
+    Megatron gathers a layer's parameters in a hook of its forward; log-probs read the output layer's weight without
+    calling it.
+    """
+    from megatron.core.utils import unwrap_model
+
+    model = unwrap_model(ddp)
+    if not model.post_process:
+        return
+
+    def gather(*unused: Any) -> None:
+        for parameter in model.output_layer.parameters():
+            if parameter in ddp.param_to_bucket_group:
+                ddp.param_to_bucket_group[parameter].finish_param_sync()
+
+    model.decoder.register_forward_hook(gather)
+
+
+def gather_parameters(chunks: Sequence[nn.Module]) -> None:
+    """Wait for parameters that the last optimizer step has not gathered yet; a collective of all replicas.
+
+    Under `overlap_param_gather` each replica has new values of its own shard only until the next forward pass.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> MegatronOptimizer:
     """Make Megatron's optimizer for wrapped chunks and tell each chunk's config how gradients become final.
 
     Args:
-        config: A resolved config, see `resolve_optimizer_config`.
+        config: A resolved config, see `settings.resolve_optimizer_config`.
         chunks: What `wrap_for_training` returned.
     """
     from megatron.core.distributed import finalize_model_grads
@@ -62,9 +87,19 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
     from megatron.core.utils import get_model_config
 
     optimizer = get_megatron_optimizer(config, list(chunks))
+    for part in optimizer.chained_optimizers:
+        keep_bucket_padding(part)
+    for group in optimizer.param_groups:
+        # Megatron's own scheduler would do this in every step: no weight decay of norms and biases, and another
+        # learning rate of embeddings with `decoupled_lr`; Lightning's schedulers scale each group's own rate
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        group["lr"] = group["max_lr"]
+    # gradients are not to leave the rank before the last micro-batch, which matters when their reduction overlaps
+    no_sync = [chunk.no_sync for chunk in chunks]
     for chunk in chunks:
         # every chunk's own config: the default, None, would leave gradients unreduced without a word
         chunk_config = get_model_config(chunk)
         chunk_config.finalize_model_grads_func = finalize_model_grads
         chunk_config.grad_scale_func = optimizer.scale_loss
+        chunk_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return MegatronOptimizer(optimizer)

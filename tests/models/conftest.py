@@ -41,10 +41,14 @@ def sequences() -> list[list[int]]:
 
 
 def hf_logprobs(
-    directory: Path, sequences: list[list[int]], temperature: float = 1.0, dtype: torch.dtype = torch.float32
+    source: Path | torch.nn.Module,
+    sequences: list[list[int]],
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Log-probs of the next tokens and entropy [2, tokens] of each sequence alone, by Transformers."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    """Log-probs of the next tokens and entropy [2, tokens] of each sequence alone, by a directory's or given model."""
+    model = source if isinstance(source, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model.eval()
     results = []
     for sequence in sequences:
         ids = torch.tensor([sequence])

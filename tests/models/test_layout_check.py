@@ -1,5 +1,6 @@
 """Layouts and model variants that are refused, with the arithmetic in the message, and those that are not."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lightning_megatron_rl.models.layout_check import GPT_OSS_ROPE, LLAMA3_ROPE, check_family, check_layout
+from lightning_megatron_rl.models.layout_check import (
+    GPT_OSS_ROPE,
+    LLAMA3_ROPE,
+    PipelineSplit,
+    check_family,
+    check_layout,
+)
 
 SIZES = {
     "vocab_size": 130,
@@ -27,7 +34,10 @@ SIZES = {
 
 
 def layout(**options: Any) -> dict[str, Any]:
-    return {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **options}
+    names = {field.name for field in fields(PipelineSplit)}
+    split = PipelineSplit.from_overrides(options)
+    sizes = {name: value for name, value in options.items() if name not in names}
+    return {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "pipeline_split": split, **sizes}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,20 @@ def layout(**options: Any) -> dict[str, Any]:
                 "virtual_pipeline_model_parallel_size": 2,
             },
             r"stage of 3 layers cannot be cut .*3 % 2 = 1",
+        ),
+        (
+            {},
+            {"pipeline_model_parallel_size": 2, "account_for_loss_in_pipeline_split": True},
+            r"num_hidden_layers=6 \+ 1 for the loss over .*7 % 2 = 1",
+        ),
+        (
+            {},
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 2,
+                "account_for_embedding_in_pipeline_split": True,
+            },
+            r"2 layers in the first or last pipeline stage, and account_for_embedding_in_pipeline_split",
         ),
     ],
 )
@@ -134,6 +158,11 @@ def test_experts_with_biases_are_not_split():
         {"tensor_model_parallel_size": 8},  # two ranks share a key-value head
         {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
         {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 3},
+        {
+            "pipeline_model_parallel_size": 4,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
         {
             "pipeline_model_parallel_size": 2,
             "num_layers_in_first_pipeline_stage": 2,

@@ -83,3 +83,34 @@ def test_no_layout_and_no_split_changes_a_number(worker_pool, qwen3_dir, referen
             assert named == [{name: step[name] for name in named[0]} for step in first.steps], "ranks differ"
     for run in ranks[0]:
         assert_same_run(run, reference)
+
+
+UNEVEN = [
+    {"num_layers_in_first_pipeline_stage": 1},
+    {"num_layers_in_last_pipeline_stage": 1},
+    {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+]
+
+
+def fit_uneven(model: Path, strategy: dict[str, Any], world_size: int) -> list[Run]:
+    """Two steps with each uneven split of the four layers."""
+    options = {"batch_size": len(LENGTHS), "sequences": ragged_batches()}
+    return [
+        fit_sft(
+            model,
+            strategy,
+            world_size,
+            module={"max_tokens_per_microbatch": 96, "model_config": split},
+            **options,
+        )
+        for split in UNEVEN
+    ]
+
+
+def test_uneven_pipeline_stages_change_no_number(worker_pool, qwen3_dir, reference):
+    world_size, strategy = LAYOUTS["pp2"]
+    runs = worker_pool.run(
+        fit_uneven, qwen3_dir, strategy, world_size, world_size=world_size, init_process_group=False
+    )[0]
+    for run in runs:
+        assert_same_run(run, reference)

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -110,6 +109,10 @@ def test_settings_that_would_change_numbers(worker_pool, broken_model):
                 "Remove clip_grad and set Trainer",
             ],
         ),
+        "bf16-true": (
+            {"trainer": {"precision": "bf16-true"}},
+            ["ValueError", "use_distributed_optimizer=True", "= 8 bytes", "use_distributed_optimizer=False"],
+        ),
         "learning rate": (
             {"optimizer": {"lr": None}},
             ["ValueError", "OptimizerConfig.lr is None", "OptimizerConfig(lr=1e-6)"],
@@ -169,16 +172,20 @@ def test_port_in_use_is_named(worker_pool, broken_model):
     assert_each([message], [["RuntimeError", "is in use: 127.0.0.1:", "unset MASTER_PORT", "another port"]])
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["16-true", "64-true"])
 def test_precision_that_megatron_does_not_run(precision):
-    with pytest.raises(ValueError, match=rf"precision='{precision}' .*use precision='32-true' or 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=rf"precision='{precision}' .*use precision='32-true', .* or '16-mixed'"):
         pl.Trainer(accelerator="cpu", devices=1, strategy=MegatronStrategy(), precision=precision, logger=False)
 
 
-def test_fp16_is_refused():
-    """On a CPU Lightning itself turns "16-mixed" into "bf16-mixed", so ask with what it makes on CUDA."""
-    with pytest.raises(ValueError, match=r"precision='16-mixed' \(MixedPrecision\).*'bf16-mixed'"):
-        MegatronPrecision.from_lightning(MixedPrecision("16-mixed", "cuda"))
+def test_fp16_on_a_cpu_is_a_plugin():
+    """Lightning itself turns "16-mixed" into "bf16-mixed" on a CPU, and says so; a plugin is taken as it is."""
+    options = {"accelerator": "cpu", "devices": 1, "logger": False}
+    with pytest.warns(UserWarning, match="16-mixed.*not supported on CPU.*bf16"):
+        trainer = pl.Trainer(strategy=MegatronStrategy(), precision="16-mixed", **options)
+    assert trainer.precision_plugin.precision == "bf16-mixed"
+    trainer = pl.Trainer(strategy=MegatronStrategy(), plugins=[MegatronPrecision("16-mixed")], **options)
+    assert trainer.precision_plugin.precision == "16-mixed"
 
 
 def test_load_from_checkpoint_points_to_the_export(tmp_path):

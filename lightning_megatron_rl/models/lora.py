@@ -1,0 +1,250 @@
+"""LoRA on Megatron's linear layers: which are adapted, the adapters' initial values, and the model without them.
+
+Low-rank adaptation (Hu et al. 2021) adds ``alpha / rank * B A x`` to the output of a linear layer whose weight W stays
+as it is; only A [rank, in] and B [out, rank] are trained. Megatron's `linear_qkv` is one layer, so its query, key and
+value share A; the same holds for gate and up in `linear_fc1`. Written as one adapter per projection, each with a copy
+of A, that is the same function: this is how it is exported.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron_rl.compat.bridge import import_lora
+from lightning_megatron_rl.models.hf_files import raise_everywhere
+
+_ALL_LINEAR = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """Low-rank adapters on frozen weights.
+
+    Args:
+        rank: Columns of B and rows of A; a multiple of the tensor-parallel size.
+        alpha: The adapter's output is multiplied by alpha / rank.
+        dropout: Probability of dropping an input of A in updates; what is drawn depends on the layout.
+        target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers are
+            counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every pipeline layout.
+        dora: Weight-decomposed adapters (DoRA); refused, see docs/lora.md.
+        seed: Of the initial values of A, which are the same in every layout. B starts at zero.
+
+    Raises:
+        ValueError: A rank below 1, an alpha that is not positive, a dropout outside [0, 1), no targets, or DoRA.
+
+    Example:
+        ``SFTModule(model="Qwen/Qwen3-0.6B", lora=LoRASettings(rank=8, target_modules=["linear_qkv", "linear_proj"]))``
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=lambda: list(_ALL_LINEAR))
+    dora: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank={self.rank}: it is the number of rows of A, at least 1.")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha={self.alpha}: the adapters' output is scaled by alpha / rank, above 0.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout={self.dropout}: it is a probability in [0, 1).")
+        if not self.target_modules:
+            raise ValueError(f"lora.target_modules is empty: name linear layers, e.g. {_ALL_LINEAR}.")
+        if self.dora:
+            raise ValueError(
+                "lora.dora=True: Megatron-Bridge 0.6.2 leaves DoRA's magnitudes out of merged and of exported weights,"
+                " and takes norms over one tensor-parallel rank's part of a row; sampler and trainer would differ. Use"
+                " LoRA (dora=False)."
+            )
+
+    def identity(self, base: str) -> dict[str, Any]:
+        """Return what must not change between a checkpoint of adapters and a run that resumes from it.
+
+        `base` tells the frozen weights from others.
+        """
+        return {
+            "base model": base,
+            "lora.rank": self.rank,
+            "lora.alpha": self.alpha,
+            "lora.target_modules": sorted(self.target_modules),
+        }
+
+    def describe(self) -> str:
+        """Return rank and scaling with its arithmetic, for the table at start."""
+        return f"rank {self.rank}, output x {self.alpha:g} / {self.rank} = {self.alpha / self.rank:g}"
+
+    def check_layout(self, tensor_model_parallel_size: int) -> None:
+        """Raise `ValueError` if the rank cannot be split over the tensor-parallel ranks."""
+        if self.rank % tensor_model_parallel_size:
+            raise ValueError(
+                f"lora.rank={self.rank} is split over tensor_model_parallel_size={tensor_model_parallel_size}, but"
+                f" {self.rank} % {tensor_model_parallel_size} = {self.rank % tensor_model_parallel_size}: use a"
+                " multiple."
+            )
+
+
+def check_targets(chunks: list[nn.Module], settings: LoRASettings) -> list[nn.Module]:
+    """Return the chunks of a model whose linear layers fit `settings.target_modules`; a collective of all ranks.
+
+    Raises:
+        ValueError: A target that matches no layer, a pipeline stage without a target, experts whose adapters
+            Megatron-Bridge could not export, or expert biases that would not stay; on all ranks.
+    """
+    adaptable = [_linear_layers(chunk) for chunk in chunks]
+    targeted = [[name for name in layers.values() if _matches(name, settings)] for layers in adaptable]
+    everything = (sorted({name for layers in adaptable for name in layers.values()}), [bool(t) for t in targeted])
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, everything)
+    names = sorted({name for theirs, _ in everywhere for name in theirs})
+    for target in settings.target_modules:
+        if not any(_fits(target, name) for name in names):
+            raise ValueError(
+                f"lora.target_modules: {target!r} matches no linear layer. There are"
+                f" {', '.join(sorted({name.rpartition('.')[2] for name in names}))}, in full for example {names[0]};"
+                " a target is one of the former, or a pattern of the latter with *."
+            )
+    if not all(found for _, founds in everywhere for found in founds):
+        raise ValueError(
+            f"lora.target_modules={settings.target_modules} adapts no layer of some pipeline stage, which then has"
+            " nothing to train: use fewer stages, or targets in every stage."
+        )
+    raise_everywhere(_expert_problem(chunks[0].config, [name for names in targeted for name in names]))
+    return chunks
+
+
+def _expert_problem(config: Any, names: Sequence[str]) -> str | None:
+    from megatron.core import parallel_state
+
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+        return (
+            f"moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} changes the routers' expert biases in"
+            " every step, but adapters are trained on weights that stay, and saved without them: set the rate to 0."
+        )
+    experts = [name for name in names if ".experts." in name]
+    if experts and ".local_experts." not in experts[0]:
+        return (
+            f"lora.target_modules adapts grouped experts ({experts[0]}), whose adapters are not supported: set"
+            " model_config={'moe_grouped_gemm': False}, or target '*.self_attention.*' only."
+        )
+    sizes = {
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    for field_name, size in sizes.items():
+        if experts and size > 1:
+            return (
+                f"lora.target_modules adapts experts ({experts[0]}) under {field_name}={size}: Megatron-Bridge 0.6.2"
+                " counts such adapters per rank and splits them unlike the experts, so merged weights would be wrong."
+                f" Use {field_name}=1, or targets outside the experts, e.g. '*.self_attention.*'."
+            )
+    return None
+
+
+def add_adapters(chunks: list[nn.Module], settings: LoRASettings) -> None:
+    """Freeze the chunks and put an adapter on every targeted layer, in place, before they are wrapped for training.
+
+    Args:
+        chunks: What `check_targets` has accepted, on any device.
+        settings: Rank, scaling and targets.
+    """
+    bridge_lora = import_lora()
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for path, name in _linear_layers(chunk).items():
+            if not _matches(name, settings):
+                continue
+            parent, _, child = path.rpartition(".")
+            adapt = bridge_lora(
+                target_modules=[child], dim=settings.rank, alpha=settings.alpha, dropout=settings.dropout
+            )
+            layer = chunk.get_submodule(path)
+            _return_normalized_input(layer)
+            wrapped = adapt.transform(layer, child, parent)
+            setattr(chunk.get_submodule(parent), child, wrapped)
+            _initialize(wrapped.adapter, name, settings)
+        if chunk.pre_process:
+            chunk.get_submodule("embedding").register_forward_hook(_require_grad)
+
+
+def _return_normalized_input(layer: nn.Module) -> None:
+    """Let a layer with its norm inside hand out what the adapter must see; Bridge knows Transformer Engine's only."""
+    from lightning_megatron_rl.models.torch_backend import TorchLayerNormColumnParallelLinear
+
+    if isinstance(layer, TorchLayerNormColumnParallelLinear):
+        layer.return_layernorm_output = True
+
+
+def _require_grad(module: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:
+    """Start the graph at the embeddings: a recomputed block with no input in the graph never runs its backward."""
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden.requires_grad_()
+    return hidden
+
+
+@torch.no_grad()
+def _initialize(adapter: Any, name: str, settings: LoRASettings) -> None:
+    """Set this rank's part of A, uniform in +-1/sqrt(in) as PEFT has it, drawn whole from the layer's name; B = 0."""
+    weight = adapter.linear_in.weight
+    dimension = 1 if adapter.input_is_parallel else 0  # the one that is split
+    shape = list(weight.shape)
+    shape[dimension] *= adapter.tp_group.size()
+    digest = hashlib.sha256(f"{settings.seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    bound = 1 / math.sqrt(shape[1])
+    whole = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    weight.copy_(whole.chunk(adapter.tp_group.size(), dimension)[adapter.tp_group.rank()])
+    adapter.linear_out.weight.zero_()
+
+
+def _linear_layers(chunk: nn.Module) -> dict[str, str]:
+    """Layers of a bare chunk that can be adapted: path in the chunk -> name, with layers counted over the model."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    import_lora()  # settles what Bridge knows of Transformer Engine
+    from megatron.bridge.peft import utils
+
+    kinds: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
+    if utils.HAVE_TE:
+        kinds += (*utils.TECL, *utils.TERL)
+    layers = {}
+    for path, module in chunk.named_modules():
+        match = re.match(r"decoder\.layers\.\d+", path)
+        if match and isinstance(module, kinds):
+            layer: Any = chunk.get_submodule(match.group())  # Megatron counts its layers from 1, over all stages
+            layers[path] = f"decoder.layers.{layer.layer_number - 1}{path[match.end() :]}"
+    return layers
+
+
+def _matches(name: str, settings: LoRASettings) -> bool:
+    return any(_fits(target, name) for target in settings.target_modules)
+
+
+def _fits(target: str, name: str) -> bool:
+    """Whether a target is the last part of a layer's name, or a pattern of all of it."""
+    pattern = ".*".join(re.escape(part) for part in target.split("*"))
+    return target == name.rpartition(".")[2] or re.fullmatch(pattern, name) is not None
+
+
+@contextmanager
+def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the chunks, wrapped or not, compute what they would without adapters: the frozen weights, bit for bit."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+
+    wrappers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AdapterWrapper)]
+    for wrapper in wrappers:
+        wrapper.disable_adapter_layers()
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.enable_adapter_layers()

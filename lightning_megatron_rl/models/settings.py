@@ -1,0 +1,204 @@
+"""Fields of Megatron's `TransformerConfig` that users override: where each does something, and which go together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+
+OWNER = "model_config"
+_TE_NUMBERS = "use bf16-mixed without it, or a GPU with Transformer Engine"
+_TE_SPEED = "it is a fused kernel of Transformer Engine's"
+_NO_GRAPHS = "micro-batches differ in length, which a captured graph cannot; remove it"
+_NO_SAMPLER = "Megatron's inference is not used, responses are sampled by the rollout engine; remove it"
+_OWN_LOGPROBS = "log-probs are computed from hidden states chunk by chunk, without Megatron's output layer; remove it"
+
+RULES: dict[str, Rule] = {
+    # low precision
+    "fp8": Rule("transformer_engine", _TE_NUMBERS),
+    "fp8_*": Rule("transformer_engine", _TE_NUMBERS),
+    "fp4": Rule("transformer_engine", _TE_NUMBERS),
+    "fp4_*": Rule("transformer_engine", _TE_NUMBERS),
+    "first_last_layers_bf16": Rule("transformer_engine", _TE_NUMBERS),
+    "quant_recipe": Rule("transformer_engine", _TE_NUMBERS),
+    "use_kitchen*": Rule("never", "the library behind it is not a dependency; use fp8"),
+    "activation_func_fp8_input_store": Rule("cuda", "it stores activations in fp8; remove it"),
+    "disable_bf16_reduced_precision_matmul": Rule("cuda", "it steers cuBLAS; remove it"),
+    "enable_autocast": Rule("never", "the dtypes are those of Trainer(precision=...); remove it"),
+    # fused kernels
+    "apply_rope_fusion": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "fused_single_qkv_rope": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "fused_residual_rmsnorm": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "use_te_activation_func": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "use_transformer_engine_op_fuser": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "moe_grouped_gemm": Rule("transformer_engine", "experts run one after the other", speed_only=True),
+    "moe_permute_fusion": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "moe_router_fusion": Rule("transformer_engine", _TE_SPEED, speed_only=True),
+    "moe_shared_expert_overlap": Rule("cuda", "it runs on a CUDA stream of its own", speed_only=True),
+    "bias_activation_fusion": Rule("cuda", "it is compiled for CUDA", speed_only=True),
+    "bias_dropout_fusion": Rule("cuda", "it is compiled for CUDA", speed_only=True),
+    "masked_softmax_fusion": Rule("never", "no backend's attention uses Megatron's softmax", speed_only=True),
+    "persist_layer_norm": Rule("never", "no backend uses the norms of Apex", speed_only=True),
+    "memory_efficient_layer_norm": Rule("never", "no backend uses the norms of Apex; recompute activations instead"),
+    "gradient_accumulation_fusion": Rule("never", "it is a CUDA extension of Apex", speed_only=True),
+    "cross_entropy_loss_fusion": Rule("never", _OWN_LOGPROBS),
+    "cross_entropy_fusion_impl": Rule("never", _OWN_LOGPROBS),
+    "defer_embedding_wgrad_compute": Rule("never", _OWN_LOGPROBS),
+    "wgrad_deferral_limit": Rule("never", _OWN_LOGPROBS),
+    # attention
+    "attention_backend": Rule("transformer_engine", "torch picks the kernel of scaled_dot_product_attention"),
+    "flash_attention_version": Rule("transformer_engine", "torch picks the kernel of scaled_dot_product_attention"),
+    "apply_query_key_layer_scaling": Rule("transformer_engine", "torch's attention accumulates in fp32; remove it"),
+    "attention_softmax_in_fp32": Rule("never", "every kernel's softmax is in fp32; remove it"),
+    "batch_invariant_mode": Rule("transformer_engine", "it selects kernels of flash-attention; remove it"),
+    "log_max_attention_logit": Rule("transformer_engine", "torch's attention does not give its logits; remove it"),
+    "qk_clip*": Rule("never", "it belongs to the Muon optimizer, which is not supported; remove it"),
+    "cp_comm_type": Rule(
+        "transformer_engine", "with torch layers keys and values are always all-gathered", speed_only=True
+    ),
+    # overlap of communication
+    "tp_comm_*": Rule("never", "its buffers have one length, and micro-batches differ in theirs; remove it"),
+    "overlap_moe_expert_parallel_comm": Rule("never", "it needs another schedule of Megatron's; remove it"),
+    "overlap_dispatch_backward_with_experts_wgrad": Rule("never", "it needs another schedule of Megatron's; remove it"),
+    "ep_overlap_early_attn_memory_release": Rule("never", "it needs another schedule of Megatron's; remove it"),
+    "delay_wgrad_compute": Rule("never", "it needs another schedule of Megatron's; remove it"),
+    "high_priority_a2a_comm_stream": Rule("never", "it needs another schedule of Megatron's; remove it"),
+    "use_ring_exchange_p2p": Rule("never", "it needs a torch of its own; remove it"),
+    "moe_enable_deepep": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    "moe_flex_dispatcher_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    "moe_deepep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    "moe_hybridep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    "moe_ncclep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    # memory
+    "cpu_offloading*": Rule(
+        "transformer_engine", "activations already are in host memory, or stay on the GPU; remove it"
+    ),
+    "fine_grained_activation_offloading": Rule("cuda", "activations already are in host memory; remove it"),
+    "offload_modules": Rule("cuda", "activations already are in host memory; remove it"),
+    "moe_paged_stash*": Rule("never", "it needs captured graphs; remove it"),
+    "init_model_with_meta_device": Rule("never", "it belongs to Megatron's FSDP; remove it"),
+    "num_microbatches_with_partial_activation_checkpoints": Rule(
+        "never", "every micro-batch is recomputed alike; set recompute_granularity"
+    ),
+    "moe_layer_recompute": Rule("never", "set recompute_granularity='selective', recompute_modules=['moe']"),
+    "disable_parameter_transpose_cache": Rule("transformer_engine", "it is Transformer Engine's cache; remove it"),
+    # the rest
+    "enable_cuda_graph": Rule("never", _NO_GRAPHS),
+    "external_cuda_graph": Rule("never", _NO_GRAPHS),
+    "cuda_graph_*": Rule("never", _NO_GRAPHS),
+    "inference_*": Rule("never", _NO_SAMPLER),
+    "flash_decode": Rule("never", _NO_SAMPLER),
+    "use_inference_optimized_layers": Rule("never", _NO_SAMPLER),
+    "symmetric_ar_type": Rule("never", _NO_SAMPLER),
+    "nccl_all_reduce_for_prefill": Rule("never", _NO_SAMPLER),
+    "mlp_chunks_for_prefill": Rule("never", _NO_SAMPLER),
+    "use_te_rng_tracker": Rule("never", "the strategy seeds and saves Megatron's own tracker; remove it"),
+    "transformer_impl": Rule("never", "set layer_backend"),
+    "hybrid_context_parallel": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
+    "hierarchical_context_parallel_sizes": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
+    "max_seqlen_per_dp_cp_rank": Rule("never", "set max_tokens_per_microbatch"),
+}
+
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
+
+
+def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, transformer_engine: bool) -> dict[str, Any]:
+    """Return the overrides that do something on this device with these layers, in Megatron's types.
+
+    Raises:
+        ValueError: One that would do nothing although it changes numbers or memory, or that lacks another.
+    """
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    overrides = dict(overrides)
+    backend = overrides.get("attention_backend")
+    if isinstance(backend, str):  # YAML has no enums
+        if backend not in AttnBackend.__members__:
+            raise ValueError(f"{OWNER}: attention_backend={backend!r} is none of {', '.join(AttnBackend.__members__)}.")
+        overrides["attention_backend"] = AttnBackend[backend]
+    for prefix, remedy in (("fp8", "hybrid"), ("fp4", "e2m1")):
+        loose = [name for name in overrides if name.startswith(f"{prefix}_")]
+        if loose and not overrides.get(prefix):
+            raise ValueError(
+                f"{OWNER}: {loose[0]}={overrides[loose[0]]!r} does nothing without {prefix}: set {prefix}={remedy!r} or"
+                f" remove {loose[0]}."
+            )
+    return check_settings(
+        OWNER,
+        overrides,
+        dataclass_defaults(TransformerConfig),
+        RULES,
+        device=device,
+        transformer_engine=transformer_engine,
+    )
+
+
+def check_recompute(overrides: Mapping[str, Any], *, moe: bool, all_moe: bool, latent_attention: bool) -> None:
+    """Refuse settings of activation recompute that lack their counterpart, or that this model has nothing for.
+
+    Args:
+        overrides: Overrides of the `TransformerConfig`.
+        moe: Whether the model has experts.
+        all_moe: Whether all its layers do.
+        latent_attention: Whether its attention is multi-latent (DeepSeek's).
+
+    Raises:
+        ValueError: With the value and what to set.
+
+    Example:
+        ``{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}`` is complete.
+    """
+    granularity, method, layers, modules = (overrides.get(name) for name in _RECOMPUTE)
+    if granularity not in (None, "full", "selective"):
+        raise ValueError(f"{OWNER}: recompute_granularity={granularity!r} is none of 'full', 'selective'.")
+    for name, value in (("recompute_method", method), ("recompute_num_layers", layers)):
+        if value is not None and granularity != "full":
+            raise ValueError(
+                f"{OWNER}: {name}={value!r} with recompute_granularity={granularity!r} does nothing: it belongs to"
+                " recompute_granularity='full'."
+            )
+    if modules is not None and granularity != "selective":
+        raise ValueError(
+            f"{OWNER}: recompute_modules={modules!r} with recompute_granularity={granularity!r} does nothing: it"
+            " belongs to recompute_granularity='selective'."
+        )
+    if granularity == "full":
+        if method not in ("uniform", "block"):
+            raise ValueError(
+                f"{OWNER}: recompute_granularity='full' with recompute_method={method!r}: set it to 'uniform'"
+                " (checkpoints every recompute_num_layers layers) or 'block' (the first recompute_num_layers layers)."
+            )
+        if not isinstance(layers, int) or layers < 1:
+            raise ValueError(
+                f"{OWNER}: recompute_granularity='full' with recompute_num_layers={layers!r}: set it to a number of"
+                " layers per pipeline stage, at least 1."
+            )
+    if granularity == "selective":
+        _check_modules(["core_attn"] if modules is None else modules, moe, all_moe, latent_attention)
+
+
+def _check_modules(modules: Any, moe: bool, all_moe: bool, latent_attention: bool) -> None:
+    if not isinstance(modules, list) or not modules:
+        raise ValueError(
+            f"{OWNER}: recompute_modules={modules!r} is not a list of one or more of {', '.join(_RECOMPUTE_MODULES)}."
+        )
+    absent = {
+        "mlp": (all_moe, "every layer has experts: use 'moe'"),
+        "layernorm": (
+            not moe and not latent_attention,
+            "the norms of this model are part of the linear layers behind them, which keep their input only",
+        ),
+        "moe": (not moe, "the model has no experts: use 'mlp'"),
+        "moe_act": (not moe, "the model has no experts: use 'mlp'"),
+        "shared_experts": (not moe, "the model has no experts: use 'mlp'"),
+        "mla_up_proj": (not latent_attention, "the model has no latent attention"),
+    }
+    for module in modules:
+        if module not in _RECOMPUTE_MODULES:
+            raise ValueError(f"{OWNER}: {module!r} in recompute_modules is none of {', '.join(_RECOMPUTE_MODULES)}.")
+        missing, reason = absent.get(module, (False, ""))
+        if missing:
+            raise ValueError(f"{OWNER}: {module!r} in recompute_modules does nothing: {reason}.")

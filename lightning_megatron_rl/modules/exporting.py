@@ -1,0 +1,68 @@
+"""How a policy's weights leave the trainer: to an engine, as a Hugging Face directory, as an adapter."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron_rl.models.lora import LoRASettings
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+
+class ExportsWeights(pl.LightningModule):
+    """A module whose `model` holds the chunks of a Hugging Face model, with adapters or without."""
+
+    model: nn.ModuleList
+    lora: LoRASettings | None
+
+    @property
+    @abstractmethod
+    def hf_model(self) -> "HFModel":
+        """The Hugging Face side of the model: config, tokenizer, conversion."""
+
+    @property
+    @abstractmethod
+    def strategy(self) -> "MegatronStrategy":
+        """The Trainer's strategy."""
+
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.export_weights(list(self.model), dtype)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks."""
+        self.strategy.gather_parameters()
+        self.hf_model.save_pretrained(list(self.model), directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters in PEFT's format; a collective of all ranks.
+
+        Raises:
+            ValueError: The policy has none, or the directory cannot be written.
+        """
+        if self.lora is None:
+            raise ValueError(f"{type(self).__name__}(lora=None) has no adapters: save_pretrained writes its weights.")
+        self.strategy.gather_parameters()
+        self.hf_model.save_adapter(list(self.model), directory, self.lora)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ExportsWeights":
+        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint of MegatronStrategy is a"
+            " directory of shards, which a Trainer reads: Trainer.fit(module, ckpt_path=...), and so validate, test and"
+            " predict. To load the weights elsewhere, export them with the HFExport callback or"
+            f" module.save_pretrained(directory), then {cls.__name__}(model=directory) or from_pretrained."
+        )

@@ -1,0 +1,114 @@
+"""Activation recompute changes memory and time only: losses, gradient norms and weights are those without it."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.modules.runs import fit_grpo
+from tests.strategy.test_megatron import assert_same_run
+from tests.training import Run, fit_sft
+
+# The same operations on the same numbers: bitwise on a CPU but for a thread's share of a sum.
+SAME = 1e-6
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform_2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "both": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2_sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+class ForwardCalls(pl.Callback):
+    """Counts forward passes of the first layer's attention and MLP: once more for each recompute."""
+
+    def __init__(self) -> None:
+        self.calls = {"core_attn": 0, "mlp": 0}
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        from megatron.core.utils import unwrap_model
+
+        layer = unwrap_model(module.model[0]).decoder.layers[0]
+        for name, part in (("core_attn", layer.self_attention.core_attention), ("mlp", layer.mlp)):
+            part.register_forward_hook(lambda *_, name=name: self._count(name))
+
+    def _count(self, name: str) -> None:
+        self.calls[name] += 1
+
+
+def fit_each(model: Path, strategy: dict[str, Any], world_size: int) -> dict[str, Run]:
+    """Two SFT steps, packed, several micro-batches, without recompute and with each kind."""
+    runs = {}
+    for name, overrides in {"none": {}, **RECOMPUTES}.items():
+        counter = ForwardCalls()
+        runs[name] = fit_sft(
+            model,
+            strategy,
+            world_size,
+            module={"model_config": overrides},
+            callbacks=[counter],
+            trainer={"limit_val_batches": 0},
+        )
+        runs[name].extra = counter.calls
+    return runs
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sft_is_the_same_with_every_recompute(worker_pool, qwen3_dir, layout):
+    """Fails for a kind that is not recomputed at all: its forward would run once per micro-batch."""
+    world_size, strategy = LAYOUTS[layout]
+    ranks = worker_pool.run(
+        fit_each, qwen3_dir, strategy, world_size, world_size=world_size, init_process_group=False, timeout=280
+    )
+    runs = ranks[0]
+    once = runs["none"].extra
+    for name in RECOMPUTES:
+        assert_same_run(runs[name], runs["none"], SAME)
+        recomputed = {"core_attn": ("core_attn",), "mlp": ("mlp",)}.get(name, ("core_attn", "mlp"))
+        for part, calls in once.items():
+            assert runs[name].extra[part] == calls * (2 if part in recomputed else 1), (name, part)
+
+
+def fit_grpo_each(model: Path, strategy: dict[str, Any], world_size: int, names: list[str]) -> list[Run]:
+    return [fit_grpo(model, strategy, world_size, module={"model_config": RECOMPUTES.get(name, {})}) for name in names]
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+def test_grpo_is_the_same_with_recompute(worker_pool, qwen3_dir, layout):
+    """Old log-probs, clipped objective, KL and entropy; two updates per rollout."""
+    world_size, strategy = LAYOUTS[layout]
+    names = ["none", "uniform", "both"]
+    arguments = (qwen3_dir, strategy, world_size, names)
+    runs = worker_pool.run(fit_grpo_each, *arguments, world_size=world_size, init_process_group=False)[0]
+    for run in runs[1:]:
+        assert_same_run(run, runs[0], SAME)
+
+
+def fit_with_dropout(model: Path, overrides: list[dict[str, Any]]) -> list[Run]:
+    runs = []
+    for override in overrides:
+        pl.seed_everything(3)
+        dropout = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
+        runs.append(fit_sft(model, {}, 1, module={"model_config": {**dropout, **override}}))
+    return runs
+
+
+def test_recompute_draws_the_same_dropout(worker_pool, qwen3_dir):
+    """Dropout that was asked for: recomputed activations are those of the first forward, and not those without it."""
+    cases = [{}, RECOMPUTES["uniform"], RECOMPUTES["core_attn"], RECOMPUTES["mlp"]]
+    runs = worker_pool.run(fit_with_dropout, qwen3_dir, cases, world_size=1, init_process_group=False)[0]
+    plain = worker_pool.run(fit_sft, qwen3_dir, {}, 1, world_size=1, init_process_group=False)[0]
+    for run in runs[1:]:
+        assert_same_run(run, runs[0], SAME)
+    assert runs[0].steps[0]["policy/loss"] != pytest.approx(plain.steps[0]["policy/loss"], rel=1e-3)
+    assert all(torch.isfinite(weight).all() for weight in runs[0].weights.values())
