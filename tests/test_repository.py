@@ -147,6 +147,14 @@ def test_links_between_documents_lead_somewhere():
                     assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
 
 
+def test_tests_that_documents_name_exist():
+    for name, text in texts():
+        if name.endswith(".md"):
+            for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+                assert (ROOT / file).exists(), f"{name}: {file}"
+                assert f"def {test}(" in (ROOT / file).read_text() or not test, f"{name}: {file}::{test}"
+
+
 @pytest.mark.parametrize("pattern", ["*.yaml", "*.yml"])
 def test_configs_are_yaml(pattern: str):
     for file in (ROOT / "configs").rglob(pattern):

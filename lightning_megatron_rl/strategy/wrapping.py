@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_megatron_rl.compat.bucket_padding import keep_bucket_padding
+from lightning_megatron_rl.compat.ddp import ddp_class
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def wrap_for_training(
         model_config = get_model_config(chunk)
         if is_16bit and not isinstance(chunk, Float16Module):
             chunk = Float16Module(model_config, chunk)
-        ddp = DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
+        ddp = ddp_class()(model_config, ddp_config, chunk, disable_bucketing=index > 0)
         ddp.broadcast_params()
         if ddp_config.overlap_param_gather:
             _gather_before_output(ddp)

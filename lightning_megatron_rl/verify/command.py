@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--layouts", metavar="NAMES", help="like tp2,pp2,tp2_pp2_sp; default: all that fit")
+    parser.add_argument("--layouts", metavar="NAMES", help="like tp2,pp2_vpp2,tp2@4096; default: all that fit")
     parser.add_argument("--processes", type=int, default=4, metavar="N", help="most processes of a layout (default 4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda takes a GPU per process")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps on the batch (default 2)")

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
+from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
@@ -25,7 +26,7 @@ from lightning_megatron_rl.verify.layouts import Layout
 # A step that is large enough to be seen in fp32 weights, and an epsilon that keeps Adam from turning the rounding noise
 # of tiny gradients into full steps: its update is then nearly linear in the gradient.
 _LR, _ADAM_EPS = 1e-3, 1e-3
-_STAGE_OVERRIDES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_STAGE_OVERRIDES = {field.name for field in fields(PipelineSplit)}
 
 
 @dataclass

@@ -20,7 +20,8 @@ _SIZES = {
 _PART = re.compile(r"(?P<size>tp|pp|vpp|cp|ep|etp|dp)(?P<value>[1-9]\d*)|sp|plain")
 _HELP = (
     f"parts of a name are joined by _: tp2, pp2, vpp2, cp2, dp2, ep2, etp1, sp (sequence parallel), plain (no"
-    f" distributed optimizer); or {SPLIT} (one process, several micro-batches). Example: tp2_pp2_sp"
+    f" distributed optimizer); or {SPLIT} (one process, several micro-batches). A token budget of micro-batches may"
+    f" follow, as in tp2@4096. Example: tp2_pp2_sp"
 )
 
 
@@ -35,22 +36,27 @@ class Layout:
     name: str
     world_size: int  # processes
     strategy: dict[str, Any]  # arguments of `MegatronStrategy`
+    max_tokens_per_microbatch: int | None = None  # None for a budget that makes about four micro-batches
 
 
 def parse_layout(name: str) -> Layout:
     """Return the layout called `name`.
 
-    The data-parallel size is what is asked for, or the smallest that expert parallelism can be spread over.
+    The data-parallel size is what is asked for, or the smallest that expert parallelism can be spread over. A name
+    followed by ``@N`` is that layout with micro-batches of at most N tokens.
 
     Raises:
-        ValueError: An unknown name, a part given twice, sizes that contradict each other.
+        ValueError: An unknown name, a part given twice, sizes that contradict each other, a budget that is no number.
 
     Example:
         ``parse_layout("pp2_vpp2").strategy["virtual_pipeline_model_parallel_size"] == 2``
     """
     sizes: dict[str, int] = {}
     flags: set[str] = set()
-    for part in [] if name in (SPLIT, "single") else name.split("_"):
+    base, at, budget = name.partition("@")
+    if at and not re.fullmatch(r"[1-9]\d*", budget):
+        raise ValueError(f"layout {name!r}: {budget!r} is no number of tokens; {_HELP}.")
+    for part in [] if base in (SPLIT, "single") else base.split("_"):
         match = _PART.fullmatch(part)
         if match is None:
             raise ValueError(f"unknown layout {name!r}: {part!r} is no part of a layout; {_HELP}.")
@@ -81,7 +87,7 @@ def parse_layout(name: str) -> Layout:
         raise ValueError(f"layout {name!r}: {error}") from error
     if "plain" in flags:
         strategy["use_distributed_optimizer"] = False
-    return Layout(name, world_size, strategy)
+    return Layout(name, world_size, strategy, int(budget) if at else None)
 
 
 def default_layouts(processes: int, *, has_experts: bool) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
 
-_MOST_THREADS = 600  # about ten jobs of two ranks
+_MOST_THREADS = 600
 
 
 class WorkerError(RuntimeError):
@@ -83,11 +83,7 @@ class _Worker:
 
     @property
     def is_worn(self) -> bool:
-        """Whether jobs have left too many threads behind.
-
-        Megatron's data parallelism is kept alive by its own hooks on autograd nodes, a cycle that the garbage collector
-        does not see, and keeps its process groups: each has threads that wake up a hundred times a second.
-        """
+        """Whether jobs have left too many threads behind; those of a process group wake up a hundred times a second."""
         try:
             return len(os.listdir(f"/proc/{self.process.pid}/task")) > _MOST_THREADS
         except FileNotFoundError:  # it is gone: the job will say so

@@ -41,12 +41,13 @@ def verify_layouts(
 ) -> Report:
     """Train on one frozen batch under every layout and compare with a single process in fp32.
 
-    The single process takes the batch in micro-batches of the module's own budget, every other layout in about four.
+    The single process takes the batch in micro-batches of the module's own budget, every other layout in about four,
+    or in those that ``@N`` after its name asks for.
     Learning rate and Adam's epsilon are set to 1e-3, schedulers are off: two steps must move the weights visibly.
 
     Args:
         build: Makes module and strategy from a layout's arguments; importable by name in the worker processes.
-        layouts: Names such as "tp2_pp2_sp"; by default all that fit the processes.
+        layouts: Names such as "tp2_pp2_sp" or "tp2_pp2_sp@4096"; by default all that fit the processes.
         processes: Most processes of a layout.
         device: Where they compute; "cuda" takes one GPU per process.
         steps: Optimizer steps (rollouts for a module that samples), all on the same batch.
@@ -113,8 +114,9 @@ def verify_layouts(
         reference = _run_reference(run)
         add(reference_row(_SINGLE, reference))
         names = [layout.name for layout in asked] or default_layouts(processes, has_experts=reference.num_experts > 1)
-        budget = _split_budget(frozen, module.max_tokens_per_microbatch, processes)
+        split = _split_budget(frozen, module.max_tokens_per_microbatch, processes)
         for layout in (parse_layout(name) for name in names if name != _SINGLE.name):
+            budget = layout.max_tokens_per_microbatch or split
             add(_run_one(run, layout, module, frozen, reference, budget, tolerance))
     return report
 

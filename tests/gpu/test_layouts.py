@@ -1,49 +1,85 @@
 """The layouts of the CPU suite under NCCL: one loss, one gradient norm, for torch's layers and TransformerEngine's."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_megatron_rl.verify.report import Report
+from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.gpu.test_training import BF16_RELATIVE, backend, relative_steps
-from tests.strategy.test_invariance import LENGTHS, ragged_batches
+from tests.strategy.test_invariance import BUDGETS, LENGTHS, ragged_batch
 from tests.strategy.test_megatron import LAYOUTS
 from tests.training import Run, fit_sft
+from tests.verify import subjects
 
-pytestmark = pytest.mark.deadline(300)
-VARIANTS = [backend("torch"), backend("transformer_engine", "bf16-mixed")]
+pytestmark = pytest.mark.deadline(500)  # the first use of a fixture runs every layout
+RELATIVE = 1e-4  # fp32 sums in another order, and atomics
 
 
-def fit_variants(model: Path, strategy: dict[str, Any], world_size: int) -> list[Run]:
-    """Two steps on the frozen batch with each backend."""
-    return [
-        fit_sft(
-            model,
-            strategy,
-            world_size,
-            batch_size=len(LENGTHS),
-            sequences=ragged_batches(),
-            module={**variant["module"], "max_tokens_per_microbatch": 96},
-            trainer={**variant["trainer"], "accelerator": "cuda"},
-        )
-        for variant in VARIANTS
-    ]
+def fitting() -> list[str]:
+    """Layouts for which this machine has GPUs."""
+    return [name for name in LAYOUTS if LAYOUTS[name][0] <= torch.cuda.device_count()]
+
+
+def skip_without_gpus(layout: str) -> None:
+    if layout not in fitting():
+        pytest.skip(f"needs {LAYOUTS[layout][0]} GPUs, this machine has {torch.cuda.device_count()}")
 
 
 @pytest.fixture(scope="module")
-def one_gpu(gpu_pool, qwen3_dir) -> list[Run]:
-    return gpu_pool.run(fit_variants, qwen3_dir, {}, 1, world_size=1, init_process_group=False)[0]
+def report(gpu_pool, qwen3_dir) -> Report:
+    """Torch's layers in fp32."""
+    build = partial(subjects.sft, qwen3_dir, layer_backend="torch", max_tokens_per_microbatch=max(BUDGETS))
+    return verify_layouts(
+        build,
+        ["single@40", *(f"{name}@96" for name in fitting())],
+        batch=ragged_batch(),
+        pool=gpu_pool,
+        processes=max(torch.cuda.device_count(), 1),
+        device="cuda",
+        tolerance=RELATIVE,
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_gives_the_numbers_of_one_gpu(gpu_pool, qwen3_dir, one_gpu, layout):
+def test_layout_gives_the_numbers_of_one_gpu(report, layout):
+    skip_without_gpus(layout)
+    row = report[f"{layout}@96"]
+    assert row.verdict == "same", row.reason
+    assert row.peak_memory_gb is not None
+    assert row.peak_memory_gb > 0
+
+
+def test_micro_batches_on_one_gpu(report):
+    assert report["single@40"].verdict == "same", report["single@40"].reason
+
+
+def fit_te(model: Path, strategy: dict[str, Any], world_size: int) -> Run:
+    """Two steps in bf16 with TransformerEngine."""
+    variant = backend("transformer_engine", "bf16-mixed")
+    return fit_sft(
+        model,
+        strategy,
+        world_size,
+        batch_size=len(LENGTHS),
+        sequences=ragged_batch().sequences * 2,
+        module={**variant["module"], "max_tokens_per_microbatch": 96},
+        trainer={**variant["trainer"], "accelerator": "cuda"},
+    )
+
+
+@pytest.fixture(scope="module")
+def te_on_one_gpu(gpu_pool, qwen3_dir) -> Run:
+    return gpu_pool.run(fit_te, qwen3_dir, {}, 1, world_size=1, init_process_group=False)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, layout):
+    skip_without_gpus(layout)
     world_size, strategy = LAYOUTS[layout]
-    if world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
-    fp32, bf16 = gpu_pool.run(fit_variants, qwen3_dir, strategy, world_size, **options)[0]
-    assert relative_steps(fp32, one_gpu[0]) < 1e-4  # fp32 sums in another order, and atomics
-    assert relative_steps(bf16, one_gpu[1]) < BF16_RELATIVE
-    for name, weight in one_gpu[0].weights.items():
-        assert (fp32.weights[name] - weight).norm() / weight.norm() < 1e-4, name
+    run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **options)[0]
+    assert relative_steps(run, te_on_one_gpu) < BF16_RELATIVE

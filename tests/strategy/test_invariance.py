@@ -1,6 +1,9 @@
-"""One frozen batch, every layout, every number of micro-batches: one loss, one gradient norm, one set of weights."""
+"""One frozen batch, every layout, every number of micro-batches: one loss, one gradient norm, one set of weights.
 
-from pathlib import Path
+Everything here is `verify_layouts`, which users run: the tool and the tests cannot disagree.
+"""
+
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,49 +11,51 @@ import torch
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.planning import plan_microbatches
-from tests.strategy.test_megatron import LAYOUTS, assert_same_run
+from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
+from lightning_megatron_rl.verify.report import Report
+from lightning_megatron_rl.verify.runner import verify_layouts
+from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
-from tests.training import Run, fit_sft
+from tests.verify import subjects
 
-LENGTHS = (40, 38, 2, 17, 29, 5, 37, 11)  # of each of two batches
+# eight processes take minutes on two cores
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (LAYOUTS[name][0] > 4)) for name in LAYOUTS]
+
+
+def assert_same(report: Report) -> None:
+    """All rows are there, and none departs."""
+    assert report.ok, report
+    assert {row.verdict for row in report.rows} == {"reference", "same"}, report
+
+
+# ---- SFT -----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (40, 38, 2, 17, 29, 5, 37, 11)
 BUDGETS = {184: 1, 96: 2, 72: 3, 40: 5}  # max_tokens_per_microbatch: micro-batches of one process
 
 
-def ragged_batches() -> list[TokenSequence]:
-    """Two batches; the first replica's sequences have no target in the first batch, one of the other's has a single."""
+def ragged_batch() -> FrozenBatch:
+    """Random masks; the first of two replicas has no target at all, one of the other's sequences a single one."""
     generator = torch.Generator().manual_seed(11)
     sequences = []
-    for batch in range(2):
-        for index, length in enumerate(LENGTHS):
-            tokens = torch.randint(len(SPECIAL_TOKENS), VOCAB_SIZE, (length,), generator=generator)
-            mask = torch.rand(length, generator=generator) < 0.7
-            mask[0] = False
-            if batch == 0 and index % 2 == 0:
-                mask[:] = False
-            if index == 1:
-                mask = torch.arange(length) == length - 1
-            sequences.append(TokenSequence(tokens, mask, {}))
-    return sequences
+    for index, length in enumerate(LENGTHS):
+        tokens = torch.randint(len(SPECIAL_TOKENS), VOCAB_SIZE, (length,), generator=generator)
+        mask = torch.rand(length, generator=generator) < 0.7
+        mask[0] = False
+        if index % 2 == 0:
+            mask[:] = False
+        if index == 1:
+            mask = torch.arange(length) == length - 1
+        sequences.append(TokenSequence(tokens, mask, {}))
+    return FrozenBatch("ragged", sequences)
 
 
-def fit_with_budgets(model: Path, strategy: dict[str, Any], world_size: int, budgets: list[int]) -> list[Run]:
-    """Two steps from the same weights with each budget."""
-    return [
-        fit_sft(
-            model,
-            strategy,
-            world_size,
-            batch_size=len(LENGTHS),
-            sequences=ragged_batches(),
-            module={"max_tokens_per_microbatch": budget},
-        )
-        for budget in budgets
-    ]
-
-
-@pytest.fixture(scope="module")
-def reference(worker_pool, qwen3_dir) -> Run:
-    return worker_pool.run(fit_with_budgets, qwen3_dir, {}, 1, [184], world_size=1, init_process_group=False)[0][0]
+def verify_sft(pool: Any, model: Any, layouts: list[str], **options: Any) -> Report:
+    """Two steps; one process takes the batch whole."""
+    build = partial(subjects.sft, model, max_tokens_per_microbatch=max(BUDGETS), **options)
+    world = max(LAYOUTS.get(name.partition("@")[0], (1, {}))[0] for name in layouts)
+    return verify_layouts(build, layouts, batch=ragged_batch(), pool=pool, processes=world, tolerance=RELATIVE)
 
 
 def test_the_budgets_split_the_batch():
@@ -58,59 +63,59 @@ def test_the_budgets_split_the_batch():
         assert len(plan_microbatches(LENGTHS, budget)) == parts
 
 
-# eight processes take minutes on two cores
-CASES = [pytest.param(name, marks=[pytest.mark.slow] * (LAYOUTS[name][0] > 4)) for name in LAYOUTS]
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("layout", ["single", *CASES])
+def test_no_layout_and_no_split_changes_a_number(worker_pool, qwen3_dir, layout):
+    assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@{budget}" for budget in BUDGETS]))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"num_layers_in_first_pipeline_stage": 1},
+        {"num_layers_in_last_pipeline_stage": 1},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    ],
+)
+def test_uneven_pipeline_stages_change_no_number(worker_pool, qwen3_dir, split):
+    assert_same(verify_sft(worker_pool, qwen3_dir, ["pp2@96"], model_config=split))
+
+
+# ---- GRPO ----------------------------------------------------------------------------------------------------------
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
+ROLLOUT_BUDGETS = {400: (1, 1), 160: (2, 2), 80: (3, 3), 56: (5, 4)}  # tokens: micro-batches of the two updates
+
+
+def verify_grpo(pool: Any, model: Any, aggregation: str, layouts: list[str]) -> Report:
+    """One rollout and two updates on it; one process takes each update's part whole. One response is empty."""
+    loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)
+    build = partial(subjects.grpo, model, loss=loss, max_tokens_per_microbatch=max(ROLLOUT_BUDGETS))
+    batch = make_batch(build({}).module, None, processes=2)
+    world = max(LAYOUTS.get(name.partition("@")[0], (1, {}))[0] for name in layouts)
+    return verify_layouts(build, layouts, batch=batch, pool=pool, processes=world, steps=1, tolerance=RELATIVE)
+
+
+def test_the_budgets_split_an_update(qwen3_dir):
+    batch = make_batch(subjects.grpo(qwen3_dir, {}).module, None, processes=2)
+    lengths = [len(sequence) for sequence in batch.sequences]
+    for budget, parts in ROLLOUT_BUDGETS.items():
+        updates = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
+        assert tuple(len(plan_microbatches(update, budget)) for update in updates) == parts
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("layout", ["one", *CASES])
-def test_no_layout_and_no_split_changes_a_number(worker_pool, qwen3_dir, reference, layout):
-    """Loss, gradient norm and weights after two steps, to 1e-5 relative: fp32 sums in another order."""
-    world_size, strategy = LAYOUTS.get(layout, (1, {}))
-    ranks = worker_pool.run(
-        fit_with_budgets,
-        qwen3_dir,
-        strategy,
-        world_size,
-        list(BUDGETS),
-        world_size=world_size,
-        init_process_group=False,
-        timeout=280,
-    )
-    for runs in ranks:
-        for run, first in zip(runs, ranks[0], strict=True):
-            named = [{name: step[name] for name in ("policy/loss", "policy/grad_norm")} for step in run.steps]
-            assert named == [{name: step[name] for name in named[0]} for step in first.steps], "ranks differ"
-    for run in ranks[0]:
-        assert_same_run(run, reference)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_no_layout_and_no_split_changes_an_update(worker_pool, qwen3_dir, aggregation):
+    """Loss, gradient norm and weights of both updates, with KL to a reference, entropy and importance weights."""
+    layouts = ["single@56", "dp2@56", "cp2_dp2@80", "pp2_vpp2@160", "tp2_sp@400"]
+    assert_same(verify_grpo(worker_pool, qwen3_dir, aggregation, layouts))
 
 
-UNEVEN = [
-    {"num_layers_in_first_pipeline_stage": 1},
-    {"num_layers_in_last_pipeline_stage": 1},
-    {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
-]
-
-
-def fit_uneven(model: Path, strategy: dict[str, Any], world_size: int) -> list[Run]:
-    """Two steps with each uneven split of the four layers."""
-    options = {"batch_size": len(LENGTHS), "sequences": ragged_batches()}
-    return [
-        fit_sft(
-            model,
-            strategy,
-            world_size,
-            module={"max_tokens_per_microbatch": 96, "model_config": split},
-            **options,
-        )
-        for split in UNEVEN
-    ]
-
-
-def test_uneven_pipeline_stages_change_no_number(worker_pool, qwen3_dir, reference):
-    world_size, strategy = LAYOUTS["pp2"]
-    runs = worker_pool.run(
-        fit_uneven, qwen3_dir, strategy, world_size, world_size=world_size, init_process_group=False
-    )[0]
-    for run in runs:
-        assert_same_run(run, reference)
+@pytest.mark.slow
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_changes_an_update_whatever_the_split(worker_pool, qwen3_dir, aggregation, layout):
+    names = [f"{layout}@{budget}" for budget in ROLLOUT_BUDGETS]
+    assert_same(verify_grpo(worker_pool, qwen3_dir, aggregation, names))

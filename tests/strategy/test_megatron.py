@@ -5,52 +5,18 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron_rl.verify.layouts import parse_layout
 from tests.training import Run, fit_sft, frozen_sequences
 
 # Reassociated fp32 sums differ by some 1e-7 relative; two optimizer steps through 4 layers leave room for 1e-5.
 RELATIVE = 1e-5
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "tp2_sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "dp2": (2, {}),
-    "dp2_plain": (2, {"use_distributed_optimizer": False}),
-    "tp2_pp2_sp": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
-    "tp2_dp2_sp": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2_dp2": (4, {"pipeline_model_parallel_size": 2}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "tp2_cp2_sp": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}),
-    "pp2_cp2": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
-    "cp2_dp2": (4, {"context_parallel_size": 2}),
-    "cp4": (4, {"context_parallel_size": 4}),
-    "pp2_vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-    "pp2_vpp2_cp2": (
-        4,
-        {
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-            "context_parallel_size": 2,
-        },
-    ),
-    "tp2_pp2_cp2_sp": (
-        8,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "context_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-    ),
-    "tp2_pp2_vpp2_dp2_sp": (
-        8,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-    ),
+NAMES = (
+    "tp2 tp2_sp pp2 dp2 dp2_plain tp2_pp2_sp tp2_dp2_sp pp2_dp2 cp2 tp2_cp2_sp pp2_cp2 cp2_dp2 cp4 pp2_vpp2"
+    " pp2_vpp2_cp2 tp2_pp2_cp2_sp tp2_pp2_vpp2_dp2_sp"
+)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, arguments of the strategy
+    name: (parse_layout(name).world_size, parse_layout(name).strategy) for name in NAMES.split()
 }
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_megatron_rl.strategy.schedule import forward_backward
 from tests.distributed import WorkerError
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.training import SequenceDataModule, fit_sft, frozen_sequences, make_trainer
@@ -211,3 +212,15 @@ def test_gradients_become_final_once_per_step_on_every_rank(worker_pool, qwen3_d
         assert mine["norms"] == pytest.approx(single["norms"], rel=RELATIVE)
     if "dp2" in layout:
         assert any(mine["idle"][1] for mine in ranks), "one sequence, two replicas"
+
+
+def test_interleaved_schedule_refuses_what_its_stages_do_not_divide():
+    """Megatron goes wrong or stops with an assertion; callers of `strategy.forward_backward` learn why before that."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    chunk = torch.nn.Module()
+    chunk.config = TransformerConfig(  # type: ignore[assignment]
+        num_layers=8, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=4, pipeline_dtype=torch.float32
+    )
+    with pytest.raises(ValueError, match=r"6 micro-batches with 2 chunks on each of 4 .*multiple of 4 \(6 % 4 = 2\)"):
+        forward_backward([chunk, chunk], range(6), lambda *_: None, sequence_length=8, micro_batch_size=1)  # type: ignore[arg-type, return-value]

@@ -29,6 +29,13 @@ def test_name_means_sizes(name, world_size, expected):
     assert {"tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"} <= layout.strategy.keys()
 
 
+def test_a_budget_may_follow_the_name():
+    assert parse_layout("pp2_vpp2@96").max_tokens_per_microbatch == 96
+    assert parse_layout("pp2_vpp2@96").strategy == parse_layout("pp2_vpp2").strategy
+    assert parse_layout("single@8").world_size == 1
+    assert parse_layout("single").max_tokens_per_microbatch is None
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -37,6 +44,8 @@ def test_name_means_sizes(name, world_size, expected):
         ("", "unknown layout ''"),
         ("zp3", "'zp3' is no part"),
         ("tp2_tp4", "tp is there twice"),
+        ("tp2@", "layout 'tp2@': '' is no number of tokens"),
+        ("tp2@4k", "'4k' is no number of tokens.*tp2@4096"),
         ("sp", "layout 'sp'.*sequence_parallel=True with tensor_model_parallel_size=1"),
         ("vpp2", "layout 'vpp2'.*at least 2 pipeline stages"),
         ("ep4_dp2", r"layout 'ep4_dp2'.*ep\(4\).* = 4 does not divide the world size 2"),
