@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.gpu.test_training import BF16_RELATIVE, backend, relative_steps
 from tests.strategy.test_invariance import BUDGETS, LENGTHS, ragged_batch
 from tests.strategy.test_megatron import LAYOUTS
+from tests.tiny_models import save_tiny_model
 from tests.training import Run, fit_sft
 from tests.verify import subjects
 
@@ -44,6 +47,11 @@ def report(gpu_pool, qwen3_dir) -> Report:
     )
 
 
+@pytest.fixture(scope="module")
+def moe_dir(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_gives_the_numbers_of_one_gpu(report, layout):
     skip_without_gpus(layout)
@@ -55,6 +63,18 @@ def test_layout_gives_the_numbers_of_one_gpu(report, layout):
 
 def test_micro_batches_on_one_gpu(report):
     assert report["single@40"].verdict == "same", report["single@40"].reason
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2_ep2_etp1_sp", "pp2_ep2", "cp2_ep2"])
+def test_experts_give_the_numbers_of_one_gpu(gpu_pool, moe_dir, layout):
+    """Router losses are off: the balance loss depends on the division into micro-batches."""
+    processes = parse_layout(layout).world_size
+    if processes > torch.cuda.device_count():
+        pytest.skip(f"needs {processes} GPUs, this machine has {torch.cuda.device_count()}")
+    build = partial(subjects.sft, moe_dir, layer_backend="torch", moe=MoESettings(aux_loss_coeff=0.0))
+    options: dict[str, Any] = {"device": "cuda", "processes": processes, "tolerance": RELATIVE}
+    row = verify_layouts(build, [f"{layout}@96"], batch=ragged_batch(), pool=gpu_pool, **options)[f"{layout}@96"]
+    assert row.verdict == "same", row.reason
 
 
 def fit_te(model: Path, strategy: dict[str, Any], world_size: int) -> Run:
