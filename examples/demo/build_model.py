@@ -1,6 +1,6 @@
 """Write a small random Qwen3 and its character tokenizer: ``build_model.py DIRECTORY``. Nothing is downloaded."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -40,4 +40,6 @@ def build_model(directory: Path, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    build_model(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write a small random Qwen3 and its character tokenizer.")
+    parser.add_argument("directory", type=Path, help="where to write them")
+    build_model(parser.parse_args().directory)
