@@ -294,6 +294,7 @@ def _checksum(digests: dict[str, bytes]) -> str:
 def reset_peak_memory(device: str) -> None:
     """Forget the peak of what this process did before."""
     if device == "cuda":
+        torch.cuda.init()  # a fresh process knows no device by its number yet
         torch.cuda.reset_peak_memory_stats(int(os.environ["LOCAL_RANK"]))
     else:
         Path("/proc/self/clear_refs").write_text("5")
