@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
+from lightning_megatron_rl.models.peft_files import name_experts
 from tests.models.workers import batches, build, schedule_logprobs, start_megatron
 
 
@@ -21,8 +22,9 @@ def randomize_b(chunks: list[Any]) -> None:
 
 
 def exported_adapter(model: Any, chunks: list[Any]) -> dict[str, Tensor]:
-    """The adapters under Hugging Face names."""
-    return {name: tensor.clone() for name, tensor in model._bridge.export_adapter_weights(chunks, show_progress=False)}
+    """The adapters under the names that they have in PEFT's files."""
+    weights, experts = model.export_adapter(chunks)
+    return weights | name_experts(experts)
 
 
 def adapter_logprobs(directory: str, sequences: list[list[int]], settings: LoRASettings, target: str) -> dict[str, Any]:
