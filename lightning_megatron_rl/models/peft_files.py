@@ -2,8 +2,8 @@
 
 Transformers keeps the experts of a layer as two parameters, ``experts.gate_up_proj`` and ``experts.down_proj``, each
 [experts, out, in] (GPT-OSS: [experts, in, out]), and PEFT the adapter of a parameter as A [experts x rank, in], expert
-by expert, and B [out, rank x experts], in which the experts vary fastest. The adapter of a parameter wraps the module of
-the parameter; that of the second wraps the first's, which files call the ``base_layer``.
+by expert, and B [out, rank x experts], in which the experts vary fastest. The adapter of a parameter wraps the module
+of the parameter; that of the second wraps the first's, which files call the ``base_layer``.
 """
 
 import json

@@ -27,12 +27,16 @@ def exported_adapter(model: Any, chunks: list[Any]) -> dict[str, Tensor]:
     return weights | name_experts(experts)
 
 
-def adapter_logprobs(directory: str, sequences: list[list[int]], settings: LoRASettings, target: str) -> dict[str, Any]:
+def adapter_logprobs(
+    directory: str, sequences: list[list[int]], settings: LoRASettings, target: str, **options: Any
+) -> dict[str, Any]:
     """Log-probs without adapters, with new ones, with others, with those switched off; exports of the last."""
     start_megatron()
     batch = batches(sequences, True)
-    _, base = build(directory)
-    model, chunks = build(directory, lora=settings)
+    _, base = build(directory, **options)
+    for chunk in base:  # torch multiplies by a weight that wants a gradient in another way
+        chunk.requires_grad_(False)
+    model, chunks = build(directory, lora=settings, **options)
 
     def score(scored: list[Any]) -> Any:
         return schedule_logprobs(scored, batch, vocab_size=model.config.vocab_size)
@@ -48,7 +52,7 @@ def adapter_logprobs(directory: str, sequences: list[list[int]], settings: LoRAS
     results["unchanged"] = all(torch.equal(frozen[name], parameter) for name, parameter in chunks[0].named_parameters())
     results["trainable"] = [name for name, parameter in chunks[0].named_parameters() if parameter.requires_grad]
     results["after"] = score(chunks)
-    _, merged = build(f"{target}/merged")
+    _, merged = build(f"{target}/merged", **options)
     results["merged"] = score(merged)
     return results
 
