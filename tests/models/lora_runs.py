@@ -95,17 +95,19 @@ def adapter_gradients(
 
 
 def initial_adapter(
-    directory: str, settings: LoRASettings, tp: int, pp: int, vpp: int | None = None
+    directory: str, settings: LoRASettings, tp: int, pp: int, vpp: int | None = None, ep: int = 1
 ) -> dict[str, Tensor]:
-    """What every rank gets of new adapters, under Hugging Face names."""
-    start_megatron(tp, pp, vpp)
+    """What every rank gets of new adapters, under the names that they have in PEFT's files."""
+    start_megatron(tp, pp, vpp, ep=ep)
     model, chunks = build(directory, lora=settings, sp=tp > 1)
     return exported_adapter(model, chunks)
 
 
-def adapter_error(directory: str, settings: LoRASettings, pp: int = 1, **options: Any) -> str:
+def adapter_error(
+    directory: str, settings: LoRASettings, pp: int = 1, ep: int = 1, etp: int | None = None, **options: Any
+) -> str:
     """What `build_chunks` says on this rank."""
-    start_megatron(pp=pp)
+    start_megatron(pp=pp, ep=ep, etp=etp)
     try:
         build(directory, lora=settings, **options)
     except ValueError as error:
