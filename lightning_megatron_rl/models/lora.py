@@ -3,7 +3,7 @@
 Low-rank adaptation (Hu et al. 2021) adds ``alpha / rank * B A x`` to the output of a linear layer whose weight W stays
 as it is; only A [rank, in] and B [out, rank] are trained. Megatron's `linear_qkv` is one layer, so its query, key and
 value share A; the same holds for gate and up in `linear_fc1`. Written as one adapter per projection, each with a copy
-of A, that is the same function: this is how it is exported.
+of A, that is the same function: this is how it is exported. Each expert of a mixture has adapters of its own.
 """
 
 import hashlib
@@ -30,11 +30,12 @@ class LoRASettings:
     """Low-rank adapters on frozen weights.
 
     Args:
-        rank: Columns of B and rows of A; a multiple of the tensor-parallel size.
+        rank: Columns of B and rows of A; a multiple of the tensor-parallel size, and of that of experts if they are adapted.
         alpha: The adapter's output is multiplied by alpha / rank.
         dropout: Probability of dropping an input of A in updates; what is drawn depends on the layout.
         target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers are
-            counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every pipeline layout.
+            counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every pipeline layout. So are
+            experts.
         dora: Weight-decomposed adapters (DoRA); refused, see docs/lora.md.
         seed: Of the initial values of A, which are the same in every layout. B starts at zero.
 

@@ -54,6 +54,27 @@ def test_gradients_equal_peft_and_autograd(worker_pool, checkpoint, sequences, t
     assert_gradients_of_peft(found, directory, tmp_path / "adapter", sequences)
 
 
+def test_recompute_does_not_lose_gradients(worker_pool, checkpoint, sequences):
+    settings = LoRASettings(rank=4, target_modules=["*.mlp.experts.*"])
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    plain, again = (
+        worker_pool.run(
+            adapter_gradients,
+            checkpoint("qwen3_moe"),
+            sequences,
+            settings,
+            random=True,
+            config_overrides={"moe_aux_loss_coeff": 0.0, **options},
+            world_size=1,
+        )[0]
+        for options in ({}, recompute)
+    )
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        assert gradient.norm() > 0, name
+        assert torch.allclose(gradient, again[name], rtol=1e-5, atol=1e-6 * gradient.abs().max().item()), name
+
+
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
 def test_initial_values_do_not_depend_on_the_layout(worker_pool, checkpoint, tp, pp, ep):
     """Experts are counted over the whole model, in the seeds of A and in what is exported."""
