@@ -30,12 +30,11 @@ class LoRASettings:
     """Low-rank adapters on frozen weights.
 
     Args:
-        rank: Columns of B and rows of A; a multiple of the tensor-parallel size, and of that of experts if they are adapted.
+        rank: Columns of B and rows of A; a multiple of the tensor-parallel size, and of the experts' if they are targets.
         alpha: The adapter's output is multiplied by alpha / rank.
         dropout: Probability of dropping an input of A in updates; what is drawn depends on the layout.
-        target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers are
-            counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every pipeline layout. So are
-            experts.
+        target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers and
+            experts are counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every layout.
         dora: Weight-decomposed adapters (DoRA); refused, see docs/lora.md.
         seed: Of the initial values of A, which are the same in every layout. B starts at zero.
 
