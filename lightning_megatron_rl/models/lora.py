@@ -30,7 +30,7 @@ class LoRASettings:
     """Low-rank adapters on frozen weights.
 
     Args:
-        rank: Columns of B and rows of A; a multiple of the tensor-parallel size, and of the experts' if they are targets.
+        rank: Columns of B and rows of A; a multiple of the tensor-parallel size, and of the experts' if adapted.
         alpha: The adapter's output is multiplied by alpha / rank.
         dropout: Probability of dropping an input of A in updates; what is drawn depends on the layout.
         target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers and
