@@ -1,7 +1,7 @@
 """The model families that are carried and what each can do: checks, tests and docs/models.md read this table."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Feature = Literal["TP", "TP+SP", "PP", "CP", "EP", "ETP", "packing"]
 
@@ -116,3 +116,9 @@ def table() -> str:
         cells = [family.name, f"`{family.architecture}`", family.attention, family.mlp, *marks, family.refused]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def num_experts(config: Any) -> int:
+    """Return how many routed experts a layer of the model of a Hugging Face config has; 0 in a dense model."""
+    fields = FAMILIES[config.model_type].expert_fields
+    return getattr(config, fields[0]) if fields else 0

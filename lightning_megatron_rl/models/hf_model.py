@@ -14,9 +14,16 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
+from lightning_megatron_rl.models.families import num_experts
 from lightning_megatron_rl.models.hf_files import CheckpointWriter, fingerprint, local_checkpoint, raise_everywhere
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
-from lightning_megatron_rl.models.peft_files import adapter_config, write_adapter
+from lightning_megatron_rl.models.peft_files import (
+    INTERLEAVED,
+    adapter_config,
+    name_experts,
+    stack_experts,
+    write_adapter,
+)
 from lightning_megatron_rl.models.settings import check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
@@ -171,9 +178,14 @@ class HFModel:
         vocabulary is cut off; a tied output layer is yielded only if the checkpoint has one. Biases that balance
         experts stay in fp32, as in the checkpoint: lower precision would send tokens to other experts.
         """
+        from lightning_megatron_rl.models.adapter_weights import MergedTasks
+
         padded = self._padded_names
         with torch.no_grad():
-            for name, tensor in self._bridge.export_hf_weights(chunks, show_progress=False):
+            tasks = MergedTasks(self._bridge.get_conversion_tasks(chunks), chunks)
+            for name, tensor in self._bridge.export_hf_weights(
+                chunks, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+            ):
                 if not name.endswith(KEPT_IN_FP32):
                     tensor = tensor.to(dtype or self.dtype)
                 yield name, tensor[: self.config.vocab_size] if name in padded else tensor
@@ -225,23 +237,28 @@ class HFModel:
         """Write the chunks' adapters as PEFT loads them: adapter_config.json and adapter_model.safetensors.
 
         A collective: all ranks call it, rank 0 writes. Raises `ValueError` on all ranks if the directory is not empty
-        or cannot be written, and for adapters of experts, which PEFT knows as one parameter and not as layers.
+        or cannot be written.
         """
-        weights = {}
-        with torch.no_grad():
-            for name, tensor in self._bridge.export_adapter_weights(chunks, show_progress=False):
-                weights[name] = tensor.to(copy=True).contiguous()  # projections share the tensor of A
+        weights, experts = self.export_adapter(chunks)
         error = None
-        experts = [name for name in weights if ".experts." in name]
-        if experts:
-            error = f"{experts[0]} adapts an expert, which PEFT's format has no name for: export merged weights"
-        elif dist.get_rank() == 0:
-            config = adapter_config(weights, lora, self.name_or_path, self.config.num_hidden_layers)
+        if dist.get_rank() == 0:
+            layers, mixture = self.config.num_hidden_layers, num_experts(self.config) > 0
+            config = adapter_config(weights, lora, self.name_or_path, layers, experts=experts, mixture=mixture)
             try:
-                write_adapter(Path(directory), weights, config)
+                write_adapter(Path(directory), weights | name_experts(experts), config)
             except Exception as exception:
                 error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
         raise_everywhere(error)
+
+    def export_adapter(self, chunks: list[Any]) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Return the adapters whole, on the CPU: by name in PEFT, and A and B of experts by parameter; a collective."""
+        from lightning_megatron_rl.models.adapter_weights import dense_adapters, expert_adapters
+
+        with torch.no_grad():
+            dense = dense_adapters(self._bridge, chunks, self.config.num_hidden_layers)
+            weights = {name: tensor.to(copy=True).contiguous() for name, tensor in dense}  # projections share A
+        count, family = num_experts(self.config), self.config.model_type
+        return weights, stack_experts(expert_adapters(chunks), count, interleaved=family == INTERLEAVED)
 
 
 # Megatron's own defaults that are wrong here; a user may ask for dropout.

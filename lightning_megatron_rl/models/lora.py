@@ -3,7 +3,7 @@
 Low-rank adaptation (Hu et al. 2021) adds ``alpha / rank * B A x`` to the output of a linear layer whose weight W stays
 as it is; only A [rank, in] and B [out, rank] are trained. Megatron's `linear_qkv` is one layer, so its query, key and
 value share A; the same holds for gate and up in `linear_fc1`. Written as one adapter per projection, each with a copy
-of A, that is the same function: this is how it is exported.
+of A, that is the same function: this is how it is exported. Each expert of a mixture has adapters of its own.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from lightning_megatron_rl.compat.bridge import import_lora
 from lightning_megatron_rl.models.hf_files import raise_everywhere
 
 _ALL_LINEAR = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+_EXPERTS = ".mlp.experts."  # in the name of a layer of an expert, but not of a shared one
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class LoRASettings:
     """Low-rank adapters on frozen weights.
 
     Args:
-        rank: Columns of B and rows of A; a multiple of the tensor-parallel size.
+        rank: Columns of B and rows of A; a multiple of the tensor-parallel size, and of the experts' if adapted.
         alpha: The adapter's output is multiplied by alpha / rank.
         dropout: Probability of dropping an input of A in updates; what is drawn depends on the layout.
-        target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers are
-            counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every pipeline layout.
+        target_modules: Megatron's names of linear layers, or patterns of whole names with ``*``, in which layers and
+            experts are counted over the whole model: ``*.layers.0.*.linear_qkv`` is the first layer's in every layout.
         dora: Weight-decomposed adapters (DoRA); refused, see docs/lora.md.
         seed: Of the initial values of A, which are the same in every layout. B starts at zero.
 
@@ -97,8 +98,9 @@ def check_targets(chunks: list[nn.Module], settings: LoRASettings) -> list[nn.Mo
     """Return the chunks of a model whose linear layers fit `settings.target_modules`; a collective of all ranks.
 
     Raises:
-        ValueError: A target that matches no layer, a pipeline stage without a target, experts whose adapters
-            Megatron-Bridge could not export, or expert biases that would not stay; on all ranks.
+        ValueError: A target that matches no layer, a pipeline stage or expert-parallel rank without a target, grouped
+            experts, a rank that expert tensor-parallel ranks cannot share, or expert biases that would not stay; on
+            all ranks.
     """
     adaptable = [_linear_layers(chunk) for chunk in chunks]
     targeted = [[name for name in layers.values() if _matches(name, settings)] for layers in adaptable]
@@ -115,14 +117,14 @@ def check_targets(chunks: list[nn.Module], settings: LoRASettings) -> list[nn.Mo
             )
     if not all(found for _, founds in everywhere for found in founds):
         raise ValueError(
-            f"lora.target_modules={settings.target_modules} adapts no layer of some pipeline stage, which then has"
-            " nothing to train: use fewer stages, or targets in every stage."
+            f"lora.target_modules={settings.target_modules} adapts no layer of some pipeline stage or expert-parallel"
+            " rank, which then has nothing to train: use fewer of them, or targets in each."
         )
-    raise_everywhere(_expert_problem(chunks[0].config, [name for names in targeted for name in names]))
+    raise_everywhere(_expert_problem(chunks[0].config, [name for names in targeted for name in names], settings))
     return chunks
 
 
-def _expert_problem(config: Any, names: Sequence[str]) -> str | None:
+def _expert_problem(config: Any, names: Sequence[str], settings: LoRASettings) -> str | None:
     from megatron.core import parallel_state
 
     if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
@@ -130,23 +132,18 @@ def _expert_problem(config: Any, names: Sequence[str]) -> str | None:
             f"moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} changes the routers' expert biases in"
             " every step, but adapters are trained on weights that stay, and saved without them: set the rate to 0."
         )
-    experts = [name for name in names if ".experts." in name]
+    experts = [name for name in names if _EXPERTS in name]
     if experts and ".local_experts." not in experts[0]:
         return (
             f"lora.target_modules adapts grouped experts ({experts[0]}), whose adapters are not supported: set"
             " model_config={'moe_grouped_gemm': False}, or target '*.self_attention.*' only."
         )
-    sizes = {
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-    for field_name, size in sizes.items():
-        if experts and size > 1:
-            return (
-                f"lora.target_modules adapts experts ({experts[0]}) under {field_name}={size}: Megatron-Bridge 0.6.2"
-                " counts such adapters per rank and splits them unlike the experts, so merged weights would be wrong."
-                f" Use {field_name}=1, or targets outside the experts, e.g. '*.self_attention.*'."
-            )
+    size = parallel_state.get_expert_tensor_parallel_world_size()
+    if experts and settings.rank % size:
+        return (
+            f"lora.rank={settings.rank} is split over expert_tensor_parallel_size={size} in experts ({experts[0]}), but"
+            f" {settings.rank} % {size} = {settings.rank % size}: use a multiple."
+        )
     return None
 
 
@@ -157,23 +154,31 @@ def add_adapters(chunks: list[nn.Module], settings: LoRASettings) -> None:
         chunks: What `check_targets` has accepted, on any device.
         settings: Rank, scaling and targets.
     """
-    bridge_lora = import_lora()
     for chunk in chunks:
         chunk.requires_grad_(False)
         for path, name in _linear_layers(chunk).items():
-            if not _matches(name, settings):
-                continue
-            parent, _, child = path.rpartition(".")
-            adapt = bridge_lora(
-                target_modules=[child], dim=settings.rank, alpha=settings.alpha, dropout=settings.dropout
-            )
-            layer = chunk.get_submodule(path)
-            _return_normalized_input(layer)
-            wrapped = adapt.transform(layer, child, parent)
-            setattr(chunk.get_submodule(parent), child, wrapped)
-            _initialize(wrapped.adapter, name, settings)
+            if _matches(name, settings):
+                parent, _, child = path.rpartition(".")
+                wrapped = _wrap(chunk.get_submodule(path), path, name, settings)
+                setattr(chunk.get_submodule(parent), child, wrapped)
+                _initialize(wrapped.adapter, name, settings)
         if chunk.pre_process:
             chunk.get_submodule("embedding").register_forward_hook(_require_grad)
+
+
+def _wrap(layer: Any, path: str, name: str, settings: LoRASettings) -> Any:
+    """Put a layer and a new adapter into Megatron-Bridge's wrapper, which adds what they return."""
+    bridge_lora = import_lora()
+    from megatron.bridge.peft.lora_layers import LoRALinear
+
+    from lightning_megatron_rl.models.expert_adapter import ExpertAdapter
+
+    options = {"alpha": settings.alpha, "dropout": settings.dropout}
+    if _EXPERTS in name:
+        return LoRALinear(layer, ExpertAdapter(layer, name, rank=settings.rank, config=layer.config, **options))
+    _return_normalized_input(layer)
+    parent, _, child = path.rpartition(".")
+    return bridge_lora(target_modules=[child], dim=settings.rank, **options).transform(layer, child, parent)
 
 
 def _return_normalized_input(layer: nn.Module) -> None:
@@ -207,7 +212,7 @@ def _initialize(adapter: Any, name: str, settings: LoRASettings) -> None:
 
 
 def _linear_layers(chunk: nn.Module) -> dict[str, str]:
-    """Layers of a bare chunk that can be adapted: path in the chunk -> name, with layers counted over the model."""
+    """Layers of a bare chunk that can be adapted: path in the chunk -> name, as counted over the whole model."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     import_lora()  # settles what Bridge knows of Transformer Engine
@@ -216,13 +221,25 @@ def _linear_layers(chunk: nn.Module) -> dict[str, str]:
     kinds: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
     if utils.HAVE_TE:
         kinds += (*utils.TECL, *utils.TERL)
+    config: Any = chunk.config
     layers = {}
     for path, module in chunk.named_modules():
         match = re.match(r"decoder\.layers\.\d+", path)
         if match and isinstance(module, kinds):
             layer: Any = chunk.get_submodule(match.group())  # Megatron counts its layers from 1, over all stages
-            layers[path] = f"decoder.layers.{layer.layer_number - 1}{path[match.end() :]}"
+            name = f"decoder.layers.{layer.layer_number - 1}{path[match.end() :]}"
+            layers[path] = re.sub(
+                r"(?<=\.local_experts\.)\d+", lambda expert: _over_all_ranks(int(expert[0]), config), name
+            )
     return layers
+
+
+def _over_all_ranks(expert: int, config: Any) -> str:
+    """The number of one of this rank's experts, as the model counts them."""
+    from megatron.core import parallel_state
+
+    here = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return str(expert + here * parallel_state.get_expert_model_parallel_rank())
 
 
 def _matches(name: str, settings: LoRASettings) -> bool:

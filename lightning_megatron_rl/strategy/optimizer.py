@@ -1,7 +1,7 @@
 """Megatron's optimizer behind the interface that Lightning and torch's learning-rate schedulers expect."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
+
+_OWN = ("params", "is_expert_parallel", "step")  # of a parameter group; schedulers write the rest
 
 
 class MegatronOptimizer(Optimizer):
@@ -28,7 +30,7 @@ class MegatronOptimizer(Optimizer):
         self.megatron = megatron
         # torch refuses Megatron's parameter shards, which are views: start with a placeholder, then take its groups
         super().__init__([torch.empty(0)], defaults={"lr": megatron.param_groups[0]["lr"]})
-        self.param_groups = list(megatron.param_groups)
+        self._take_groups()
         self.grad_norm: float = 0.0  # global norm before clipping, of the last step
         self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
         self.step_succeeded: bool = True  # False when Megatron skipped the step for non-finite gradients
@@ -41,6 +43,8 @@ class MegatronOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_lr = float(self.param_groups[0]["lr"])
+        for group, leader in self._followers:
+            group.update({key: value for key, value in leader.items() if key not in _OWN})
         succeeded, grad_norm = self._step_in_bf16() if self._is_bf16_true else self.megatron.step()[:2]
         # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
         # gradient to itself
@@ -101,13 +105,77 @@ class MegatronOptimizer(Optimizer):
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
 
     def load_sharded_state(self, state: Any) -> None:
-        """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it."""
+        """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it.
+
+        Raises:
+            ValueError: It is not sharded, and was saved with as many optimizers as this layout does not have.
+        """
         with torch.no_grad():
-            self.megatron.load_state_dict(state)
+            self.megatron.load_state_dict(_as_parts(state, self._parts()))
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
-        self.param_groups = list(self.megatron.param_groups)
+        self._take_groups()
+
+    def _take_groups(self) -> None:
+        """Show Megatron's groups to schedulers; those of experts only if there are no others like them.
+
+        Whether experts have groups of their own depends on the layout, and a scheduler's state has a value per group.
+        """
+        self.param_groups = []
+        self._followers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for group in self.megatron.param_groups:
+            leader = next(iter(_alike(group, self.param_groups)), None)
+            if leader is None:
+                self.param_groups.append(group)
+            else:
+                self._followers.append((group, leader))
 
     def _parts(self) -> list["CoreOptimizer"]:
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
+
+
+def _as_parts(state: Any, parts: list[Any]) -> Any:
+    """Arrange a loaded state as the optimizers of this layout expect it.
+
+    Megatron has an optimizer of its own for experts that are replicated over other ranks than the rest, as they are
+    under expert parallelism; elsewhere one has all. A state that one saved and several load, or the reverse, has its
+    tensors in the right places, but the parameter groups where those had them that saved it: by number in a checkpoint
+    of several, at the top in that of one. Besides, Megatron does not find a group again whose parameters were experts
+    of that kind and are not here.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    numbers = sorted(key for key in state if isinstance(key, int))
+    elsewhere = {key: value for key, value in state.items() if not isinstance(key, int)}
+    if not all(isinstance(part, DistributedOptimizer) for part in parts):  # these keep parameters by their number
+        if numbers and elsewhere:
+            count = len(numbers) if len(parts) == 1 else 1
+            raise ValueError(
+                f"the optimizer state was saved by {count} optimizer(s), and this layout has {len(parts)}: under expert"
+                " parallelism experts have their own. With use_distributed_optimizer=False such a state cannot be"
+                " taken apart: resume with the expert parallelism it was saved with."
+            )
+        return state
+    saved = [elsewhere] if "optimizer" in elsewhere else [state[number] for number in numbers]
+    found = [group for one in saved for group in one["optimizer"]["param_groups"]]
+    arranged = []
+    for index, part in enumerate(parts):
+        mine = elsewhere if len(parts) == 1 else state[index]
+        groups = [
+            {**_alike(group, found)[0], "is_expert_parallel": group["is_expert_parallel"]}
+            for group in part.optimizer.param_groups
+        ]
+        optimizer = {**saved[0]["optimizer"], "param_groups": groups}
+        arranged.append({**saved[0], **mine, "optimizer": optimizer})
+    return arranged[0] if len(parts) == 1 else dict(enumerate(arranged))
+
+
+def _alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of `groups` that Megatron tells from `group` by their kind of experts alone, the same kind first."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    kind = "is_expert_parallel"
+    keys = [key for key in param_group_identifier_keys if key != kind]
+    alike = [other for other in groups if all(other.get(key) == group.get(key) for key in keys)]
+    return sorted(alike, key=lambda other: other[kind] != group[kind])

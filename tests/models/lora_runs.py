@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
+from lightning_megatron_rl.models.peft_files import name_experts
 from tests.models.workers import batches, build, schedule_logprobs, start_megatron
 
 
@@ -21,16 +22,21 @@ def randomize_b(chunks: list[Any]) -> None:
 
 
 def exported_adapter(model: Any, chunks: list[Any]) -> dict[str, Tensor]:
-    """The adapters under Hugging Face names."""
-    return {name: tensor.clone() for name, tensor in model._bridge.export_adapter_weights(chunks, show_progress=False)}
+    """The adapters under the names that they have in PEFT's files."""
+    weights, experts = model.export_adapter(chunks)
+    return weights | name_experts(experts)
 
 
-def adapter_logprobs(directory: str, sequences: list[list[int]], settings: LoRASettings, target: str) -> dict[str, Any]:
+def adapter_logprobs(
+    directory: str, sequences: list[list[int]], settings: LoRASettings, target: str, **options: Any
+) -> dict[str, Any]:
     """Log-probs without adapters, with new ones, with others, with those switched off; exports of the last."""
     start_megatron()
     batch = batches(sequences, True)
-    _, base = build(directory)
-    model, chunks = build(directory, lora=settings)
+    _, base = build(directory, **options)
+    for chunk in base:  # torch multiplies by a weight that wants a gradient in another way
+        chunk.requires_grad_(False)
+    model, chunks = build(directory, lora=settings, **options)
 
     def score(scored: list[Any]) -> Any:
         return schedule_logprobs(scored, batch, vocab_size=model.config.vocab_size)
@@ -46,7 +52,7 @@ def adapter_logprobs(directory: str, sequences: list[list[int]], settings: LoRAS
     results["unchanged"] = all(torch.equal(frozen[name], parameter) for name, parameter in chunks[0].named_parameters())
     results["trainable"] = [name for name, parameter in chunks[0].named_parameters() if parameter.requires_grad]
     results["after"] = score(chunks)
-    _, merged = build(f"{target}/merged")
+    _, merged = build(f"{target}/merged", **options)
     results["merged"] = score(merged)
     return results
 
@@ -89,17 +95,19 @@ def adapter_gradients(
 
 
 def initial_adapter(
-    directory: str, settings: LoRASettings, tp: int, pp: int, vpp: int | None = None
+    directory: str, settings: LoRASettings, tp: int, pp: int, vpp: int | None = None, ep: int = 1
 ) -> dict[str, Tensor]:
-    """What every rank gets of new adapters, under Hugging Face names."""
-    start_megatron(tp, pp, vpp)
+    """What every rank gets of new adapters, under the names that they have in PEFT's files."""
+    start_megatron(tp, pp, vpp, ep=ep)
     model, chunks = build(directory, lora=settings, sp=tp > 1)
     return exported_adapter(model, chunks)
 
 
-def adapter_error(directory: str, settings: LoRASettings, pp: int = 1, **options: Any) -> str:
+def adapter_error(
+    directory: str, settings: LoRASettings, pp: int = 1, ep: int = 1, etp: int | None = None, **options: Any
+) -> str:
     """What `build_chunks` says on this rank."""
-    start_megatron(pp=pp)
+    start_megatron(pp=pp, ep=ep, etp=etp)
     try:
         build(directory, lora=settings, **options)
     except ValueError as error:

@@ -84,8 +84,13 @@ def test_gradients_equal_peft_and_autograd(worker_pool, checkpoint, sequences, t
     [found] = worker_pool.run(
         adapter_gradients, directory, sequences, SETTINGS, target=str(tmp_path / "adapter"), random=True, world_size=1
     )
+    assert_gradients_of_peft(found, directory, tmp_path / "adapter", sequences)
+
+
+def assert_gradients_of_peft(found, directory: Path, adapter: Path, sequences) -> None:
+    """`found`, of `adapter_gradients`, is what PEFT and autograd make of the same loss."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+    adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     for sequence in sequences:
         ids = torch.tensor([sequence])
         log_p = adapted(ids[:, :-1]).logits.log_softmax(-1)

@@ -242,7 +242,8 @@ def grpo(model: Path, strategy: dict[str, Any], world_size: int, **kwargs: Any) 
     """`fit_grpo` with adapters; what the reference scored is in `extra`."""
     notes = ReferenceScores()
     callbacks = [notes, *kwargs.pop("callbacks", [])]
-    run = fit_grpo(model, strategy, world_size, module={"lora": LORA}, callbacks=callbacks, **kwargs)
+    module = {"lora": LORA, **kwargs.pop("module", {})}
+    run = fit_grpo(model, strategy, world_size, module=module, callbacks=callbacks, **kwargs)
     run.extra |= notes.found
     return run
 
