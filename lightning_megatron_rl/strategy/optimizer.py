@@ -1,7 +1,7 @@
 """Megatron's optimizer behind the interface that Lightning and torch's learning-rate schedulers expect."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,10 @@ class MegatronOptimizer(Optimizer):
 
     def load_sharded_state(self, state: Any) -> None:
         """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it."""
+        if self.megatron.config.use_distributed_optimizer:
+            state = arrange_for_parts(state, [part.param_groups for part in self._parts()])
+        else:
+            check_parts(state)
         with torch.no_grad():
             self.megatron.load_state_dict(state)
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
@@ -111,3 +115,62 @@ class MegatronOptimizer(Optimizer):
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
+
+
+def arrange_for_parts(state: dict[Any, Any], groups: Sequence[Sequence[dict[str, Any]]]) -> dict[Any, Any]:
+    """Return a loaded state of distributed optimizers as Megatron takes it in this layout.
+
+    Where the ranks of experts are others than those of the dense layers, experts have an optimizer of their own, and
+    Megatron numbers the states of the two; otherwise one optimizer has them all, and its state stands alone. Tensors
+    come as this layout asked for them, parameter groups as the saving layout had them: those of experts are told apart
+    from the dense ones of the same settings by a flag only.
+
+    Args:
+        state: Of this layout's tensors and the saving layout's groups.
+        groups: Parameter groups of each optimizer of this layout.
+
+    Raises:
+        ValueError: A parameter group with settings that no saved one has.
+    """
+    numbered = {number: part for number, part in state.items() if isinstance(number, int)}
+    alone = {name: value for name, value in state.items() if not isinstance(name, int)}
+    saved = [part for part in (alone, *numbered.values()) if "optimizer" in part]
+    saved_groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    parts = {}
+    for number, wanted in enumerate(groups):
+        tensors = numbered[number] if len(groups) > 1 else alone
+        matched = [_saved_group(group, saved_groups) for group in wanted]
+        parts[number] = {**saved[0], "param_state": tensors["param_state"], "optimizer": {"param_groups": matched}}
+    return parts if len(groups) > 1 else parts[0]
+
+
+def check_parts(state: dict[Any, Any]) -> None:
+    """Refuse a loaded state of optimizers that are not distributed, if the saving layout had another number of them.
+
+    Their states refer to parameters by numbers that belong to one optimizer each; see `arrange_for_parts`.
+
+    Raises:
+        ValueError: Part of the state is numbered, part stands alone.
+    """
+    if len({isinstance(name, int) for name in state}) > 1:
+        raise ValueError(
+            "one of the layouts that saved and that resume this checkpoint gives experts an optimizer of their own"
+            " (expert parallelism, or another tensor parallelism than the dense layers'), the other does not: with"
+            " use_distributed_optimizer=False the state cannot go from one to the other. Resume with the expert sizes"
+            " it was saved with, or start a new run from an export."
+        )
+
+
+def _saved_group(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group of the same settings, with the flag of the group at hand."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    names = [name for name in param_group_identifier_keys if name != "is_expert_parallel"]
+    for candidate in saved:
+        if all(candidate.get(name) == group.get(name) for name in names):
+            return {**candidate, "is_expert_parallel": group["is_expert_parallel"]}
+    settings = {name: group[name] for name in names if group.get(name) is not None}
+    raise ValueError(
+        f"the checkpoint's optimizer has no parameters with the settings {settings}: resume with the OptimizerConfig"
+        " that it was saved with, or start a new run from an export."
+    )
