@@ -70,7 +70,7 @@ def timeless(run: Run) -> list[dict[str, float]]:
     ("family", "saved", "others"),
     [
         # without its own balance loss, which depends on how a layout divides the batch into micro-batches
-        ("qwen3_moe_dir", "ep2_dp4", ["one", "ep2", "tp2_sp", "tp2_sp_etp1"]),
+        ("qwen3_moe_dir", "ep2_dp4", ["one", "tp2_sp", "tp2_sp_etp1"]),
         ("deepseek_dir", "pp2", ["tp2_sp", "ep2"]),
     ],
     ids=["qwen3_moe", "deepseek_v3"],

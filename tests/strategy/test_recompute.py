@@ -155,8 +155,8 @@ LATENT_RECOMPUTES: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 MODELS: dict[str, tuple[dict[str, tuple[dict[str, Any], set[str]]], dict[str, str], MoESettings]] = {
     # with everything that routers do in a pass: losses of their own, and counts for their biases
-    "qwen3_moe_dir": (MOE_RECOMPUTES, MOE_PARTS, MoESettings(aux_loss_coeff=0.3, z_loss_coeff=0.1)),
-    "deepseek_dir": (LATENT_RECOMPUTES, LATENT_PARTS, MoESettings(aux_loss_coeff=0.3, expert_bias_update_rate=0.01)),
+    "qwen3_moe_dir": (MOE_RECOMPUTES, MOE_PARTS, MoESettings(0.3, 0.1)),
+    "deepseek_dir": (LATENT_RECOMPUTES, LATENT_PARTS, MoESettings(0.3, 0.1, expert_bias_update_rate=0.01)),
 }
 
 
@@ -181,7 +181,7 @@ def fit_experts_each(model: Path, strategy: dict[str, Any], world_size: int, fam
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*((family, layout) for family in MODELS for layout in ("one", "pp2")), ("deepseek_dir", "tp2_sp")],
+    [("qwen3_moe_dir", "one"), ("deepseek_dir", "one"), ("deepseek_dir", "pp2"), ("deepseek_dir", "tp2_sp")],
 )
 def test_experts_and_latent_attention_are_the_same_with_every_recompute(worker_pool, request, family, layout):
     """Router losses and expert biases included; in the pipeline, a router's second call comes after other ones'."""
