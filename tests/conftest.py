@@ -43,3 +43,15 @@ def worker_pool() -> Iterator[WorkerPool]:
 def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen2 whose input and output embeddings are one weight."""
     return save_tiny_model(tmp_path_factory.mktemp("tied"), "qwen2_tied")
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny random Qwen3-MoE (fp32, four experts, two per token) and its tokenizer."""
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def deepseek_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random DeepSeek-V3 (fp32): two dense layers, then two with experts, whose routers have an expert bias."""
+    return save_tiny_model(tmp_path_factory.mktemp("deepseek"), "deepseek_v3_plain")

@@ -146,6 +146,7 @@ def fit_arithmetic(
     ckpt_path: str | None = None,
     trainer: dict[str, Any] | None = None,
     save_weights_only: bool = False,
+    module: dict[str, Any] | None = None,
 ) -> Run:
     """Fit an `SFTModule` with a schedule on shuffled sums from `SFTDataModule`, saving checkpoints."""
     from functools import partial
@@ -162,6 +163,7 @@ def fit_arithmetic(
         model=str(model),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3),
         lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.2, total_iters=8),
+        **(module or {}),
     )
     data = SFTDataModule(
         train=ArithmeticRows("train", size=20), tokenizer=str(model), completion_column="answer", batch_size=4

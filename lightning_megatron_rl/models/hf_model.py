@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
+from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
-from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend, torch_block_spec
+from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.families import num_experts
 from lightning_megatron_rl.models.hf_files import CheckpointWriter, fingerprint, local_checkpoint, raise_everywhere
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
@@ -24,7 +25,7 @@ from lightning_megatron_rl.models.peft_files import (
     stack_experts,
     write_adapter,
 )
-from lightning_megatron_rl.models.settings import check_overrides, check_recompute
+from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -127,6 +128,8 @@ class HFModel:
         settings = _settings(params_dtype, sequence_parallel)
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
+        if backend == "torch":
+            settings |= _WITHOUT_TRANSFORMER_ENGINE
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         _check_model(overrides, settings, provider)
         self.check_layout(
@@ -140,7 +143,6 @@ class HFModel:
         )
         if backend == "torch":
             provider.transformer_layer_spec = torch_block_spec
-            settings |= _WITHOUT_TRANSFORMER_ENGINE
             settings["attention_backend"] = type(
                 provider.attention_backend
             ).auto  # others are told to the whole process
@@ -153,6 +155,7 @@ class HFModel:
         for name, value in {**_DEFAULTS, **settings, **overrides}.items():
             setattr(provider, name, value)
         provider.finalize()
+        install_recompute(transformer_engine=backend == "transformer_engine")
         if load_weights:
             provider.register_pre_wrap_hook(_poison, prepend=True)
             provider.register_pre_wrap_hook(self._check_complete)
@@ -327,10 +330,16 @@ def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known:
 
 def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: Any) -> None:
     """Refuse settings that this model has nothing for, or that Megatron computes wrongly for it."""
-    experts = overrides.get("num_moe_experts", provider.num_moe_experts)
-    pattern = provider.moe_layer_freq
-    all_moe = bool(experts) and (pattern == 1 or (isinstance(pattern, list) and all(pattern)))
-    check_recompute(overrides, moe=bool(experts), all_moe=all_moe, latent_attention=provider.multi_latent_attention)
+    given = {**vars(provider), **settings, **overrides}
+    experts = given["num_moe_experts"]
+    parts = LayerParts(
+        experts=bool(experts),
+        dense_mlp=not all(expert_layers(provider)),
+        shared_experts=bool(given["moe_shared_expert_intermediate_size"]),
+        grouped_experts=bool(experts and given["moe_grouped_gemm"]),
+        latent_attention=provider.multi_latent_attention,
+    )
+    check_recompute(overrides, parts)
     if settings["fp16"] and experts:
         raise ValueError(
             f"precision='16-mixed' with {experts} experts: Megatron keeps one loss scale for the experts and one for"

@@ -1,6 +1,7 @@
 """Fields of Megatron's `TransformerConfig` that users override: where each does something, and which go together."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -136,14 +137,23 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
     )
 
 
-def check_recompute(overrides: Mapping[str, Any], *, moe: bool, all_moe: bool, latent_attention: bool) -> None:
+@dataclass(frozen=True)
+class LayerParts:
+    """What the layers of a model have, as far as activation recompute asks; the default is a dense model."""
+
+    experts: bool = False
+    dense_mlp: bool = True  # in at least one layer
+    shared_experts: bool = False  # that see every token
+    grouped_experts: bool = False  # one grouped GEMM for all experts of a rank
+    latent_attention: bool = False  # DeepSeek's
+
+
+def check_recompute(overrides: Mapping[str, Any], parts: LayerParts) -> None:
     """Refuse settings of activation recompute that lack their counterpart, or that this model has nothing for.
 
     Args:
         overrides: Overrides of the `TransformerConfig`.
-        moe: Whether the model has experts.
-        all_moe: Whether all its layers do.
-        latent_attention: Whether its attention is multi-latent (DeepSeek's).
+        parts: What the model's layers have.
 
     Raises:
         ValueError: With the value and what to set.
@@ -177,24 +187,34 @@ def check_recompute(overrides: Mapping[str, Any], *, moe: bool, all_moe: bool, l
                 " layers per pipeline stage, at least 1."
             )
     if granularity == "selective":
-        _check_modules(["core_attn"] if modules is None else modules, moe, all_moe, latent_attention)
+        _check_modules(["core_attn"] if modules is None else modules, parts)
 
 
-def _check_modules(modules: Any, moe: bool, all_moe: bool, latent_attention: bool) -> None:
+def _check_modules(modules: Any, parts: LayerParts) -> None:
     if not isinstance(modules, list) or not modules:
         raise ValueError(
             f"{OWNER}: recompute_modules={modules!r} is not a list of one or more of {', '.join(_RECOMPUTE_MODULES)}."
         )
+    no_experts = "the model has no experts: use 'mlp'"
     absent = {
-        "mlp": (all_moe, "every layer has experts: use 'moe'"),
+        "mlp": (not parts.dense_mlp, "every layer has experts: use 'moe'"),
         "layernorm": (
-            not moe and not latent_attention,
+            not parts.experts and not parts.latent_attention,
             "the norms of this model are part of the linear layers behind them, which keep their input only",
         ),
-        "moe": (not moe, "the model has no experts: use 'mlp'"),
-        "moe_act": (not moe, "the model has no experts: use 'mlp'"),
-        "shared_experts": (not moe, "the model has no experts: use 'mlp'"),
-        "mla_up_proj": (not latent_attention, "the model has no latent attention"),
+        "moe": (not parts.experts, no_experts),
+        "moe_act": (
+            not parts.grouped_experts,
+            "experts run one after the other, and only a grouped GEMM (moe_grouped_gemm, of Transformer Engine) can"
+            " recompute its activation alone: use 'moe'"
+            if parts.experts
+            else no_experts,
+        ),
+        "shared_experts": (
+            not parts.shared_experts,
+            "the model has experts, but none that all tokens share: use 'moe'" if parts.experts else no_experts,
+        ),
+        "mla_up_proj": (not parts.latent_attention, "the model has no latent attention"),
     }
     for module in modules:
         if module not in _RECOMPUTE_MODULES:

@@ -75,7 +75,12 @@ class ParallelLayout:
         if world_size % (etp * ep * pp):
             raise ValueError(
                 f"etp({etp}) x ep({ep}) x pp({pp}) = {etp * ep * pp} does not divide the world size {world_size}:"
-                " change expert_model_parallel_size or expert_tensor_parallel_size."
+                " change expert_model_parallel_size or expert_tensor_parallel_size"
+                + (
+                    f" (not given, so it follows tp({tp}): 1 leaves experts whole)."
+                    if self.expert_tensor_parallel_size is None and tp > 1
+                    else "."
+                )
             )
         return world_size // self.model_parallel_size
 

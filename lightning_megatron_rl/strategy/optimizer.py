@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
 
-_OWN = ("params", "is_expert_parallel", "step")  # of a parameter group; schedulers write the rest
+_KIND = "is_expert_parallel"
+_OWN = ("params", _KIND, "step")  # of a parameter group; schedulers write the rest
 
 
 class MegatronOptimizer(Optimizer):
@@ -108,10 +109,15 @@ class MegatronOptimizer(Optimizer):
         """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it.
 
         Raises:
-            ValueError: It is not sharded, and was saved with as many optimizers as this layout does not have.
+            ValueError: It has no parameters of a group's settings; or it is not sharded, and was saved with as many
+                optimizers as this layout does not have.
         """
+        if self.megatron.config.use_distributed_optimizer:
+            state = arrange_for_parts(state, [part.param_groups for part in self._parts()])
+        else:
+            check_parts(state)
         with torch.no_grad():
-            self.megatron.load_state_dict(_as_parts(state, self._parts()))
+            self.megatron.load_state_dict(state)
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
         self._take_groups()
 
@@ -135,47 +141,70 @@ class MegatronOptimizer(Optimizer):
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
 
 
-def _as_parts(state: Any, parts: list[Any]) -> Any:
-    """Arrange a loaded state as the optimizers of this layout expect it.
+def arrange_for_parts(state: dict[Any, Any], groups: Sequence[Sequence[dict[str, Any]]]) -> dict[Any, Any]:
+    """Return a loaded state of distributed optimizers as Megatron takes it in this layout.
 
-    Megatron has an optimizer of its own for experts that are replicated over other ranks than the rest, as they are
-    under expert parallelism; elsewhere one has all. A state that one saved and several load, or the reverse, has its
-    tensors in the right places, but the parameter groups where those had them that saved it: by number in a checkpoint
-    of several, at the top in that of one. Besides, Megatron does not find a group again whose parameters were experts
-    of that kind and are not here.
+    Where the ranks of experts are others than those of the dense layers, experts have an optimizer of their own, and
+    Megatron numbers the states of the two; otherwise one optimizer has them all, and its state stands alone. Tensors
+    come as this layout asked for them, parameter groups as the saving layout had them: those of experts are told apart
+    from the dense ones of the same settings by a flag only.
+
+    Args:
+        state: Of this layout's tensors and the saving layout's groups.
+        groups: Parameter groups of each optimizer of this layout.
+
+    Raises:
+        ValueError: A parameter group with settings that no saved one has.
     """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    numbered = {number: part for number, part in state.items() if isinstance(number, int)}
+    alone = {name: value for name, value in state.items() if not isinstance(name, int)}
+    saved = [part for part in (alone, *numbered.values()) if "optimizer" in part]
+    saved_groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    parts = {}
+    for number, wanted in enumerate(groups):
+        tensors = numbered[number] if len(groups) > 1 else alone
+        matched = [_saved_group(group, saved_groups) for group in wanted]
+        optimizer = {**saved[0]["optimizer"], "param_groups": matched}
+        parts[number] = {**saved[0], **tensors, "optimizer": optimizer}
+    return parts if len(groups) > 1 else parts[0]
 
-    numbers = sorted(key for key in state if isinstance(key, int))
-    elsewhere = {key: value for key, value in state.items() if not isinstance(key, int)}
-    if not all(isinstance(part, DistributedOptimizer) for part in parts):  # these keep parameters by their number
-        if numbers and elsewhere:
-            count = len(numbers) if len(parts) == 1 else 1
-            raise ValueError(
-                f"the optimizer state was saved by {count} optimizer(s), and this layout has {len(parts)}: under expert"
-                " parallelism experts have their own. With use_distributed_optimizer=False such a state cannot be"
-                " taken apart: resume with the expert parallelism it was saved with."
-            )
-        return state
-    saved = [elsewhere] if "optimizer" in elsewhere else [state[number] for number in numbers]
-    found = [group for one in saved for group in one["optimizer"]["param_groups"]]
-    arranged = []
-    for index, part in enumerate(parts):
-        mine = elsewhere if len(parts) == 1 else state[index]
-        groups = [
-            {**_alike(group, found)[0], "is_expert_parallel": group["is_expert_parallel"]}
-            for group in part.optimizer.param_groups
-        ]
-        optimizer = {**saved[0]["optimizer"], "param_groups": groups}
-        arranged.append({**saved[0], **mine, "optimizer": optimizer})
-    return arranged[0] if len(parts) == 1 else dict(enumerate(arranged))
+
+def check_parts(state: dict[Any, Any]) -> None:
+    """Refuse a loaded state of optimizers that are not distributed, if the saving layout had another number of them.
+
+    Their states refer to parameters by numbers that belong to one optimizer each; see `arrange_for_parts`.
+
+    Raises:
+        ValueError: Part of the state is numbered, part stands alone.
+    """
+    if len({isinstance(name, int) for name in state}) > 1:
+        raise ValueError(
+            "one of the layouts that saved and that resume this checkpoint gives experts an optimizer of their own"
+            " (expert parallelism, or another tensor parallelism than the dense layers'), the other does not: with"
+            " use_distributed_optimizer=False the state cannot go from one to the other. Resume with the expert sizes"
+            " it was saved with, or start a new run from an export."
+        )
+
+
+def _saved_group(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group of the same settings, with the kind of experts of the group at hand."""
+    for candidate in _alike(group, saved):
+        return {**candidate, _KIND: group[_KIND]}
+    settings = {name: group[name] for name in _settings() if group.get(name) is not None}
+    raise ValueError(
+        f"the checkpoint's optimizer has no parameters with the settings {settings}: resume with the OptimizerConfig"
+        " that it was saved with, or start a new run from an export."
+    )
 
 
 def _alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of `groups` that Megatron tells from `group` by their kind of experts alone, the same kind first."""
+    alike = [other for other in groups if all(other.get(name) == group.get(name) for name in _settings())]
+    return sorted(alike, key=lambda other: other[_KIND] != group[_KIND])
+
+
+def _settings() -> list[str]:
+    """What Megatron tells parameter groups by, apart from the kind of experts."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-    kind = "is_expert_parallel"
-    keys = [key for key in param_group_identifier_keys if key != kind]
-    alike = [other for other in groups if all(other.get(key) == group.get(key) for key in keys)]
-    return sorted(alike, key=lambda other: other[kind] != group[kind])
+    return [name for name in param_group_identifier_keys if name != _KIND]

@@ -26,6 +26,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     """Saves and loads weights, optimizer and random-number states as directories, in any layout; see `checkpoint`."""
 
     layout: ParallelLayout
+    use_distributed_optimizer: bool
     trained_on_top_of: dict[str, Any] | None = None
     """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
     adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
@@ -96,6 +97,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 "world_size": self.world_size,
                 "global_step": checkpoint.get("global_step", 0),
                 "has_optimizer": has_optimizer,
+                "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
             }
             checkpoint_io.save(path, sharded, {**checkpoint, "state_dict": state["other"]}, layout)
@@ -118,6 +120,13 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 raise ValueError(
                     f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
                     " cannot resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
+                )
+            sharded_optimizer = layout.get("use_distributed_optimizer", self.use_distributed_optimizer)
+            if self.optimizers and sharded_optimizer != self.use_distributed_optimizer:
+                raise ValueError(
+                    f"checkpoint {path} was saved with use_distributed_optimizer={sharded_optimizer}, and this run has"
+                    f" use_distributed_optimizer={self.use_distributed_optimizer}: their optimizers keep other tensors."
+                    f" Resume with MegatronStrategy(use_distributed_optimizer={sharded_optimizer})."
                 )
             for index, optimizer in enumerate(self.optimizers):
                 assert isinstance(optimizer, MegatronOptimizer)

@@ -40,6 +40,14 @@ def test_megatrons_own_losses_are_off_whatever_ours_are():
     assert "moe_enable_routing_replay" not in fields
 
 
+def test_replay_turns_the_fused_top_k_off_whoever_turned_it_on():
+    """Trap 16: with it Megatron would choose anew, without a word; a provider of Megatron-Bridge's may have set it."""
+    fields = MoESettings(aux_loss_coeff=0.0, router_replay="R2").megatron_fields()
+    assert fields["moe_router_fusion"] is False
+    assert fields["moe_enable_routing_replay"] is True
+    assert "moe_router_fusion" not in MoESettings(aux_loss_coeff=0.0).megatron_fields()
+
+
 def test_table_shows_everything_in_force():
     settings = MoESettings(aux_loss_coeff=0.01, freeze_router=True, router_dtype=None, router_replay="R2")
     text = str(settings.describe(has_expert_bias=True))

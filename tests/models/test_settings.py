@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.models.settings import RULES, check_overrides, check_recompute
+from lightning_megatron_rl.models.settings import RULES, LayerParts, check_overrides, check_recompute
 from tests.distributed import WorkerError, WorkerPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -85,11 +85,13 @@ def test_every_rule_names_a_field_of_megatrons():
         assert rule in names or any(name.startswith(rule.removesuffix("*")) for name in names if "*" in rule), rule
 
 
-DENSE = {"moe": False, "all_moe": False, "latent_attention": False}
-MOE = {"moe": True, "all_moe": True, "latent_attention": False}
+DENSE = LayerParts()
+MOE = LayerParts(experts=True, dense_mlp=False)
+SHARED = LayerParts(experts=True, shared_experts=True, latent_attention=True)
+GROUPED = LayerParts(experts=True, dense_mlp=False, grouped_experts=True)
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
-BAD_RECOMPUTE: list[tuple[dict[str, Any], dict[str, bool], str]] = [
+BAD_RECOMPUTE: list[tuple[dict[str, Any], LayerParts, str]] = [
     ({"recompute_method": "uniform"}, DENSE, "recompute_method='uniform' with recompute_granularity=None does nothing"),
     ({"recompute_num_layers": 1}, DENSE, "recompute_num_layers=1 with recompute_granularity=None does nothing"),
     ({"recompute_modules": ["mlp"]}, DENSE, "belongs to recompute_granularity='selective'"),
@@ -106,27 +108,33 @@ BAD_RECOMPUTE: list[tuple[dict[str, Any], dict[str, bool], str]] = [
     ({**SELECTIVE, "recompute_modules": ["layernorm"]}, DENSE, "'layernorm' .*part of the linear layers"),
     ({**SELECTIVE, "recompute_modules": ["mla_up_proj"]}, DENSE, "no latent attention"),
     ({**SELECTIVE, "recompute_modules": ["mlp"]}, MOE, "every layer has experts: use 'moe'"),
+    ({**SELECTIVE, "recompute_modules": ["moe_act"]}, DENSE, "'moe_act' .*no experts: use 'mlp'"),
+    ({**SELECTIVE, "recompute_modules": ["moe_act"]}, SHARED, "'moe_act' .*one after the other, .*: use 'moe'"),
+    ({**SELECTIVE, "recompute_modules": ["shared_experts"]}, DENSE, "'shared_experts' .*no experts: use 'mlp'"),
+    ({**SELECTIVE, "recompute_modules": ["moe", "shared_experts"]}, MOE, "'shared_experts' .*none that all tokens"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "model", "message"), BAD_RECOMPUTE)
-def test_recompute_that_lacks_a_part_is_refused(overrides, model, message):
+@pytest.mark.parametrize(("overrides", "parts", "message"), BAD_RECOMPUTE)
+def test_recompute_that_lacks_a_part_is_refused(overrides, parts, message):
     with pytest.raises(ValueError, match=message):
-        check_recompute(overrides, **model)
+        check_recompute(overrides, parts)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "model"),
+    ("overrides", "parts"),
     [
         ({}, DENSE),
         (FULL, DENSE),
         (SELECTIVE, DENSE),
         ({**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}, DENSE),
         ({**SELECTIVE, "recompute_modules": ["layernorm", "moe"]}, MOE),
+        ({**SELECTIVE, "recompute_modules": ["mlp", "shared_experts", "mla_up_proj"]}, SHARED),
+        ({**SELECTIVE, "recompute_modules": ["moe_act"]}, GROUPED),
     ],
 )
-def test_complete_recompute_is_accepted(overrides, model):
-    check_recompute(overrides, **model)
+def test_complete_recompute_is_accepted(overrides, parts):
+    check_recompute(overrides, parts)
 
 
 def build(directory: str, overrides: dict[str, Any], fp16: bool = False) -> None:

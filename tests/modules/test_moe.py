@@ -1,13 +1,10 @@
-"""Training mixtures of experts: router losses, expert bias, frozen routers and replayed routing, in every layout."""
+"""Training mixtures of experts: router losses and replayed routing, in every layout; see also test_expert_bias."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.moe import MoESettings
@@ -15,7 +12,7 @@ from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
 from tests.strategy.test_megatron import RELATIVE, assert_same_run
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
-from tests.training import Run, fit_sft, frozen_sequences
+from tests.training import Run, fit_sft
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
@@ -29,7 +26,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
     ),
-    "ep2_cp2": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
+    "ep2_cp2": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),  # experts over DP ranks
+    "cp2_ep2": (2, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),  # and over CP ranks
+    "pp2_ep2": (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    # expert tensor parallelism is that of the dense layers, unless it is given: tp2_sp above splits each expert
+    "tp2_sp_etp1": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}),
+    "tp2_sp_ep2_etp1": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "tp2_sp_ep2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}),
 }
 BOTH_LOSSES = MoESettings(aux_loss_coeff=0.3, z_loss_coeff=0.1)
 MOE_METRICS = ("moe/aux_loss", "moe/load_imbalance")
@@ -194,73 +205,6 @@ def test_rl_has_no_router_loss_that_nobody_asked_for(worker_pool, qwen3_moe_dir)
         for inherit in (False, True)
     )
     assert inherited != pytest.approx(ours, rel=10 * RELATIVE)
-
-
-# ---- expert bias, frozen routers ------------------------------------------------------------------------------------
-
-
-MOVING_BIAS = MoESettings(aux_loss_coeff=0.0, expert_bias_update_rate=0.25)
-
-
-def biases(run: Run) -> Tensor:
-    names = sorted(name for name in run.weights if name.endswith("e_score_correction_bias"))
-    return torch.stack([run.weights[name] for name in names])
-
-
-def stored_biases(model: Path) -> Tensor:
-    files = load_file(model / "model.safetensors")
-    return torch.stack([files[name] for name in sorted(files) if name.endswith("e_score_correction_bias")])
-
-
-@pytest.fixture(scope="module")
-def moved_biases(worker_pool, deepseek_dir) -> Tensor:
-    return biases(sft(worker_pool, deepseek_dir, steps=1, moe=MOVING_BIAS)[0])
-
-
-def test_expert_bias_moves_by_its_rate_towards_even_load(worker_pool, deepseek_dir, moved_biases):
-    """One step up for experts with less than the mean load, one down for those with more; none at rate 0."""
-    still = biases(sft(worker_pool, deepseek_dir, steps=1, moe=MoESettings(aux_loss_coeff=0.0))[0])
-    assert torch.equal(still, stored_biases(deepseek_dir))
-    steps = (moved_biases - still) / MOVING_BIAS.expert_bias_update_rate
-    assert torch.allclose(steps, steps.round(), atol=1e-5)  # fp32 differences of numbers near 0.1
-    assert steps.max() == pytest.approx(1, abs=1e-5)
-    assert steps.min() == pytest.approx(-1, abs=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "ep2", "cp2"])
-def test_expert_bias_does_not_see_the_layout(worker_pool, deepseek_dir, moved_biases, layout):
-    """The same tokens are counted, and padding, which differs between layouts, is not."""
-    assert torch.equal(biases(sft(worker_pool, deepseek_dir, layout, steps=1, moe=MOVING_BIAS)[0]), moved_biases)
-
-
-def test_expert_bias_does_not_see_padding(worker_pool, deepseek_dir):
-    """Rows of 4 to 40 tokens, padded to the longest: padding would go to the same experts, and outvote tokens."""
-    packed, padded = (
-        worker_pool.run(
-            fit_sft,
-            deepseek_dir,
-            {},
-            1,
-            steps=1,
-            module={"packing": packing, "max_tokens_per_microbatch": 400, "moe": MOVING_BIAS},
-            sequences=frozen_sequences(4),
-            world_size=1,
-            init_process_group=False,
-        )[0]
-        for packing in (True, False)
-    )
-    assert torch.equal(biases(padded), biases(packed))
-
-
-def test_frozen_routers_stay_as_they_are(worker_pool, qwen3_moe_dir):
-    runs = {}
-    for freeze in (False, True):
-        runs[freeze] = sft(worker_pool, qwen3_moe_dir, "ep2", moe=MoESettings(freeze_router=freeze))[0]
-    files = load_file(qwen3_moe_dir / "model.safetensors")
-    for name, weight in files.items():
-        is_router = name.endswith("mlp.gate.weight")
-        assert torch.equal(runs[True].weights[name], weight) == is_router, name
-        assert not torch.equal(runs[False].weights[name], weight), name
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.optimizer import arrange_for_parts, check_parts
 from tests.distributed import WorkerError
 from tests.strategy.test_megatron import LAYOUTS, assert_same_run
 from tests.training import Run, fit_arithmetic
@@ -14,8 +16,16 @@ from tests.training import Run, fit_arithmetic
 SAVED_AT, STEPS = 3, 7  # an epoch has 5 steps: the resumed run starts in the middle of one and ends in the next
 
 
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "ep2_dp4": (4, {"expert_model_parallel_size": 2}),  # each expert on two replicas, which share its optimizer state
+    "tp2_sp_etp1": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}),
+}
+
+
 def job(pool: Any, layout: str, model: Path, **kwargs: Any) -> list[Run]:
-    world_size, strategy = LAYOUTS[layout]
+    world_size, strategy = {**LAYOUTS, **EXPERT_LAYOUTS}[layout]
     return pool.run(
         fit_arithmetic, model, strategy, world_size, world_size=world_size, init_process_group=False, **kwargs
     )
@@ -38,11 +48,7 @@ def test_resume_is_bitwise_in_the_same_layout(worker_pool, qwen3_dir, directory,
     Fails without the optimizer state in the checkpoint (first resumed step) and without the data cursor.
     """
     resumed = job(worker_pool, "dp2", qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))[0]
-    timeless = [
-        [{key: value for key, value in step.items() if not key.startswith(("time/", "perf/"))} for step in run.steps]
-        for run in (resumed, whole)
-    ]
-    assert timeless[0] == timeless[1][SAVED_AT:]
+    assert timeless(resumed) == timeless(whole)[SAVED_AT:]
     for name, weight in whole.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
 
@@ -53,6 +59,58 @@ def test_resume_in_another_layout(worker_pool, qwen3_dir, directory, whole, layo
         0
     ]
     assert_same_run(resumed, Run(whole.steps[SAVED_AT:], whole.weights))
+
+
+def timeless(run: Run) -> list[dict[str, float]]:
+    """What was logged but for times."""
+    return [{name: step[name] for name in step if not name.startswith(("time/", "perf/"))} for step in run.steps]
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "others"),
+    [
+        # without its own balance loss, which depends on how a layout divides the batch into micro-batches
+        ("qwen3_moe_dir", "ep2_dp4", ["one", "tp2_sp", "tp2_sp_etp1"]),
+        ("deepseek_dir", "pp2", ["tp2_sp", "ep2"]),
+    ],
+    ids=["qwen3_moe", "deepseek_v3"],
+)
+def test_experts_resume_in_any_layout(worker_pool, request, tmp_path, family, saved, others):
+    """Split or whole, with the state of their optimizer; and expert biases, which no optimizer knows."""
+    model = request.getfixturevalue(family)
+    has_bias = family == "deepseek_dir"
+    moe = MoESettings(aux_loss_coeff=0.0, z_loss_coeff=0.1, expert_bias_update_rate=0.01 if has_bias else 0.0)
+    options = {"max_steps": 2, "module": {"moe": moe}}
+    whole = job(worker_pool, saved, model, checkpoints=tmp_path, **options)[0]
+    options["ckpt_path"] = str(tmp_path / "step=1.ckpt")
+    same = job(worker_pool, saved, model, **options)[0]
+    assert timeless(same) == timeless(whole)[1:]
+    for name, weight in whole.weights.items():
+        assert torch.equal(same.weights[name], weight), name
+    for layout in others:
+        assert_same_run(job(worker_pool, layout, model, **options)[0], Run(whole.steps[1:], whole.weights))
+
+
+def test_saved_parameter_groups_are_found_by_their_settings():
+    """One optimizer for all where two were saved, two where there was one, and none with other settings."""
+    dense, experts = ({"max_lr": 1e-3, "is_expert_parallel": flag, "step": 3} for flag in (False, True))
+    two = {0: {"optimizer": {"param_groups": [dense]}}, 1: {"optimizer": {"param_groups": [experts]}}}
+    one = arrange_for_parts({**two, "param_state": "tensors"}, [[dense]])
+    assert one == {"param_state": "tensors", "optimizer": {"param_groups": [dense]}}
+    numbered = {0: {"param_state": "dense tensors"}, 1: {"param_state": "expert tensors"}}
+    assert arrange_for_parts({**two[0], **numbered}, [[dense], [experts]]) == {
+        0: {"param_state": "dense tensors", "optimizer": {"param_groups": [dense]}},
+        1: {"param_state": "expert tensors", "optimizer": {"param_groups": [experts]}},
+    }
+    with pytest.raises(ValueError, match=r"no parameters with the settings {'max_lr': 0\.1}: resume with the Optim"):
+        arrange_for_parts({**two, "param_state": "tensors"}, [[{**dense, "max_lr": 0.1}]])
+
+
+def test_optimizers_that_are_not_distributed_do_not_change_in_number():
+    check_parts({"optimizer": {}, "grad_scaler": {}})
+    check_parts({0: {}, 1: {}})
+    with pytest.raises(ValueError, match="Resume with the expert sizes it was saved with"):
+        check_parts({0: {}, 1: {}, "optimizer": {}})
 
 
 def test_checkpoint_directory_is_complete_and_described(directory, whole):
@@ -70,6 +128,12 @@ def test_fit_refuses_a_checkpoint_without_optimizer_state(worker_pool, qwen3_dir
     job(worker_pool, "dp2", qwen3_dir, max_steps=1, checkpoints=tmp_path, save_weights_only=True)
     with pytest.raises(WorkerError, match="holds weights only"):
         job(worker_pool, "dp2", qwen3_dir, max_steps=2, ckpt_path=str(tmp_path / "step=1.ckpt"))
+
+
+def test_resume_with_the_other_kind_of_optimizer_is_refused(worker_pool, qwen3_dir, directory, whole):
+    match = "use_distributed_optimizer=True, and this run has use_distributed_optimizer=False"
+    with pytest.raises(WorkerError, match=match):
+        job(worker_pool, "dp2_plain", qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))
 
 
 def test_checkpoint_of_another_model_is_refused(worker_pool, tied_dir, directory, whole):

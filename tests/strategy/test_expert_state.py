@@ -44,5 +44,5 @@ def test_state_that_is_not_sharded_stays_with_its_expert_parallelism(worker_pool
     whole = job(worker_pool, model, "ep2", plain, **{**resuming(tmp_path), **saving(tmp_path), "ckpt_path": None})
     resumed = job(worker_pool, model, "ep2", plain, **resuming(tmp_path / "step=1.ckpt"))
     assert_same_run(resumed, Run(whole.steps[1:], whole.weights))
-    with pytest.raises(WorkerError, match=r"saved by 2 optimizer\(s\), and this layout has 1"):
+    with pytest.raises(WorkerError, match="the state cannot go from one to the other"):
         job(worker_pool, model, "single", plain, **resuming(tmp_path / "step=1.ckpt"))

@@ -1,5 +1,7 @@
 """The layout object checks its arithmetic and says it."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_megatron_rl.strategy.layout import ParallelLayout
@@ -21,6 +23,21 @@ def test_expert_sizes_are_checked_against_the_world():
     layout = ParallelLayout(expert_model_parallel_size=3)
     with pytest.raises(ValueError, match=r"etp\(1\) x ep\(3\) x pp\(1\) = 3 does not divide the world size 4"):
         layout.data_parallel_size(4)
+
+
+def test_experts_are_split_like_dense_layers_unless_told_otherwise():
+    split = ParallelLayout(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
+    message = r"etp\(2\) x ep\(2\) x pp\(1\) = 4 .* world size 2: .*not given, so it follows tp\(2\): 1 leaves"
+    with pytest.raises(ValueError, match=message):
+        split.data_parallel_size(2)
+    whole = replace(split, expert_tensor_parallel_size=1)
+    assert whole.data_parallel_size(2) == 1
+    with pytest.raises(
+        ValueError, match=r"etp\(1\) x ep\(2\) x pp\(3\) = 6 does not divide the world size 9: .*size\.$"
+    ):
+        ParallelLayout(
+            pipeline_model_parallel_size=3, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+        ).data_parallel_size(9)
 
 
 @pytest.mark.parametrize(

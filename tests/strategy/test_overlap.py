@@ -1,5 +1,6 @@
 """Overlapped gradient reduction and parameter gathering: the numbers of no overlap, and nobody reads stale weights."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy import saving
 from tests.strategy.test_megatron import assert_same_run
@@ -25,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_dp2_sp": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2_dp2": (4, {"pipeline_model_parallel_size": 2}),
     "pp2_vpp2_dp2": (4, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "ep2_dp4": (4, {"expert_model_parallel_size": 2}),
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -48,7 +52,7 @@ def on(pool: Any, model: Path, layout: str, ddp: dict[str, Any], **options: Any)
 
 
 @pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["gradients", "both"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2"])
 def test_overlap_does_not_change_the_numbers(worker_pool, qwen3_dir, layout, ddp):
     """Several micro-batches. Fails without the gather before the output layer."""
     assert_same_run(on(worker_pool, qwen3_dir, layout, ddp), on(worker_pool, qwen3_dir, layout, {}), SAME)
@@ -75,6 +79,82 @@ def test_overlap_with_recompute_and_tied_embeddings(worker_pool, qwen3_dir, tied
     module = {"model_config": RECOMPUTE}
     assert_same_run(on(worker_pool, qwen3_dir, "dp2", BOTH, module=module), on(worker_pool, qwen3_dir, "dp2", {}), SAME)
     assert_same_run(on(worker_pool, tied_dir, "pp2_dp2", BOTH), on(worker_pool, tied_dir, "pp2_dp2", {}), SAME)
+
+
+class Reductions(pl.Callback):
+    """Counts, by step, how often each bucket group sends its gradients."""
+
+    def __init__(self) -> None:
+        self.counts: list[list[int]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        groups = [
+            group for chunk in module.model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        ]
+        self.sent = [0] * len(groups)
+        for index, group in enumerate(groups):
+            group.start_grad_sync = partial(self._start, index, group, group.start_grad_sync)
+
+    def _start(self, index: int, group: Any, start: Any, *args: Any, **kwargs: Any) -> None:
+        self.sent[index] += group.grad_reduce_handle is None  # otherwise on its way already
+        start(*args, **kwargs)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.counts.append(self.sent)
+        self.sent = [0] * len(self.sent)
+
+
+def fit_uneven_steps(model: Path, layout: str, ddp: dict[str, Any]) -> Run:
+    """Four steps of one, two, one and two micro-batches on each replica (twice that under the interleaved schedule)."""
+    world_size, strategy = strategy_of(layout, ddp)
+    generator = torch.Generator().manual_seed(2)
+    factor = 2 if "vpp2" in layout else 1
+    tokens = [torch.randint(6, 100, (length,), generator=generator) for length in (40, 60, 40, 60) for _ in range(8)]
+    sequences = [TokenSequence(ids, torch.arange(len(ids)) > 3, {}) for ids in tokens]
+    reductions = Reductions()
+    run = fit_sft(
+        model,
+        strategy,
+        world_size,
+        steps=4,
+        batch_size=8,
+        sequences=sequences,
+        # 4 x 40 or 2 x 60 of the 4 sequences of a replica
+        module={"max_tokens_per_microbatch": 160 // factor},
+        callbacks=[reductions],
+    )
+    run.extra["counts"] = reductions.counts
+    return run
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2_vpp2_dp2"])
+def test_gradients_leave_the_rank_once_after_the_last_micro_batch(worker_pool, qwen3_dir, layout):
+    """Fails without `no_sync_func` of all chunks: Megatron would wait for as many gradients as in the first step."""
+    runs = {}
+    for name, ddp in (("overlap", GRADIENTS), ("none", {})):
+        runs[name] = worker_pool.run(
+            fit_uneven_steps, qwen3_dir, layout, ddp, world_size=LAYOUTS[layout][0], init_process_group=False
+        )[0]
+    assert_same_run(runs["overlap"], runs["none"], SAME)
+    counts = runs["overlap"].extra["counts"]
+    assert len(counts) == 4
+    assert len(counts[0]) > 1
+    assert all(count == 1 for step in counts for count in step), counts
+
+
+def test_overlap_with_experts(worker_pool, qwen3_moe_dir):
+    """Two of the four replicas share each expert, whose gradients and weights travel in groups of their own."""
+    runs = [
+        on(
+            worker_pool,
+            qwen3_moe_dir,
+            "ep2_dp4",
+            ddp,
+            module={"moe": MoESettings(z_loss_coeff=0.1, aux_loss_coeff=0.1)},
+        )
+        for ddp in (BOTH, {})
+    ]
+    assert_same_run(*runs, SAME)
 
 
 class Readers(pl.Callback):

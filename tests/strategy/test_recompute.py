@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_megatron_rl.models.moe import MoESettings
+from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
 from tests.strategy.test_megatron import assert_same_run
 from tests.training import Run, fit_sft
@@ -28,18 +30,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class ForwardCalls(pl.Callback):
-    """Counts forward passes of the first layer's attention and MLP: once more for each recompute."""
+DENSE_PARTS = {"core_attn": "0.self_attention.core_attention", "mlp": "0.mlp"}
 
-    def __init__(self) -> None:
-        self.calls = {"core_attn": 0, "mlp": 0}
+
+class ForwardCalls(pl.Callback):
+    """Counts forward passes of parts of the layers, given as paths below them: once more for each recompute."""
+
+    def __init__(self, parts: dict[str, str]) -> None:
+        self.parts = parts
+        self.calls = dict.fromkeys(parts, 0)
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         from megatron.core.utils import unwrap_model
 
-        layer = unwrap_model(module.model[0]).decoder.layers[0]
-        for name, part in (("core_attn", layer.self_attention.core_attention), ("mlp", layer.mlp)):
-            part.register_forward_hook(lambda *_, name=name: self._count(name))
+        layers = unwrap_model(module.model[0]).decoder.layers
+        for name, path in self.parts.items():
+            layers.get_submodule(path).register_forward_hook(lambda *_, name=name: self._count(name))
 
     def _count(self, name: str) -> None:
         self.calls[name] += 1
@@ -49,7 +55,7 @@ def fit_each(model: Path, strategy: dict[str, Any], world_size: int) -> dict[str
     """Two SFT steps, packed, several micro-batches, without recompute and with each kind."""
     runs = {}
     for name, overrides in {"none": {}, **RECOMPUTES}.items():
-        counter = ForwardCalls()
+        counter = ForwardCalls(DENSE_PARTS)
         runs[name] = fit_sft(
             model,
             strategy,
@@ -112,3 +118,89 @@ def test_recompute_draws_the_same_dropout(worker_pool, qwen3_dir):
         assert_same_run(run, runs[0], SAME)
     assert runs[0].steps[0]["policy/loss"] != pytest.approx(plain.steps[0]["policy/loss"], rel=1e-3)
     assert all(torch.isfinite(weight).all() for weight in runs[0].weights.values())
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+# what is recomputed -> its settings and the parts that then run twice
+MOE_PARTS = {"core_attn": "0.self_attention.core_attention", "norm": "0.pre_mlp_layernorm", "router": "0.mlp.router"}
+MOE_RECOMPUTES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "none": ({}, set()),
+    "uniform": (RECOMPUTES["uniform"], {"core_attn", "norm", "router"}),
+    "moe": (selective("moe"), {"router"}),
+    "layernorm": (selective("layernorm"), {"norm"}),
+    "all": (selective("core_attn", "layernorm", "moe"), {"core_attn", "norm", "router"}),
+}
+# of four layers, the first two (of one process) or one (of two stages) are dense
+LATENT_PARTS = {
+    "core_attn": "0.self_attention.core_attention",
+    "up_proj": "0.self_attention.linear_kv_up_proj",
+    "norm": "0.input_layernorm",
+    "mlp": "0.mlp",
+    "router": "3.mlp.router",
+    "shared": "3.mlp.shared_experts",
+}
+LATENT_RECOMPUTES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "none": ({}, set()),
+    "uniform": (RECOMPUTES["uniform"], set(LATENT_PARTS)),
+    "core_attn": (selective("core_attn"), {"core_attn"}),
+    "mla_up_proj": (selective("mla_up_proj"), {"up_proj"}),
+    "layernorm": (selective("layernorm"), {"norm"}),
+    "mlp": (selective("mlp"), {"mlp"}),
+    "shared_experts": (selective("shared_experts"), {"shared"}),
+    "moe": (selective("moe"), {"router", "shared"}),
+    "all": (selective("core_attn", "mla_up_proj", "layernorm", "mlp", "moe"), set(LATENT_PARTS)),
+}
+MODELS: dict[str, tuple[dict[str, tuple[dict[str, Any], set[str]]], dict[str, str], MoESettings]] = {
+    # with everything that routers do in a pass: losses of their own, and counts for their biases
+    "qwen3_moe_dir": (MOE_RECOMPUTES, MOE_PARTS, MoESettings(0.3, 0.1)),
+    "deepseek_dir": (LATENT_RECOMPUTES, LATENT_PARTS, MoESettings(0.3, 0.1, expert_bias_update_rate=0.01)),
+}
+
+
+def fit_experts_each(model: Path, strategy: dict[str, Any], world_size: int, family: str) -> dict[str, Run]:
+    """A step, packed, several micro-batches, with each kind of recompute that the family has; the parts' calls."""
+    recomputes, parts, moe = MODELS[family]
+    runs = {}
+    for name, (overrides, _) in recomputes.items():
+        counter = ForwardCalls(parts if world_size == 1 else {})
+        runs[name] = fit_sft(
+            model,
+            strategy,
+            world_size,
+            steps=1,
+            module={"model_config": overrides, "moe": moe},
+            callbacks=[counter],
+            trainer={"limit_val_batches": 0},
+        )
+        runs[name].extra = counter.calls
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe_dir", "one"), ("deepseek_dir", "one"), ("deepseek_dir", "pp2"), ("deepseek_dir", "tp2_sp")],
+)
+def test_experts_and_latent_attention_are_the_same_with_every_recompute(worker_pool, request, family, layout):
+    """Router losses and expert biases included; in the pipeline, a router's second call comes after other ones'."""
+    world_size, strategy = LAYOUTS[layout]
+    model = request.getfixturevalue(family)
+    arguments = (model, strategy, world_size, family)
+    runs = worker_pool.run(fit_experts_each, *arguments, world_size=world_size, init_process_group=False)[0]
+    once = runs["none"].extra
+    for name, (_, twice) in MODELS[family][0].items():
+        assert_same_run(runs[name], runs["none"], SAME)
+        for part, calls in once.items():
+            assert runs[name].extra[part] == calls * (2 if part in twice else 1), (name, part)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [(["moe_act"], "'moe_act' in recompute_modules .*use 'moe'"), (["shared_experts"], "none that all tokens share")],
+)
+def test_what_torch_layers_do_not_recompute_is_refused(worker_pool, qwen3_moe_dir, modules, message):
+    module = {"model_config": selective(*modules)}
+    with pytest.raises(WorkerError, match=f"model_config: .*{message}"):
+        worker_pool.run(fit_sft, qwen3_moe_dir, {}, 1, module=module, world_size=1, init_process_group=False)
