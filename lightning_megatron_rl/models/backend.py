@@ -8,17 +8,25 @@ import torch
 LayerBackend = Literal["auto", "torch", "transformer_engine"]
 
 
-def resolve_layer_backend(layer_backend: LayerBackend, device: torch.device) -> LayerBackend:
-    """Return "torch" or "transformer_engine": "auto" is the latter on CUDA where it is installed.
+def resolve_layer_backend(
+    layer_backend: LayerBackend,
+    device: torch.device,
+    *,
+    params_dtype: torch.dtype = torch.bfloat16,
+    context_parallel_size: int = 1,
+) -> LayerBackend:
+    """Return "torch" or "transformer_engine": "auto" is the latter on CUDA where it is installed and can run.
 
-    Raises `ValueError` if Transformer Engine is asked for and cannot run here.
+    Raises `ValueError` if Transformer Engine is asked for and cannot run: without CUDA or the package, or with context
+    parallelism in fp32, for which it has no attention.
 
     Example:
         ``resolve_layer_backend("auto", torch.device("cpu")) == "torch"``
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
+    has_attention = context_parallel_size == 1 or params_dtype != torch.float32
     if layer_backend == "auto":
-        return "transformer_engine" if device.type == "cuda" and installed else "torch"
+        return "transformer_engine" if device.type == "cuda" and installed and has_attention else "torch"
     if layer_backend == "torch":
         return layer_backend
     if layer_backend != "transformer_engine":
@@ -32,6 +40,12 @@ def resolve_layer_backend(layer_backend: LayerBackend, device: torch.device) -> 
         raise ValueError(
             "layer_backend='transformer_engine', but Transformer Engine is not installed: "
             "pip install 'lightning-megatron-rl[gpu]', or use layer_backend='torch'"
+        )
+    if not has_attention:
+        raise ValueError(
+            f"layer_backend='transformer_engine' with context_parallel_size={context_parallel_size} in fp32: its "
+            "attention is split over ranks in 16-bit precisions only: use Trainer(precision='bf16-mixed'), or "
+            "layer_backend='torch'"
         )
     return layer_backend
 

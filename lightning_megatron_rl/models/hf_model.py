@@ -124,8 +124,13 @@ class HFModel:
         for adapters that fit no layer, and if the checkpoint lacks a weight.
         """
         overrides = config_overrides or {}
-        backend = resolve_layer_backend(layer_backend, device)
         settings = _settings(params_dtype, sequence_parallel)
+        backend = resolve_layer_backend(
+            layer_backend,
+            device,
+            params_dtype=params_dtype,
+            context_parallel_size=settings["context_parallel_size"],
+        )
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         if backend == "torch":

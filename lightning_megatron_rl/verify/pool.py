@@ -68,6 +68,7 @@ class _Worker:
         self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
         self.connection, child = Pipe()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 means fp32: TransformerEngine would multiply it as TF32
         # what can be imported here can be imported there, a user's own modules among it
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         self.process = subprocess.Popen(

@@ -9,6 +9,7 @@ import torch
 
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.verify.layouts import parse_layout
+from lightning_megatron_rl.verify.pool import WorkerPool
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.gpu.test_training import BF16_RELATIVE, backend, relative_steps
@@ -18,30 +19,21 @@ from tests.tiny_models import save_tiny_model
 from tests.training import Run, fit_sft
 from tests.verify import subjects
 
-pytestmark = pytest.mark.deadline(500)  # the first use of a fixture runs every layout
+pytestmark = pytest.mark.deadline(300)
 RELATIVE = 1e-4  # fp32 sums in another order, and atomics
 
 
-def fitting() -> list[str]:
-    """Layouts for which this machine has GPUs."""
-    return [name for name in LAYOUTS if LAYOUTS[name][0] <= torch.cuda.device_count()]
-
-
-def skip_without_gpus(layout: str) -> None:
-    if layout not in fitting():
-        pytest.skip(f"needs {LAYOUTS[layout][0]} GPUs, this machine has {torch.cuda.device_count()}")
-
-
-@pytest.fixture(scope="module")
-def report(gpu_pool, qwen3_dir) -> Report:
-    """Torch's layers in fp32."""
-    build = partial(subjects.sft, qwen3_dir, layer_backend="torch", max_tokens_per_microbatch=max(BUDGETS))
+def verify(pool: WorkerPool, build: Any, layout: str) -> Report:
+    """Torch's layers in fp32: one layout against one GPU."""
+    processes = parse_layout(layout).world_size
+    if processes > torch.cuda.device_count():
+        pytest.skip(f"needs {processes} GPUs, this machine has {torch.cuda.device_count()}")
     return verify_layouts(
-        build,
-        ["single@40", *(f"{name}@96" for name in fitting())],
+        partial(build, layer_backend="torch", max_tokens_per_microbatch=max(BUDGETS)),
+        [layout],
         batch=ragged_batch(),
-        pool=gpu_pool,
-        processes=max(torch.cuda.device_count(), 1),
+        pool=pool,
+        processes=processes,
         device="cuda",
         tolerance=RELATIVE,
     )
@@ -52,28 +44,19 @@ def moe_dir(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_gives_the_numbers_of_one_gpu(report, layout):
-    skip_without_gpus(layout)
-    row = report[f"{layout}@96"]
+@pytest.mark.parametrize("layout", ["single@40", *(f"{name}@96" for name in LAYOUTS)])
+def test_layout_gives_the_numbers_of_one_gpu(gpu_pool, qwen3_dir, layout):
+    row = verify(gpu_pool, partial(subjects.sft, qwen3_dir), layout)[layout]
     assert row.verdict == "same", row.reason
     assert row.peak_memory_gb is not None
     assert row.peak_memory_gb > 0
 
 
-def test_micro_batches_on_one_gpu(report):
-    assert report["single@40"].verdict == "same", report["single@40"].reason
-
-
-@pytest.mark.parametrize("layout", ["ep2", "tp2_ep2_etp1_sp", "pp2_ep2", "cp2_ep2"])
+@pytest.mark.parametrize("layout", ["ep2@96", "tp2_ep2_etp1_sp@96", "pp2_ep2@96", "cp2_ep2@96"])
 def test_experts_give_the_numbers_of_one_gpu(gpu_pool, moe_dir, layout):
-    """Router losses are off: the balance loss depends on the division into micro-batches."""
-    processes = parse_layout(layout).world_size
-    if processes > torch.cuda.device_count():
-        pytest.skip(f"needs {processes} GPUs, this machine has {torch.cuda.device_count()}")
-    build = partial(subjects.sft, moe_dir, layer_backend="torch", moe=MoESettings(aux_loss_coeff=0.0))
-    options: dict[str, Any] = {"device": "cuda", "processes": processes, "tolerance": RELATIVE}
-    row = verify_layouts(build, [f"{layout}@96"], batch=ragged_batch(), pool=gpu_pool, **options)[f"{layout}@96"]
+    """Without router losses: the balance loss depends on the division into micro-batches."""
+    build = partial(subjects.sft, moe_dir, moe=MoESettings(aux_loss_coeff=0.0))
+    row = verify(gpu_pool, build, layout)[layout]
     assert row.verdict == "same", row.reason
 
 
@@ -98,8 +81,9 @@ def te_on_one_gpu(gpu_pool, qwen3_dir) -> Run:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, layout):
-    skip_without_gpus(layout)
     world_size, strategy = LAYOUTS[layout]
+    if world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **options)[0]
     assert relative_steps(run, te_on_one_gpu) < BF16_RELATIVE

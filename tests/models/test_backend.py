@@ -34,6 +34,17 @@ def test_transformer_engine_needs_cuda():
         resolve_layer_backend("transformer_engine", CPU)
 
 
+def test_context_parallelism_in_fp32_is_for_torch(monkeypatch):
+    """Transformer Engine stops with "no dot product attention backend" in the first forward pass."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as where it is installed
+    assert resolve_layer_backend("auto", CUDA, params_dtype=torch.float32) == "transformer_engine"
+    assert resolve_layer_backend("auto", CUDA, context_parallel_size=2) == "transformer_engine"
+    split = {"params_dtype": torch.float32, "context_parallel_size": 2}
+    assert resolve_layer_backend("auto", CUDA, **split) == "torch"
+    with pytest.raises(ValueError, match=r"context_parallel_size=2 in fp32: .*bf16-mixed.*layer_backend='torch'"):
+        resolve_layer_backend("transformer_engine", CUDA, **split)
+
+
 def test_a_typo_is_named():
     with pytest.raises(ValueError, match="'pytorch' is none of"):
         resolve_layer_backend("pytorch", CPU)  # type: ignore[arg-type]
