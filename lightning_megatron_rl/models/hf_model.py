@@ -275,6 +275,7 @@ _DEFAULTS = {
     "attention_dropout": 0.0,
     "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
     "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
+    "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
 }
 # Kernels that Transformer Engine brings along.
 _WITHOUT_TRANSFORMER_ENGINE = {
@@ -314,7 +315,6 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
-        "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
     }

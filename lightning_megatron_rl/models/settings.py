@@ -71,6 +71,7 @@ RULES: dict[str, Rule] = {
     "moe_deepep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
     "moe_hybridep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
     "moe_ncclep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    "mtp_*": Rule("never", "layers of multi-token prediction are neither loaded, trained nor exported; remove it"),
     # memory
     "cpu_offloading*": Rule(
         "transformer_engine", "activations already are in host memory, or stay on the GPU; remove it"

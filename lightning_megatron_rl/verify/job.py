@@ -60,6 +60,7 @@ class Measurement:
     weight_errors: list[dict[str, float]]  # rank 0: ||w - reference|| / ||reference|| of each parameter
     checksum: str  # rank 0: of all weights at the end
     num_experts: int
+    balance_coeff: float  # of the load-balancing loss of a mixture of experts
 
 
 class LayoutRefusedError(ValueError):
@@ -244,6 +245,7 @@ class Probe(pl.Callback):
             weight_errors=self.weight_errors,
             checksum=self.checksum,
             num_experts=get_model_config(module.model[0]).num_moe_experts or 0,  # type: ignore[index]
+            balance_coeff=(module.moe_in_force.aux_loss_coeff or 0.0) if module.moe_in_force else 0.0,
         )
 
 

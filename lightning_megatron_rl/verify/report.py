@@ -49,6 +49,7 @@ class Report:
     tolerance: float  # relative
     rows: list[Row]
     requested: list[str]  # layouts that were asked for by name
+    note: str = ""  # what may explain a departure
 
     def __getitem__(self, layout: str) -> Row:
         """Return the row of a layout.
@@ -95,7 +96,8 @@ class Report:
         refused = [f"{row.layout}: refused: {row.reason}" for row in self.rows if row.verdict == "refused"]
         refused = [line for line in refused if line.split(":")[0] not in self.requested]
         if not self.ok:
-            return "\n".join([*refused, *(f"NOT THE SAME  {line}" for line in self.problems)])
+            notes = [self.note] if self.note else []
+            return "\n".join([*refused, *(f"NOT THE SAME  {line}" for line in self.problems), *notes])
         same = sum(row.verdict == "same" for row in self.rows)
         return "\n".join([*refused, f"{same} layouts give the numbers of one process (tolerance {self.tolerance:g})"])
 

@@ -22,6 +22,10 @@ from lightning_megatron_rl.verify.report import Report, Row
 
 _PARTS = 4  # micro-batches that the batch is cut into, about
 _SINGLE = parse_layout("single")
+_BALANCE_NOTE = (
+    "note: the load-balancing loss is on (moe.aux_loss_coeff={:g}); it is defined by the micro-batch (docs/moe.md), so"
+    " every layout with other micro-batches than the single process departs. Verify with --model.moe.aux_loss_coeff 0."
+)
 _LAYOUT_ARGUMENTS = set(ParallelLayout.__dataclass_fields__)
 
 
@@ -113,6 +117,8 @@ def verify_layouts(
         )
         reference = _run_reference(run)
         add(reference_row(_SINGLE, reference))
+        if reference.balance_coeff:
+            report.note = _BALANCE_NOTE.format(reference.balance_coeff)
         names = [layout.name for layout in asked] or default_layouts(processes, has_experts=reference.num_experts > 1)
         split = _split_budget(frozen, module.max_tokens_per_microbatch, processes)
         for layout in (parse_layout(name) for name in names if name != _SINGLE.name):

@@ -129,7 +129,7 @@ def test_a_missing_weight_is_named_on_all_ranks(
     ("overrides", "message"),
     [
         ({"num_layer": 2}, r"'num_layer' is no field of .* did you mean num_layers"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is decided"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1 .*neither loaded, trained nor exported"),
         ({"sequence_parallel": True}, "sequence_parallel is decided by the strategy"),
         ({"recompute_granularity": "full", "zzz": 1}, "'zzz' is no field"),
     ],

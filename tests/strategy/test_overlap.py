@@ -51,8 +51,25 @@ def on(pool: Any, model: Path, layout: str, ddp: dict[str, Any], **options: Any)
     return pool.run(fit, model, layout, ddp, world_size=world_size, init_process_group=False, **options)[0]
 
 
-@pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["gradients", "both"])
-@pytest.mark.parametrize("layout", ["dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2"])
+@pytest.mark.parametrize(
+    ("layout", "ddp"),
+    [
+        ("dp2", GRADIENTS),
+        ("dp2", BOTH),
+        ("tp2_dp2_sp", BOTH),
+        ("pp2_vpp2_dp2", BOTH),
+        *(
+            pytest.param(layout, ddp, marks=pytest.mark.slow)  # four processes each
+            for layout, ddp in [
+                ("tp2_dp2_sp", GRADIENTS),
+                ("pp2_dp2", GRADIENTS),
+                ("pp2_dp2", BOTH),
+                ("pp2_vpp2_dp2", GRADIENTS),
+            ]
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "both" if value == BOTH else "gradients",
+)
 def test_overlap_does_not_change_the_numbers(worker_pool, qwen3_dir, layout, ddp):
     """Several micro-batches. Fails without the gather before the output layer."""
     assert_same_run(on(worker_pool, qwen3_dir, layout, ddp), on(worker_pool, qwen3_dir, layout, {}), SAME)

@@ -27,6 +27,7 @@ def measured(**changes: Any) -> Measurement:
         "weight_errors": [dict.fromkeys(NAMES, 0.0)] * 2,
         "checksum": "0",
         "num_experts": 0,
+        "balance_coeff": 0.0,
     }
     return Measurement(**{**values, **changes})
 
