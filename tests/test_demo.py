@@ -65,7 +65,7 @@ def test_sampler_and_trainer_agree(demo):
 
 
 @pytest.mark.deadline(200)
-@pytest.mark.parametrize("layout", ["tp1", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp1", marks=pytest.mark.slow), "pp2", "dp2"])
 def test_layout_overlays_train(demo, tmp_path, layout):
     config = tmp_path / "grpo.yaml"
     text = (demo / "run" / "grpo.yaml").read_text().replace(f"{demo}/run/grpo", f"{tmp_path}/grpo")

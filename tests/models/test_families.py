@@ -75,7 +75,10 @@ def test_the_table_says_what_the_tests_run():
     assert document == model_table.with_table(document), "run scripts/model_table.py"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("tp2xpp2+sp", "tp2xcp2+sp", "ep4")  # four processes for all families: most of a minute on two cores
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_logprobs_and_export(
     layout: str, checkpoint: Callable[[str], Path], sequences: list[list[int]], worker_pool: WorkerPool
 ):
