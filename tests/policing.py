@@ -92,7 +92,7 @@ def clean_up(before: Snapshot, keep: set[int]) -> list[str]:
     if _has_process_group() and not before.process_group:
         found.append("torch.distributed's default process group")
         sys.modules["torch.distributed"].destroy_process_group()
-    found += [f"shared memory /dev/shm/{name}" for name in sorted(_shared_memory() - before.shared_memory)]
+    found += [f"shared memory /dev/shm/{name}" for name in _leaked_memory(before)]
     if os.getcwd() != before.directory:
         found.append(f"working directory {os.getcwd()}")
         os.chdir(before.directory)
@@ -183,6 +183,14 @@ def _shared_memory() -> frozenset[str]:
             continue
         names = {name for name in names if f"/dev/shm/{name}" not in mapped}
     return frozenset(names)
+
+
+def _leaked_memory(before: Snapshot) -> list[str]:
+    """New shared memory that does not go within `GRACE`; another run's may have a name before anybody has it open."""
+    patience = time.monotonic() + GRACE
+    while (names := _shared_memory() - before.shared_memory) and time.monotonic() < patience:
+        time.sleep(0.05)
+    return sorted(names)
 
 
 def _has_process_group() -> bool:

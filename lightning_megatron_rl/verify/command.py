@@ -1,6 +1,7 @@
 """The command `verify-layout`: arguments, the table while it grows, and the exit code."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -86,5 +87,6 @@ def main(args: list[str]) -> int:
         if row.log:
             print(f"\n{row.layout}: {row.log}", file=sys.stderr)
     if options.out is not None:
+        report.environment["command"] = f"{PROGRAM} {shlex.join(args)}"
         Path(options.out).write_text(report.to_json())
     return report.exit_code

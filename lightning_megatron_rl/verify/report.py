@@ -2,9 +2,15 @@
 
 import json
 import math
+import os
+import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
+
+import torch
 
 Verdict = Literal["reference", "same", "departs", "refused", "failed"]
 _COLUMNS = ("layout", "ranks", "loss", "grad norm", "|Δ logp|", "Δ weights", "checksum", "s/step", "GB", "verdict")
@@ -50,6 +56,7 @@ class Report:
     rows: list[Row]
     requested: list[str]  # layouts that were asked for by name
     note: str = ""  # what may explain a departure
+    environment: dict[str, str] = field(default_factory=dict)  # command, machine and versions, for the JSON
 
     def __getitem__(self, layout: str) -> Row:
         """Return the row of a layout.
@@ -107,6 +114,21 @@ class Report:
     def to_json(self) -> str:
         """Return everything as JSON; numbers that JSON does not know become text."""
         return json.dumps({"ok": self.ok, **_plain(asdict(self))}, indent=2) + "\n"
+
+
+def describe_environment(device: str) -> dict[str, str]:
+    """Return the machine, and the versions of what computes.
+
+    Example:
+        ``describe_environment("cpu")["torch"]``
+    """
+    cores = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else cores
+    found = {"machine": machine, "python": platform.python_version()}
+    for name in ("torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine"):
+        with suppress(PackageNotFoundError):  # an extra that is not installed
+            found[name] = version(name)
+    return found
 
 
 def header(report: Report) -> str:

@@ -18,7 +18,7 @@ from lightning_megatron_rl.verify.compare import make_row, reference_row
 from lightning_megatron_rl.verify.job import Build, LayoutRefusedError, Measurement, run_layout
 from lightning_megatron_rl.verify.layouts import Layout, default_layouts, parse_layout
 from lightning_megatron_rl.verify.pool import WorkerError, WorkerPool
-from lightning_megatron_rl.verify.report import Report, Row
+from lightning_megatron_rl.verify.report import Report, Row, describe_environment
 
 _PARTS = 4  # micro-batches that the batch is cut into, about
 _SINGLE = parse_layout("single")
@@ -92,6 +92,7 @@ def verify_layouts(
         tolerance=tolerance,
         rows=[],
         requested=[layout.name for layout in asked],
+        environment=describe_environment(device),
     )
     on_start(report)
 

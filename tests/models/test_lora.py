@@ -60,21 +60,26 @@ def test_adapters_off_merged_and_in_peft(worker_pool, checkpoint, sequences, tmp
     """`qwen2` has biases in its attention and `qwen3` norms behind it; norms before layers are part of them in all."""
     directory = checkpoint(family)
     [found] = worker_pool.run(adapter_logprobs, directory, sequences, SETTINGS, str(tmp_path), world_size=1)
+    assert_adapters_are_exported(found, directory, tmp_path, sequences)
+    assert all(".adapter." in name for name in found["trainable"])
+    assert len(found["trainable"]) == 4 * 4 * 2, "4 layers, 4 targets, A and B"
+
+
+def assert_adapters_are_exported(found, directory: Path, written: Path, sequences) -> None:
+    """`found`, of `adapter_logprobs`, is what the base, the merged export and the adapter in PEFT compute."""
     assert largest_difference(found["start"], found["base"]) == 0.0, "B is zero"
     assert largest_difference(found["off"], found["base"]) == 0.0
     assert largest_difference(found["lora"], found["base"]) > 0.1, "the adapters do nothing: this test shows nothing"
     assert largest_difference(found["lora"], found["merged"]) <= MERGED
     assert found["unchanged"], "an export changed the training weights"
     assert largest_difference(found["after"], found["lora"]) == 0.0
-    assert all(".adapter." in name for name in found["trainable"])
-    assert len(found["trainable"]) == 4 * 4 * 2, "4 layers, 4 targets, A and B"
 
-    assert largest_difference(found["lora"], hf_logprobs(tmp_path / "merged", sequences)) <= TRANSFORMERS
+    assert largest_difference(found["lora"], hf_logprobs(written / "merged", sequences)) <= TRANSFORMERS
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    adapted = PeftModel.from_pretrained(model, written / "adapter").eval()
     assert largest_difference(found["lora"], hf_logprobs(adapted, sequences)) <= TRANSFORMERS
     merged = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    merge_adapter(merged, tmp_path / "adapter")
+    merge_adapter(merged, written / "adapter")
     assert largest_difference(found["lora"], hf_logprobs(merged, sequences)) <= TRANSFORMERS
 
 

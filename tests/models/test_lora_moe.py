@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.peft_files import merge_adapter
-from tests.models.conftest import hf_logprobs
 from tests.models.lora_runs import adapter_error, adapter_gradients, adapter_logprobs, initial_adapter
-from tests.models.test_lora import MERGED, TRANSFORMERS, assert_gradients_of_peft, largest_difference
+from tests.models.test_lora import (
+    assert_adapters_are_exported,
+    assert_gradients_of_peft,
+)
 
 SETTINGS = LoRASettings(rank=4, alpha=6)
 LATENT = ["linear_q_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]  # of DeepSeek-V3
@@ -25,20 +24,7 @@ def test_adapters_off_merged_and_in_peft(worker_pool, checkpoint, sequences, tmp
     settings = replace(SETTINGS, target_modules=LATENT) if family == "deepseek_v3_plain" else SETTINGS
     options = {"config_overrides": {"moe_router_bias_update_rate": 0.0}, "world_size": 1}
     [found] = worker_pool.run(adapter_logprobs, directory, sequences, settings, str(tmp_path), **options)
-    assert largest_difference(found["start"], found["base"]) == 0.0, "B is zero"
-    assert largest_difference(found["off"], found["base"]) == 0.0
-    assert largest_difference(found["lora"], found["base"]) > 0.1, "the adapters do nothing: this test shows nothing"
-    assert largest_difference(found["lora"], found["merged"]) <= MERGED
-    assert found["unchanged"], "an export changed the training weights"
-    assert largest_difference(found["after"], found["lora"]) == 0.0
-
-    assert largest_difference(found["lora"], hf_logprobs(tmp_path / "merged", sequences)) <= TRANSFORMERS
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
-    assert largest_difference(found["lora"], hf_logprobs(adapted, sequences)) <= TRANSFORMERS
-    merged = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    merge_adapter(merged, tmp_path / "adapter")
-    assert largest_difference(found["lora"], hf_logprobs(merged, sequences)) <= TRANSFORMERS
+    assert_adapters_are_exported(found, directory, tmp_path, sequences)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert "model.layers.3.mlp.experts.down_proj" in config["target_parameters"]
 

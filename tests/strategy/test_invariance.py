@@ -72,6 +72,17 @@ def test_no_product_of_layouts_changes_a_number(worker_pool, qwen3_dir, layout):
     assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@72"]))
 
 
+def test_padded_rows_change_no_number(worker_pool, qwen3_dir):
+    """Rows of one sequence each instead of packed ones: short ones end in padding, and so do whole micro-batches."""
+    packed = verify_sft(worker_pool, qwen3_dir, ["single@80"])
+    padded = verify_sft(worker_pool, qwen3_dir, ["single@80", "tp2_sp@80", "cp2@80", "pp2_vpp2@80"], packing=False)
+    for report in (packed, padded):
+        assert_same(report)
+    for name in ("losses", "grad_norms"):  # all others were compared with these two
+        mine, theirs = (getattr(report["single"], name) for report in (padded, packed))
+        assert mine == pytest.approx(theirs, rel=RELATIVE)
+
+
 @pytest.mark.slow
 @pytest.mark.deadline(600)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] > 2])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lightning_megatron_rl.__main__ import main as program
@@ -39,6 +40,9 @@ def test_right_config_passes_and_the_report_is_written(qwen3_dir, tmp_path, caps
     assert "2 layouts give the numbers of one process (tolerance 1e-05)" in shown
     report = json.loads(out.read_text())
     assert report["ok"]
+    assert report["environment"]["command"].startswith("lightning-megatron-rl verify-layout --config ")
+    assert report["environment"]["torch"] == torch.__version__
+    assert "CPU cores" in report["environment"]["machine"]
     assert [row["layout"] for row in report["rows"]] == ["single", "microbatches", "dp2"]
     assert report["rows"][2]["weight_error"] < 1e-5
     assert shown.count("\ndp2 ") == 1
