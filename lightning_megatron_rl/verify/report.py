@@ -124,8 +124,8 @@ def describe_environment(device: str) -> dict[str, str]:
     """
     cores = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else cores
-    found = {"machine": machine, "python": platform.python_version()}
-    for name in ("torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine"):
+    found = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}  # with its CUDA
+    for name in ("lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine"):
         with suppress(PackageNotFoundError):  # an extra that is not installed
             found[name] = version(name)
     return found
