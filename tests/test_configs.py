@@ -4,8 +4,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
+from lightning_megatron_rl.algorithms import Sequences
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, build
@@ -13,10 +16,12 @@ from tests.command_line import ROOT, build
 DEMO = sorted((ROOT / "configs" / "demo").glob("*.yaml"))
 LAYOUTS = sorted((ROOT / "configs" / "layouts").glob("*.yaml"))
 LORA = ROOT / "configs" / "lora.yaml"
+ALGORITHMS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 
 
 def test_all_configs_are_known_here():
-    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, LORA])
+    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, *ALGORITHMS, LORA])
     assert len(DEMO) >= 2
     assert len(LAYOUTS) >= 3
 
@@ -54,3 +59,62 @@ def test_lora_overlay_adds_adapters_and_nothing_else(config: Path):
     ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, adapted))
     assert {name for name in ours if ours[name] != theirs[name]} == {"lora"}
     assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize("overlay", ALGORITHMS, ids=lambda path: path.stem)
+def test_algorithm_overlay_sets_what_it_says_and_nothing_else(overlay: Path):
+    """What the overlay names has its value; what it does not name is as in the base, also inside `loss`."""
+    base, method = build("fit", "--config", GRPO), build("fit", "--config", GRPO, "--config", overlay)
+    changes = yaml.safe_load(overlay.read_text())["model"]["init_args"]
+    loss = changes.pop("loss")
+    assert dataclasses.asdict(method.model.loss.config) == {**dataclasses.asdict(base.model.loss.config), **loss}
+    for name, settings in changes.items():
+        assert dataclasses.asdict(getattr(method.model, name)) == settings
+    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (base, method))
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"loss", *changes}
+    assert base.config["fit"]["trainer"] == method.config["fit"]["trainer"]
+
+
+def test_every_method_of_the_table_has_its_overlay():
+    table = (ROOT / "docs" / "algorithms.md").read_text()
+    for overlay in ALGORITHMS:
+        assert f"algorithms/{overlay.name}" in table, overlay
+
+
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None) -> tuple[
+    Tensor, Tensor
+]:
+    return -advantages * logprobs, torch.ones_like(advantages)
+
+
+class Scaled:
+    """A policy loss with a setting."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return -self.scale * advantages * logprobs, torch.ones_like(advantages)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [f"{__name__}.reinforce", {"class_path": f"{__name__}.Scaled", "init_args": {"scale": 2.5}}],
+    ids=["function", "class"],
+)
+def test_policy_loss_of_the_users_own_in_yaml(choice: object, tmp_path: Path):
+    overlay = tmp_path / "own.yaml"
+    overlay.write_text(yaml.safe_dump({"model": {"init_args": {"loss": {"policy_loss": choice}}}}))
+    loss = build("fit", "--config", GRPO, "--config", overlay).model.loss
+    values, _ = loss.policy_loss(torch.tensor([-2.0]), torch.tensor([-2.0]), torch.tensor([1.0]), None)
+    assert values.item() == (2.0 if isinstance(choice, str) else 5.0)
+
+
+def test_unknown_method_in_yaml_lists_what_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    overlay = tmp_path / "typo.yaml"
+    overlay.write_text(yaml.safe_dump({"model": {"init_args": {"loss": {"policy_loss": "gpso"}}}}))
+    with pytest.raises(SystemExit):
+        build("fit", "--config", GRPO, "--config", overlay)
+    assert "unknown policy loss 'gpso': choose one of cispo, gspo, ppo_clip, sapo" in capsys.readouterr().err
