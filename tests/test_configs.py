@@ -81,9 +81,9 @@ def test_every_method_of_the_table_has_its_overlay():
         assert f"algorithms/{overlay.name}" in table, overlay
 
 
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None) -> tuple[
-    Tensor, Tensor
-]:
+def reinforce(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None
+) -> tuple[Tensor, Tensor]:
     return -advantages * logprobs, torch.ones_like(advantages)
 
 

@@ -12,8 +12,8 @@ from lightning_megatron_rl.algorithms.registry import choose
 class Correction(Protocol):
     """Weights of the tokens' policy losses from log π_old (trainer) and log π_roll (sampler), without gradient.
 
-    All are `[b, s]`, a row is one whole sequence, and the bool `mask` marks the tokens that count. A weight of 0 rejects
-    a token, which keeps its place in the denominator.
+    All are `[b, s]`, a row is one whole sequence, and the bool `mask` marks the tokens that count. A weight of 0
+    rejects a token, which keeps its place in the denominator.
 
     Example:
         ``def trust(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor: return mask.float()``
@@ -91,7 +91,7 @@ def icepop_weights(
 def geometric_mask(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.99, high: float = 1.01
 ) -> Tensor:
-    """Weights 1 for the tokens of sequences whose exp(mean over tokens of log w) is in [low, high], else 0 (`geo_mask`).
+    """Weights 1 for the tokens of sequences whose exp(mean of log w) is in [low, high], else 0 (`geo_mask`).
 
     All are `[b, s]`, a row is one whole sequence. The geometric mean does not grow with the length, so long sequences
     are not rejected for being long.

@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) per token, of the inputs' shape and the dtype of `values` (arXiv:1506.02438).
 
     δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, return_t = A_t + V_t, where t + 1 is the next token of the row
@@ -36,10 +38,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
     known_rewards = torch.where(mask, rewards.double(), 0.0)
     known_values = torch.where(mask, values.double(), 0.0)
     advantages = torch.zeros_like(known_values)
-    advantage = next_value = torch.zeros_like(known_values[..., :1].sum(-1))
+    advantage = next_value = known_values.new_zeros(known_values.shape[:-1])
     for position in reversed(range(values.shape[-1])):
         counts, value = mask[..., position], known_values[..., position]
-        delta = known_rewards[..., position] + gamma * next_value - value
+        delta: Tensor = known_rewards[..., position] + gamma * next_value - value
         advantage = torch.where(counts, delta + gamma * lam * advantage, advantage)
         next_value = torch.where(counts, value, next_value)
         advantages[..., position] = torch.where(counts, advantage, 0.0)

@@ -1,6 +1,5 @@
 """The soft penalty of responses that come near the length limit."""
 
-import torch
 from torch import Tensor
 
 

@@ -19,8 +19,8 @@ class PolicyLoss(Protocol):
     not yet aggregated, and the importance ratio per token without gradient, both of that shape.
 
     Example:
-        ``def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None)``
-        ``-> tuple[Tensor, Tensor]: return -advantages * logprobs, torch.ones_like(advantages)``
+        ``def reinforce(logprobs, old_logprobs, advantages, sequences=None):`` (annotated as below)
+        ``return -advantages * logprobs, torch.ones_like(advantages)``
     """
 
     def __call__(

@@ -41,7 +41,7 @@ class Replicas:
 
 
 def shuffled_prompts(prompts: list[Prompt], seed: int, step: int, round_number: int) -> Iterator[Prompt]:
-    """Go through `prompts` in an order of their own for each step and round, the same on every rank and in every layout.
+    """Go through `prompts` in an order of each step and round, the same on every rank and in every layout.
 
     The data loader's position does not move, so a resumed run draws the same.
 
@@ -84,7 +84,9 @@ def refill_groups(
         everywhere = replicas.gather(([_key(group[0].prompt) for group in groups], flat))
         used.update(key for keys, _ in everywhere for key in keys)
         # by prompt, not by replica: which group gets which prompt must not depend on where the groups are
-        places = sorted((key, rank, number) for rank, (_, theirs) in enumerate(everywhere) for number, key in theirs.items())
+        places = sorted(
+            (key, rank, number) for rank, (_, theirs) in enumerate(everywhere) for number, key in theirs.items()
+        )
         fresh = (prompt for prompt in candidates(rounds + 1) if _key(prompt) not in used)
         taken = list(islice(fresh, len(places)))
         if not taken:  # nothing to refill, or no prompt left to do it with

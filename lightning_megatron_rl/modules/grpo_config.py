@@ -38,7 +38,7 @@ class GRPOLossConfig:
         aggregation: How token losses become one number; denominators are global.
         clip_low: The ratio is clipped below at 1 - clip_low (ppo_clip, gspo).
         clip_high: The ratio is clipped above at 1 + clip_high (ppo_clip, gspo, cispo).
-        dual_clip: Bound of the loss at negative advantages, as a multiple of the advantage; None for no bound (ppo_clip).
+        dual_clip: Bound of the loss at negative advantages, a multiple of the advantage; None for no bound (ppo_clip).
         sapo_tau_positive: Temperature of sapo's gate where the advantage is positive.
         sapo_tau_negative: Temperature of sapo's gate where it is not.
         kl_coef: Weight of the KL divergence to the reference; 0 means that no reference is built.

@@ -176,8 +176,8 @@ def check_batch_arithmetic(
         )
     if num_generations < 2 and compares_responses:
         raise ValueError(
-            f"dynamic_sampling with num_generations={num_generations}: one response has no spread, so every prompt would"
-            " be drawn again. Set num_generations >= 2, or leave dynamic_sampling out."
+            f"dynamic_sampling with num_generations={num_generations}: one response has no spread, so every prompt"
+            " would be drawn again. Set num_generations >= 2, or leave dynamic_sampling out."
         )
     if updates_per_rollout < 1:
         raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")

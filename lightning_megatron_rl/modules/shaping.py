@@ -37,7 +37,12 @@ class OverlongSettings:
 
 
 def shaped_rewards(
-    rollout: Rollout, config: GRPOLossConfig, overlong: OverlongSettings | None, *, max_response_length: int, tally: Tally
+    rollout: Rollout,
+    config: GRPOLossConfig,
+    overlong: OverlongSettings | None,
+    *,
+    max_response_length: int,
+    tally: Tally,
 ) -> Tensor:
     """Return the rewards that advantages are made of, float64 `[samples]`; adds the parts' means to `tally`.
 

@@ -67,7 +67,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     def _other_models_state(self) -> dict[str, Any]:
         metadata = checkpoint_io.content_metadata()
         return {
-            f"{name}{index}": chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
+            f"{name}{index}": chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)  # type: ignore[operator]
             for name, chunks in self.saved_with_model.items()
             for index, chunk in enumerate(chunks)
         }

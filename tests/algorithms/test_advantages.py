@@ -80,7 +80,9 @@ def test_flat_rewards_are_refused():
 
 
 def test_unknown_estimator():
-    message = "unknown advantage estimator 'gpro': choose one of dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo"
+    message = (
+        "unknown advantage estimator 'gpro': choose one of dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo"
+    )
     with pytest.raises(ValueError, match=message):
         group_advantages(FOUR, "gpro")
     with pytest.raises(ValueError, match="'gae' needs the values of a critic"):

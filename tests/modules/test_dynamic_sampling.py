@@ -10,6 +10,7 @@ import torch
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, fit_grpo, length, prompts
 
@@ -115,7 +116,9 @@ def test_replicas_together_draw_what_one_process_draws(replicas: int, seed: int)
 
 def test_order_depends_on_step_and_round_alone():
     def order(**change: int) -> list[int]:
-        return [prompt.index for prompt in shuffled_prompts(POOL, **{"seed": 5, "step": 7, "round_number": 1, **change})]
+        return [
+            prompt.index for prompt in shuffled_prompts(POOL, **{"seed": 5, "step": 7, "round_number": 1, **change})
+        ]
 
     assert order() == order()
     assert sorted(order()) == list(range(40))
@@ -125,17 +128,11 @@ def test_order_depends_on_step_and_round_alone():
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="max_rounds=0"):
         DynamicSampling(max_rounds=0)
+    settings: dict[str, Any] = {"model": "nothing", "rewards": [length], "engine": ReplayEngine(), "num_generations": 1}
+    loss = GRPOLossConfig(advantage="reinforce_pp")
+    GRPOModule(**settings, loss=loss)
     with pytest.raises(ValueError, match="dynamic_sampling with num_generations=1: one response has no spread"):
-        from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
-
-        GRPOModule(
-            model="nothing",
-            rewards=[length],
-            engine=ReplayEngine(),
-            num_generations=1,
-            loss=GRPOLossConfig(advantage="reinforce_pp"),
-            dynamic_sampling=DynamicSampling(),
-        )
+        GRPOModule(**settings, loss=loss, dynamic_sampling=DynamicSampling())
 
 
 # ---- in a run ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,14 @@ MAX_RESPONSE = 12
 SETTINGS = {
     "ppo_clip": {"policy_loss": "ppo_clip", "clip_high": 0.28},
     "prompt_mean": {"policy_loss": "ppo_clip", "aggregation": "prompt_mean", "dual_clip": None},
-    "gspo": {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "clip_low": 0.05, "clip_high": 0.1},
+    # with a weight per token, token form and sequence form would differ
+    "gspo": {
+        "policy_loss": "gspo",
+        "aggregation": "seq_mean_token_mean",
+        "clip_low": 0.05,
+        "clip_high": 0.1,
+        "correction_level": "sequence",
+    },
     "cispo": {"policy_loss": "cispo", "clip_high": 0.5},
     "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean_token_mean"},
     "k1": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighting": True},
@@ -75,7 +82,7 @@ def plain_loss(config: GRPOLossConfig, sequences: list[TokenSequence], logprobs:
             case "cispo":
                 loss = -r.detach().clamp(max=high) * a * current
             case "sapo":
-                tau = torch.where(a > 0, torch.tensor(1.0).double(), torch.tensor(1.05).double())
+                tau = torch.tensor([1.0 if x > 0 else 1.05 for x in a.tolist()], dtype=torch.float64)
                 loss = -a / (1 + (-tau * (r - 1)).exp()) * 4 / tau
         w = (old - roll).exp()
         match config.correction, config.correction_level:
@@ -135,7 +142,7 @@ def our_loss(
     for microbatch in make_microbatches(prepared, plan, packed=packed, rules=rules):
         part: MicroBatch = context_parallel_share(microbatch, *share)
         last = torch.tensor([len(values) for values in logprobs])[part.sequence_index] - 1
-        label = starts[part.sequence_index] + torch.minimum(part.position_ids + 1, last)
+        label = starts[:-1][part.sequence_index] + torch.minimum(part.position_ids + 1, last)
         current = torch.where(part.mask, torch.cat(logprobs)[label], float("nan"))  # what padding holds is never seen
         losses = loss(part, current, torch.full_like(current, 0.5), Tally())
         total = total + torch.where(part.mask, losses * u[part.sequence_index], 0.0).sum()
@@ -143,7 +150,7 @@ def our_loss(
 
 
 def gradient(loss: Tensor, logprobs: list[Tensor]) -> Tensor:
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, logprobs)])
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, logprobs, materialize_grads=True)])
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -42,7 +42,10 @@ def test_contradictions_are_refused(settings: dict[str, Any], kl_coef: float, ha
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"refresh_every_n_steps": 0}, "refresh_every_n_steps=0"), ({"kind": "none", "refresh_every_n_steps": 1}, "kind=none")],
+    [
+        ({"refresh_every_n_steps": 0}, "refresh_every_n_steps=0"),
+        ({"kind": "none", "refresh_every_n_steps": 1}, "kind=none"),
+    ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
@@ -94,9 +97,7 @@ def test_resumed_run_has_the_refreshed_reference(worker_pool, qwen3_dir, refresh
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=3)
-    run(
-        worker_pool, 2, qwen3_dir, 2, 3, callbacks=[saving], trainer={"enable_checkpointing": True}
-    )
+    run(worker_pool, 2, qwen3_dir, 2, 3, callbacks=[saving], trainer={"enable_checkpointing": True})
     resumed = run(worker_pool, 1, qwen3_dir, 2, 4, ckpt_path=tmp_path / "saved.ckpt")
     # the step after the resume; the layouts' weights agree to 1e-5 after three steps, a KL is quadratic in them
     assert resumed[-1]["policy/kl_ref"] == pytest.approx(refreshed[3]["policy/kl_ref"], rel=1e-3)
@@ -125,4 +126,6 @@ def copies(model: Path) -> bool:
     source, target = (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
     source(torch.randn(5, 3))  # moves the buffers
     copy_weights([source], [target])
-    return all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
+    )

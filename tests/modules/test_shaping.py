@@ -63,5 +63,5 @@ def test_filtered_responses_are_in_no_numerator_and_no_denominator():
 
 @pytest.mark.parametrize("options", [{"penalty": -1.0}, {"buffer": 0.0}, {"buffer": 1.5}])
 def test_bad_settings_are_refused(options: dict[str, float]):
-    with pytest.raises(ValueError, match="penalty=-1.0|buffer="):
+    with pytest.raises(ValueError, match=r"penalty=-1\.0|buffer="):
         OverlongSettings(**options)
