@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.registry import choose
+from lightning_megatron_rl.algorithms.registry import Returned, choose
 from lightning_megatron_rl.algorithms.whitening import EPSILON, AllReduce, one_rank, whiten
 
 
@@ -20,8 +20,8 @@ class AdvantageEstimator(Protocol):
         ``return (rewards == rewards.amax(dim=1, keepdim=True)).double()``
     """
 
-    def __call__(self, rewards: Tensor, all_reduce: AllReduce) -> Tensor:
-        """Return the advantages `[P, G]`."""
+    def __call__(self, rewards: Tensor, all_reduce: AllReduce) -> Returned:
+        """Return the advantages, a tensor `[P, G]`."""
         ...
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.registry import choose
+from lightning_megatron_rl.algorithms.registry import Returned, choose
 
 
 class BatchCounts(NamedTuple):
@@ -27,8 +27,8 @@ class Aggregation(Protocol):
         ``token_mean`` is ``torch.ones_like(lengths) / counts.tokens``.
     """
 
-    def __call__(self, counts: BatchCounts, lengths: Tensor, group_lengths: Tensor, max_length: int) -> Tensor:
-        """Return the weight of a token of each sequence."""
+    def __call__(self, counts: BatchCounts, lengths: Tensor, group_lengths: Tensor, max_length: int) -> Returned:
+        """Return the weight of a token of each sequence, a tensor `[N]`."""
         ...
 
 

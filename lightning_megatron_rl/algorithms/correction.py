@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.policy_losses import log_ratio
-from lightning_megatron_rl.algorithms.registry import choose
+from lightning_megatron_rl.algorithms.registry import Returned, choose
 
 
 class Correction(Protocol):
@@ -19,8 +19,8 @@ class Correction(Protocol):
         ``def trust(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor: return mask.float()``
     """
 
-    def __call__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Return the weight of each token."""
+    def __call__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Returned:
+        """Return the weight of each token, a tensor `[b, s]`."""
         ...
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.policy_losses import log_ratio
-from lightning_megatron_rl.algorithms.registry import choose
+from lightning_megatron_rl.algorithms.registry import Returned, choose
 
 MAX_K3 = 10.0  # one token with a vanishing probability must not outweigh the batch
 
@@ -18,8 +18,8 @@ class KLEstimator(Protocol):
         ``def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: return (logprobs - ref_logprobs).abs()``
     """
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Return the estimate of each token; the gradient of `logprobs` is kept."""
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Returned:
+        """Return the estimate of each token, a tensor; the gradient of `logprobs` is kept."""
         ...
 
 

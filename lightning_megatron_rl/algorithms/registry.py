@@ -6,6 +6,11 @@ from importlib import import_module
 from typing import Any
 
 
+Returned = Any
+"""What a Protocol of a user's callable returns, if it is a class: jsonargparse would take such a Protocol for one of
+factories of that class, and refuse a `class_path` of callable objects."""
+
+
 def lookup[T](registry: Mapping[str, T], name: str, kind: str) -> T:
     """Return `registry[name]`; an unknown name is a ValueError that lists the known ones of this `kind`.
 

@@ -63,21 +63,21 @@ class GRPOLossConfig:
         ``GRPOLossConfig(policy_loss="gspo", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4)``
     """
 
-    advantage: AdvantageEstimator | str = "grpo"
-    policy_loss: PolicyLoss | str = "ppo_clip"
-    aggregation: Aggregation | str = "token_mean"
+    advantage: str | AdvantageEstimator = "grpo"
+    policy_loss: str | PolicyLoss = "ppo_clip"
+    aggregation: str | Aggregation = "token_mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
     kl_coef: float = 0.0
-    kl_estimator: KLEstimator | str = "k3"
+    kl_estimator: str | KLEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     kl_importance_weighting: bool = False
     entropy_coef: float = 0.0
     entropy_schedule: LinearSchedule | None = None
-    correction: Correction | str | None = "tis"
+    correction: str | Correction | None = "tis"
     correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = 2.0
     icepop_low: float = 0.5
