@@ -81,7 +81,9 @@ def test_algorithm_overlay_sets_what_it_says_and_nothing_else(overlay: Path, grp
     """What the overlay names has its value; what it does not name is as in the base, also inside `loss`."""
     method = build("fit", "--config", GRPO, "--config", overlay)
     changes = yaml.safe_load(overlay.read_text())["model"]["init_args"]
-    written = yaml.safe_load(method.parser.dump(method.config))["fit"]["model"]["init_args"]  # as a run's config.yaml
+    written = yaml.safe_load(method.parser.dump(method.config, skip_none=False))["fit"]["model"][
+        "init_args"
+    ]  # as a run's config.yaml
     assert {name: written["loss"][name] for name in changes["loss"]} == changes["loss"]
     loss = changes.pop("loss")
     assert dataclasses.asdict(method.model.loss.config) == {**dataclasses.asdict(grpo.model.loss.config), **loss}
@@ -125,7 +127,7 @@ def test_functions_and_classes_of_the_users_own_in_yaml(tmp_path: Path):
         own = {"loss": {"policy_loss": policy_loss, "correction": correction}}
         overlay.write_text(yaml.safe_dump({"model": {"init_args": own}}))
         cli = build("fit", "--config", GRPO, "--config", overlay)
-        written = yaml.safe_load(cli.parser.dump(cli.config))["fit"]["model"]["init_args"]["loss"]
+        written = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["fit"]["model"]["init_args"]["loss"]
         assert {name: written[name] for name in own["loss"]} == own["loss"]
         token = torch.tensor([-2.0])
         assert cli.model.loss.policy_loss(token, token, torch.tensor([1.0]), None)[0].item() == value

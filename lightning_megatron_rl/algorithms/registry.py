@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-
 Returned = Any
 """What a Protocol of a user's callable returns, if it is a class: jsonargparse would take such a Protocol for one of
 factories of that class, and refuse a `class_path` of callable objects."""
