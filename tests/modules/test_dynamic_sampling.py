@@ -83,10 +83,13 @@ def test_nothing_to_refill_and_nothing_to_refill_with():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_replicas_together_draw_what_one_process_draws(replicas: int, seed: int):
-    """Fails if a replica draws by itself: then two of them would take the same prompts."""
+@pytest.mark.parametrize("max_rounds", [1, 3])
+def test_replicas_together_draw_what_one_process_draws(replicas: int, seed: int, max_rounds: int):
+    """Fails if a replica draws by itself (two of them would take the same prompts), and, where some groups are left
+    after the last round, if which ones depends on where they were.
+    """
     batch = random.Random(seed).sample(POOL, 6)
-    whole, (tally, asked) = refill(batch, ALONE)
+    whole, (tally, asked) = refill(batch, ALONE, max_rounds)
     barrier = threading.Barrier(replicas, timeout=20)
     box: list[Any] = [None] * replicas
     results: list[Any] = [None] * replicas
@@ -99,7 +102,7 @@ def test_replicas_together_draw_what_one_process_draws(replicas: int, seed: int)
             barrier.wait()
             return everywhere
 
-        results[rank] = refill(batch[rank::replicas], Replicas(rank, gather))
+        results[rank] = refill(batch[rank::replicas], Replicas(rank, gather), max_rounds)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(replicas)]
     for thread in threads:
