@@ -2,10 +2,11 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +32,10 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
     adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
     another one refuses them."""
+
+    saved_with_model: Mapping[str, Sequence[nn.Module]] = MappingProxyType({})
+    """Set by a module that keeps other models which change while it trains (a refreshed reference): their chunks by a
+    name. Checkpoints hold their weights too, and a run that has them needs them in the checkpoint."""
 
     @property
     @abstractmethod
@@ -59,12 +64,20 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 state[f"model{index}"] = {name: state[f"model{index}"][name] for name in _trainable(chunk)}
         return state
 
+    def _other_models_state(self) -> dict[str, Any]:
+        metadata = checkpoint_io.content_metadata()
+        return {
+            f"{name}{index}": chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)  # type: ignore[operator]
+            for name, chunks in self.saved_with_model.items()
+            for index, chunk in enumerate(chunks)
+        }
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
         assert self.lightning_module is not None
         self.gather_parameters()
         other = dict(_state_outside_model(self.lightning_module).items())
-        return {**self._model_state(), "other": other}
+        return {**self._model_state(), **self._other_models_state(), "other": other}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state as sharded tensors."""
@@ -131,6 +144,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             for index, optimizer in enumerate(self.optimizers):
                 assert isinstance(optimizer, MegatronOptimizer)
                 sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
+            sharded.update(self._other_models_state())
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
             for index, optimizer in enumerate(self.optimizers):
@@ -158,6 +172,11 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             result = chunk.load_state_dict(state, strict=False)  # frozen weights are there already
             assert state.keys() == _trainable(chunk)
             assert not result.unexpected_keys
+
+        for name, chunks in self.saved_with_model.items():
+            for index, chunk in enumerate(chunks):
+                state = loaded[f"{name}{index}"]
+                chunk.load_state_dict({key.removeprefix(f"{name}."): value for key, value in state.items()})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
