@@ -86,6 +86,7 @@ def fit_grpo(
     callbacks: list[Callback] | None = None,
     trainer: dict[str, Any] | None = None,
     make_module: Callable[..., Any] | None = None,
+    make_data: Callable[..., Any] = SequenceDataModule,
 ) -> Run:
     """Fit a `GRPOModule` on recorded responses; returns logged values per step and the weights at the end."""
     from megatron.core.optimizer import OptimizerConfig
@@ -112,6 +113,6 @@ def fit_grpo(
     runner = make_trainer(
         strategy, world_size, **{"max_steps": steps, "callbacks": [recorder, *(callbacks or [])], **(trainer or {})}
     )
-    runner.fit(policy, SequenceDataModule(prompts(steps * batch_size), batch_size))
+    runner.fit(policy, make_data(prompts(steps * batch_size), batch_size))
     weights = {name: tensor.clone() for name, tensor in policy.export_weights()}
     return Run(recorder.steps, weights, {"versions": engine.versions, "names": engine.names})

@@ -2,13 +2,13 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings, vote
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Prompt, Sample
@@ -57,12 +57,13 @@ def test_replica_without_prompts_of_a_set_knows_its_metrics():
     full, empty = (Evaluation(EvaluationSettings(num_samples=2)) for _ in range(2))
     full.add(group("a", [1.0]))
     full.add(group("a", [1.0, 0.0]), 2)
-    vectors: list[Any] = []
-    empty.finish("val", lambda vector, op: vectors.append(vector) or vector, lambda names: names or ["a"])
-    full.finish("val", lambda vector, op: vectors.append(vector) or vector, lambda names: names)
-    sizes = [len(vector) for vector in vectors]
-    # the names of rewards are joined in the same way; here the stand-in gives the empty replica one called "a"
-    assert sizes[0] == sizes[1]
+    names: list[list[str]] = []
+    metrics = full.finish("val", same, lambda mine: names.append(list(mine)) or list(mine))
+    everywhere = iter(names)  # what the union over both replicas gives this one: first the sets, then the rewards
+    others = empty.finish("val", same, lambda mine: [*mine, *next(everywhere)])
+    assert others.keys() == metrics.keys()
+    assert "val/a/maj_at_2_low" in others
+    assert all(math.isnan(value) for value in others.values())
 
 
 @pytest.mark.parametrize(
@@ -113,28 +114,24 @@ class TwoSets(SequenceDataModule):
 
     def val_dataloader(self) -> Any:
         shard = self.trainer.distributed_sampler_kwargs
-        sets = [prompts(4, "even"), prompts(1, "single")]
-        return [[mine[shard["rank"] :: shard["num_replicas"]]] for mine in sets]
-
-
-def fit(model: Path, strategy: dict[str, Any], world_size: int, **kwargs: Any) -> Run:
-    """As `fit_grpo`, validating after each step on `TwoSets` with 4 sampled responses per prompt."""
-    import tests.modules.runs as runs
-
-    runs.SequenceDataModule = TwoSets
-    try:
-        return fit_grpo(
-            model, strategy, world_size,
-            module={"evaluation": EvaluationSettings(num_samples=NUM_GENERATIONS), **kwargs.pop("module", {})},
-            trainer={"val_check_interval": 1, "check_val_every_n_epoch": None, **kwargs.pop("trainer", {})}, **kwargs,
-        )  # fmt: skip
-    finally:
-        runs.SequenceDataModule = SequenceDataModule
+        replicas = {"num_replicas": shard["num_replicas"], "rank": shard["rank"]}
+        return [
+            EvaluationLoader(items, GlobalBatches(len(items), 8, **replicas))
+            for items in (prompts(4, "even"), prompts(1, "single"))
+        ]
 
 
 def job(pool: Any, model: Any, layout: str = "single", **kwargs: Any) -> list[Run]:
+    """As `fit_grpo`, validating after each step on `TwoSets` with several sampled responses per prompt."""
     world_size, strategy = {**LAYOUTS, "single": (1, {})}[layout]
-    return pool.run(fit, model, strategy, world_size, world_size=world_size, init_process_group=False, **kwargs)
+    options = {
+        "make_data": TwoSets,
+        "module": {"evaluation": EvaluationSettings(num_samples=NUM_GENERATIONS), **kwargs.pop("module", {})},
+        "trainer": {"val_check_interval": 1, "check_val_every_n_epoch": None, **kwargs.pop("trainer", {})},
+    }
+    return pool.run(
+        fit_grpo, model, strategy, world_size, world_size=world_size, init_process_group=False, **options, **kwargs
+    )
 
 
 def validation(run: Run) -> dict[str, float]:
