@@ -29,7 +29,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
     to_sequence,
 )
 from lightning_megatron_rl.rewards.base import Reward
-from lightning_megatron_rl.rewards.guard import guarded
+from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
@@ -133,7 +133,8 @@ class GRPOModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check the model, then let the engine start while this process builds its own."""
         super().setup(stage)
-        self.rewards = [guarded(reward) for reward in self.rewards]  # kept: a guard knows of calls that still hang
+        # kept for the whole run: a guard knows of its calls that still hang
+        self.rewards = list(guard_all(self.rewards, self.strategy.timeout_s))
         self._check_lengths()
         self._check_prompts()
         self.synced_version = None  # another Trainer counts its steps from 0 again

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
-from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxLimits
+from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
 
 # Runs as the sandbox's program. What the code prints goes nowhere; a test has passed when its line, which begins with
@@ -97,14 +97,18 @@ class CodeTests:
         return shares if self.partial else [float(share == 1.0) for share in shares]
 
     def _check_protections(self) -> None:
-        missing = [name for name in self.require if name not in self.sandbox.active]
+        try:
+            missing = [name for name in self.require if name not in self.sandbox.active]
+            inactive = self.sandbox.inactive
+        except SandboxError as error:
+            raise RewardSetupError(f"the reward {self.name!r} has nowhere to run code: {error}") from error
         if missing:
             raise RewardSetupError(
                 f"the reward {self.name!r} requires {', '.join(missing)}, which this machine does not grant: "
                 f"{self.sandbox.describe()}. Allow unprivileged user namespaces, or shorten `require`."
             )
-        if self.sandbox.inactive:
-            lacking = "; ".join(f"{name} ({MEANING[name]})" for name in self.sandbox.inactive)
+        if inactive:
+            lacking = "; ".join(f"{name} ({MEANING[name]})" for name in inactive)
             warnings.warn(
                 f"the reward {self.name!r} runs untrusted code without: {lacking}. {self.sandbox.describe()}",
                 RuntimeWarning,

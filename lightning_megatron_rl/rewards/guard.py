@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import warnings
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describ
 from lightning_megatron_rl.rewards.deadline import BoundedCalls
 from lightning_megatron_rl.sample import Sample
 
+DEADLINE_SECONDS = 120.0
 _MAX_NAMED = 3  # failed samples that a warning describes
 
 
@@ -41,7 +42,7 @@ class GuardedReward:
     def __init__(
         self,
         reward: Reward,
-        deadline_s: float = 120.0,
+        deadline_s: float = DEADLINE_SECONDS,
         on_error: Literal["default", "raise"] = "default",
         default: float = 0.0,
         batch_size: int | None = None,
@@ -178,6 +179,32 @@ def guarded(reward: Reward) -> GuardedReward:
         ``guarded(math_equal).deadline_s == 120.0``
     """
     return reward if isinstance(reward, GuardedReward) else GuardedReward(reward)
+
+
+def guard_all(rewards: Sequence[Reward], timeout_s: float) -> list[GuardedReward]:
+    """Guard the rewards of a run whose other ranks wait for them no longer than `timeout_s`.
+
+    Those without settings of their own get a deadline that fits.
+
+    Raises:
+        ValueError: A reward may take longer than the ranks wait, with the arithmetic.
+
+    Example:
+        ``guard_all([math_equal], timeout_s=60.0)[0].deadline_s == 15.0``
+    """
+    for reward in rewards:
+        if isinstance(reward, GuardedReward) and 2 * reward.deadline_s >= timeout_s:
+            raise ValueError(
+                f"deadline_s={reward.deadline_s:g} of the reward {reward.name!r}: it may take 2 x "
+                f"{reward.deadline_s:g} = {2 * reward.deadline_s:g} s, but the other ranks wait only "
+                f"MegatronStrategy(timeout_s={timeout_s:g})."
+                " Lower deadline_s or raise timeout_s."
+            )
+    deadline_s = min(DEADLINE_SECONDS, timeout_s / 4)
+    return [
+        reward if isinstance(reward, GuardedReward) else GuardedReward(reward, deadline_s=deadline_s)
+        for reward in rewards
+    ]
 
 
 def describe_error(error: BaseException) -> str:

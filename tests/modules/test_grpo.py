@@ -113,7 +113,7 @@ def test_first_update_equals_transformers_and_autograd(worker_pool, qwen3_dir):
 def test_failing_reward_names_its_sample_on_every_rank(worker_pool, qwen3_dir):
     """The rank that computes rewards fails; the other must not wait for it."""
     with pytest.raises(WorkerError) as failure:
-        job(worker_pool, qwen3_dir, "tp2_sp", rewards=[GuardedReward(fails_on_long, on_error="raise")])
+        job(worker_pool, qwen3_dir, "tp2_sp", rewards=[GuardedReward(fails_on_long, deadline_s=20.0, on_error="raise")])
     message = str(failure.value)
     assert message.count("fails_on_long") >= 2
     assert "ZeroDivisionError" in message
@@ -121,7 +121,7 @@ def test_failing_reward_names_its_sample_on_every_rank(worker_pool, qwen3_dir):
 
 
 def test_failing_reward_costs_its_samples_the_default_and_is_counted(worker_pool, qwen3_dir):
-    guard = GuardedReward(fails_on_long, default=-3.0)
+    guard = GuardedReward(fails_on_long, deadline_s=20.0, default=-3.0)
     runs = job(worker_pool, qwen3_dir, "tp2_sp", steps=1, rewards=[guard])
     failed = sum(len(sample.response_ids) == 3 for sample in recorded_samples(4)) / (4 * NUM_GENERATIONS)
     assert failed > 0

@@ -97,6 +97,13 @@ def test_required_protections():
         reward([with_tests(RIGHT)])
 
 
+def test_nowhere_to_run_is_an_error_of_the_set_up():
+    reward = CodeTests()
+    reward.sandbox.levels = ("limits",) if os.getuid() == 0 else ("user",)
+    with pytest.raises(RewardSetupError, match="has nowhere to run code: no sandbox can be made here"):
+        reward([with_tests(RIGHT)])
+
+
 def test_missing_protections_are_named_once(recwarn):
     reward = weak_reward(limits=LIMITS)
     for _ in range(2):

@@ -14,6 +14,7 @@ import torch
 
 from lightning_megatron_rl.rewards import GuardedReward, Reward, RewardSetupError, compute_rewards, reward_name
 from lightning_megatron_rl.rewards.deadline import BoundedCalls, DeadlineError
+from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.sample import Sample
 from tests.rewards.samples import HTTPJudgeV2, length, make_sample
 
@@ -297,6 +298,15 @@ def test_rewards_run_at_the_same_time():
 def test_settings_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         GuardedReward(length, **options)
+
+
+def test_deadlines_fit_what_the_other_ranks_wait():
+    guard = GuardedReward(length, deadline_s=30.0)
+    assert [each.deadline_s for each in guard_all([guard, HTTPJudgeV2()], 1800.0)] == [30.0, 120.0]
+    assert guard_all([guard, HTTPJudgeV2()], 100.0)[0] is guard
+    assert guard_all([HTTPJudgeV2()], 60.0)[0].deadline_s == 15.0
+    with pytest.raises(ValueError, match=r"deadline_s=30 of the reward 'length': .*2 x 30 = 60 s, .*timeout_s=60\)"):
+        guard_all([guard], 60.0)
 
 
 def test_guard_is_called_what_it_guards():
