@@ -17,7 +17,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
-from lightning_megatron_rl.modules.evaluation import Evaluation
+from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
 from lightning_megatron_rl.modules.reference import HoldsReference, ReferenceSettings
@@ -30,7 +30,9 @@ from lightning_megatron_rl.modules.rollout_batch import (
     to_sequence,
 )
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
-from lightning_megatron_rl.rewards.base import Reward, compute_rewards
+from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rewards.guard import guard_all
+from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
@@ -48,7 +50,7 @@ class GRPOModule(HoldsReference):
 
     Args:
         model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
-        rewards: Functions or objects from samples to rewards; see `Reward`.
+        rewards: Functions or objects from samples to rewards; see `Reward`, and `GuardedReward` for deadlines.
         reward_weights: Weight of each reward in the sum; 1 each if not given.
         engine: Samples the responses; vLLM in a child process of its own by default.
         num_generations: Responses per prompt (the group).
@@ -68,6 +70,7 @@ class GRPOModule(HoldsReference):
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
+        evaluation: What validation samples and reports besides one response per prompt.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -102,6 +105,7 @@ class GRPOModule(HoldsReference):
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
+        evaluation: EvaluationSettings | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -142,7 +146,7 @@ class GRPOModule(HoldsReference):
         self.reference_settings = reference or ReferenceSettings()
         self.reference_kind = self.reference_settings.resolve(kl_coef=config.kl_coef, has_adapters=lora is not None)
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
-        self.evaluation = Evaluation()
+        self.evaluation = Evaluation(evaluation or EvaluationSettings())
         self.synced_version: int | None = None  # weights that the engine samples with
         self._engine_started = False
 
@@ -151,6 +155,8 @@ class GRPOModule(HoldsReference):
     def setup(self, stage: str) -> None:
         """Check the model, then let the engine start while this process builds its own."""
         super().setup(stage)
+        # kept for the whole run: a guard knows of its calls that still hang
+        self.rewards = list(guard_all(self.rewards, self.strategy.timeout_s))
         self._check_lengths()
         self._check_prompts(stage)
         self.synced_version = None  # another Trainer counts its steps from 0 again
@@ -167,6 +173,7 @@ class GRPOModule(HoldsReference):
                 f"max_tokens_per_microbatch={self.max_tokens_per_microbatch} < engine.max_model_len={limit}: a sampled"
                 " sequence may not fit into a micro-batch. Raise max_tokens_per_microbatch or lower max_model_len."
             )
+        self.evaluation.settings.check_length(limit)
         if self.sampling.max_tokens >= limit:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
@@ -290,12 +297,12 @@ class GRPOModule(HoldsReference):
         if not samples:
             return
 
-        def compute() -> list[tuple[dict[str, float], float]]:
+        def compute() -> list[tuple[dict[str, float], float, dict[str, str]]]:
             compute_rewards(samples, self.rewards, self.reward_weights)
-            return [(sample.rewards, sample.reward) for sample in samples]
+            return [(sample.rewards, sample.reward, sample.reward_errors) for sample in samples]
 
-        for sample, (parts, total) in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
-            sample.rewards, sample.reward = parts, total
+        for sample, results in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
+            sample.rewards, sample.reward, sample.reward_errors = results
 
     def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
         """Fill in the advantages from the rewards and what shapes them; a collective."""
@@ -351,10 +358,11 @@ class GRPOModule(HoldsReference):
     # ---- validation, test, prediction ------------------------------------------------------------------------------
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample one response per prompt with `validation_sampling` and reward it."""
-        samples = self.generate(prompts, self.validation_sampling, 1)
-        self.reward(samples)
-        self.evaluation.add(samples)
+        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_samples`; reward them."""
+        for params, count in self.evaluation.settings.passes(self.validation_sampling, self.sampling):
+            samples = self.generate(prompts, params, count)
+            self.reward(samples)
+            self.evaluation.add(samples, count)
 
     def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """As validation."""
@@ -365,7 +373,7 @@ class GRPOModule(HoldsReference):
         return self.generate(prompts, self.validation_sampling, 1)
 
     def on_validation_epoch_end(self) -> None:
-        """Log ``val/<set>/mean_at_1`` for every data set, over all replicas."""
+        """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
         self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
 
     def on_test_epoch_end(self) -> None:

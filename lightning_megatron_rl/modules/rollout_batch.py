@@ -11,6 +11,7 @@ from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.reward_metrics import add_reward_metrics
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
 from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
@@ -107,8 +108,7 @@ def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int
     tally.add_mean_std("reward/mean", "reward/std", rewards)
     tally.add_min("reward/min", rewards)
     tally.add_max("reward/max", rewards)
-    for name in samples[0].rewards:
-        tally.add_mean(f"reward/{name}", [sample.rewards[name] for sample in samples])
+    add_reward_metrics(tally, samples)
     tally.add_mean("reward/zero_spread_frac", zero_spread(groups).double())
     tally.add_mean("reward/pass_at_k", (groups > 0).any(dim=1).double())
     lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
