@@ -32,13 +32,13 @@ def gae(
             f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)} must have one"
             " shape, [tokens] or [sequences, tokens]"
         )
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value} must be in [0, 1]")
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name}={factor} must be in [0, 1]")
     known_rewards = torch.where(mask, rewards.double(), 0.0)
     known_values = torch.where(mask, values.double(), 0.0)
     advantages = torch.zeros_like(known_values)
-    advantage = next_value = torch.zeros_like(known_values[..., :1].sum(-1))
+    advantage = next_value = known_values.new_zeros(known_values.shape[:-1])
     for position in reversed(range(values.shape[-1])):
         counts, value = mask[..., position], known_values[..., position]
         delta = known_rewards[..., position] + gamma * next_value - value
