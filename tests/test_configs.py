@@ -44,7 +44,7 @@ def test_config_builds(config: Path, layout: Path | None):
     assert cli.trainer.num_devices == devices
     assert cli.trainer.strategy.layout.data_parallel_size(devices) >= 1
     assert cli.config["fit"]["trainer"]["inference_mode"] is False  # Megatron could not update inference tensors
-    assert type(cli.model).__name__ in ("SFTModule", "GRPOModule")
+    assert type(cli.model).__name__ in ("SFTModule", "GRPOModule", "PPOModule", "DPOModule", "RewardModule")
 
 
 @pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)

@@ -68,6 +68,16 @@ def test_yaml_of_the_documents_builds(tmp_path):
     assert evaluated.datamodule.val_names == ["gsm8k", "own"]
 
 
+@pytest.mark.parametrize("method", ["reward_model", "dpo"])
+def test_preferences_script(qwen3_dir, tmp_path, method):
+    arguments = ("--model", qwen3_dir, "--method", method, "--steps", "1", "--devices", "1", "--out", tmp_path)
+    output = run(EXAMPLES / "preferences_script.py", *arguments)
+    assert "pairs per update" in output
+    assert re.search(rf"{method}: held-out pairs the right way round after 1 steps: [01]\.\d{{3}}\n", output)
+    assert "preference/accuracy" in (tmp_path / method / "metrics.csv").read_text()
+    assert (tmp_path / method / "hf" / "last" / "model.safetensors").is_file()
+
+
 @pytest.fixture
 def own(monkeypatch):
     """The module with a reward function, a reward class and a callback of a user's own."""

@@ -37,6 +37,9 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     """Set by a module that keeps other models which change while it trains (a refreshed reference): their chunks by a
     name. Checkpoints hold their weights too, and a run that has them needs them in the checkpoint."""
 
+    optimizers_saved_with_model: Mapping[str, MegatronOptimizer] = MappingProxyType({})
+    """The optimizers of those that are trained (a critic), by the same names."""
+
     @property
     @abstractmethod
     def chunks(self) -> nn.ModuleList:
@@ -65,12 +68,23 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
         return state
 
     def _other_models_state(self) -> dict[str, Any]:
+        from megatron.core.utils import unwrap_model
+
         metadata = checkpoint_io.content_metadata()
-        return {
-            f"{name}{index}": chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)  # type: ignore[operator]
-            for name, chunks in self.saved_with_model.items()
-            for index, chunk in enumerate(chunks)
-        }
+        state = {}
+        for name, chunks in self.saved_with_model.items():
+            gather_parameters(chunks)
+            for index, chunk in enumerate(unwrap_model(list(chunks))):
+                state[f"{name}{index}"] = chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
+        return state
+
+    def _other_optimizers_state(self, models: Mapping[str, Any], is_loading: bool) -> dict[str, Any]:
+        """State of `optimizers_saved_with_model`, given that of the models in `saved_with_model`."""
+        state = {}
+        for name, optimizer in self.optimizers_saved_with_model.items():
+            own = {f"{name}{index}": models[f"{name}{index}"] for index in range(len(self.saved_with_model[name]))}
+            state[f"optimizer_{name}"] = self._optimizer_state(optimizer, own, is_loading)
+        return state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
@@ -88,7 +102,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
 
     def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         metadata = checkpoint_io.content_metadata()
-        model_state = model["model0"] if len(model) == 1 else model
+        model_state = next(iter(model.values())) if len(model) == 1 else model
         return optimizer.sharded_state_dict(model_state, metadata, is_loading)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -105,6 +119,8 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
                 sharded[f"optimizer{index}"] = optimizer_state
             has_optimizer = any(key.startswith("optimizer") for key in sharded)
+            if has_optimizer:
+                sharded.update(self._other_optimizers_state(sharded, is_loading=False))
             layout = {
                 "layout": asdict(self.layout),
                 "world_size": self.world_size,
@@ -145,10 +161,14 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 assert isinstance(optimizer, MegatronOptimizer)
                 sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
             sharded.update(self._other_models_state())
+            if self.optimizers:
+                sharded.update(self._other_optimizers_state(sharded, is_loading=True))
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
             for index, optimizer in enumerate(self.optimizers):
                 optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
+            for name, trained in self.optimizers_saved_with_model.items() if self.optimizers else ():
+                trained.load_sharded_state(loaded[f"optimizer_{name}"])
             if self.optimizers and not self._restore_rng(path, layout):
                 rank_zero_warn(
                     f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
@@ -174,7 +194,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             assert not result.unexpected_keys
 
         for name, chunks in self.saved_with_model.items():
-            for index, chunk in enumerate(chunks):
+            for index, chunk in enumerate(unwrap_model(list(chunks))):
                 state = loaded[f"{name}{index}"]
                 chunk.load_state_dict({key.removeprefix(f"{name}."): value for key, value in state.items()})
 
