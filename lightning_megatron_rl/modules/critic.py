@@ -1,6 +1,7 @@
 """The critic of PPO: a Megatron model of its own with a value head, its optimizer, and its loss."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class Critic:
         self.optimizer = make_optimizer(strategy.resolve_optimizer_config(config), self.chunks)
         self.optimizer.set_clip_grad(gradient_clip_val or 0.0)
         strategy.saved_with_model = {**strategy.saved_with_model, "critic": self.chunks}
-        strategy.optimizers_saved_with_model = {"critic": self.optimizer}
+        strategy.optimizers_saved_with_model = {**strategy.optimizers_saved_with_model, "critic": self.optimizer}
 
 
 class ValueLoss:
@@ -113,17 +114,25 @@ class ValueLoss:
         return 0.5 * torch.maximum(squares, clipped)
 
 
-def token_rewards(reward: float, mask: Tensor) -> Tensor:
-    """Return a sample's reward on the last token that counts, float64 ``[tokens]``; nothing where none counts.
+def token_rewards(rewards: Tensor, masks: Sequence[Tensor], penalties: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Return each sample's reward on the last token that counts, float64 ``[tokens]``; nothing where none counts.
+
+    Args:
+        rewards: ``[samples]``.
+        masks: Per sample, which tokens count.
+        penalties: Per sample, what is added to each token's; nothing if empty.
 
     Example:
-        ``token_rewards(2.0, torch.tensor([False, True, True]))`` is [0, 0, 2].
+        ``token_rewards(torch.tensor([2.0]), [torch.tensor([False, True, True])])`` is [[0, 0, 2]].
     """
-    rewards = torch.zeros(len(mask), dtype=torch.float64)
-    counted = mask.nonzero()
-    if len(counted):
-        rewards[counted[-1]] = reward
-    return rewards
+    placed = []
+    for number, mask in enumerate(masks):
+        row = penalties[number].clone() if penalties else torch.zeros(len(mask), dtype=torch.float64)
+        counted = mask.nonzero()
+        if len(counted):
+            row[counted[-1]] += rewards[number]
+        placed.append(row)
+    return placed
 
 
 def add_value_metrics(tally: Tally, values: Tensor, returns: Tensor, mask: Tensor) -> None:

@@ -1,18 +1,13 @@
 """`GRPOModule`: group-relative policy optimisation. One batch of prompts is one rollout is one `global_step`."""
 
-import atexit
-import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.advantages import group_advantages
 from lightning_megatron_rl.algorithms.tally import Tally
-from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
@@ -20,7 +15,7 @@ from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Repl
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
-from lightning_megatron_rl.modules.reference import HoldsReference, ReferenceSettings
+from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import (
     Rollout,
     add_sample_metrics,
@@ -29,12 +24,10 @@ from lightning_megatron_rl.modules.rollout_batch import (
     check_split,
     to_sequence,
 )
+from lightning_megatron_rl.modules.sampling import SamplesResponses, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.rewards.base import Reward
-from lightning_megatron_rl.rewards.guard import guard_all
-from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
-from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
@@ -42,10 +35,8 @@ from lightning_megatron_rl.strategy.distributed import context_parallel_sum, dat
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
-_DEFAULT_SEED = 1234
 
-
-class GRPOModule(HoldsReference):
+class GRPOModule(SamplesResponses):
     """Train a language model with GRPO: sample groups of responses, reward them, push the better ones.
 
     Args:
@@ -81,6 +72,7 @@ class GRPOModule(HoldsReference):
     """
 
     has_old_logprobs = True
+    compares_groups = True  # whether the configured advantage is used, which may need more than one response
 
     def __init__(
         self,
@@ -126,7 +118,7 @@ class GRPOModule(HoldsReference):
             rewards,
             reward_weights,
             sampling,
-            advantage=config.advantage,
+            advantage=config.advantage if self.compares_groups else None,
             compares_responses=dynamic_sampling is not None,
         )
         self.rewards = rewards
@@ -147,40 +139,9 @@ class GRPOModule(HoldsReference):
         self.reference_kind = self.reference_settings.resolve(kl_coef=config.kl_coef, has_adapters=lora is not None)
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
         self.evaluation = Evaluation(evaluation or EvaluationSettings())
-        self.synced_version: int | None = None  # weights that the engine samples with
-        self._engine_started = False
 
-    # ---- life ------------------------------------------------------------------------------------------------------
-
-    def setup(self, stage: str) -> None:
-        """Check the model, then let the engine start while this process builds its own."""
-        super().setup(stage)
-        # kept for the whole run: a guard knows of its calls that still hang
-        self.rewards = list(guard_all(self.rewards, self.strategy.timeout_s))
-        self._check_lengths()
-        self._check_prompts(stage)
-        self.synced_version = None  # another Trainer counts its steps from 0 again
-        assert self.strategy.replica is not None
-        if not self._engine_started:
-            atexit.register(self.engine.close)
-            self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
-            self._engine_started = True
-
-    def _check_lengths(self) -> None:
-        limit = self.engine.max_model_len
-        if limit > self.max_tokens_per_microbatch:
-            raise ValueError(
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch} < engine.max_model_len={limit}: a sampled"
-                " sequence may not fit into a micro-batch. Raise max_tokens_per_microbatch or lower max_model_len."
-            )
-        self.evaluation.settings.check_length(limit)
-        if self.sampling.max_tokens >= limit:
-            raise ValueError(
-                f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
-                f" engine.max_model_len={limit}: raise max_model_len or lower max_tokens."
-            )
-
-    def _check_prompts(self, stage: str) -> None:
+    def check_prompts(self, stage: str) -> None:
+        """Refuse a batch that does not divide into updates, and dynamic sampling without a set of prompts."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, PromptDataModule):
             if self.dynamic_sampling is not None and stage == "fit":
@@ -191,20 +152,6 @@ class GRPOModule(HoldsReference):
             return  # prompts of the user's own: checked when the first rollout is split
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         check_split(data.batch_size // replicas, self.updates_per_rollout)
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
-        present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [WeightSync()]
-
-    def close_engine(self) -> None:
-        """End the engine; the next phase that samples starts it anew."""
-        self.engine.close()
-        self._engine_started, self.synced_version = False, None
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Forget what the engine has: the weights are about to be others."""
-        self.synced_version = None
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -229,22 +176,13 @@ class GRPOModule(HoldsReference):
             samples = self.refill(samples, self.dynamic_sampling, tally)
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         self.score_rollout(rollout)
-        with self.phase("reward"):
-            self.assign_advantages(rollout, tally)
+        self.assign_advantages(rollout, tally)
         rollout.set_correction_weights(self.loss)
         self.log_rollout(rollout, tally)
         if self.overlong is not None and self.overlong.filter:
             rollout.filter_overlong()
         self.last_rollout = rollout
         return rollout
-
-    def sample(self, prompts: list[Prompt]) -> list[Sample]:
-        """Return rewarded samples of `prompts`."""
-        with self.phase("rollout"):
-            samples = self.generate(prompts, self.sampling, self.num_generations)
-        with self.phase("reward"):
-            self.reward(samples)
-        return samples
 
     def refill(self, samples: list[Sample], settings: DynamicSampling, tally: Tally) -> list[Sample]:
         """Put groups of other prompts of the training set in the place of those without spread; a collective."""
@@ -254,7 +192,7 @@ class GRPOModule(HoldsReference):
             samples,
             self.num_generations,
             max_rounds=settings.max_rounds,
-            candidates=lambda round_number: shuffled_prompts(prompts, _run_seed(), step, round_number),
+            candidates=lambda round_number: shuffled_prompts(prompts, run_seed(), step, round_number),
             sample=self.sample,
             replicas=Replicas(data_parallel_rank(), data_parallel_gather),
             tally=tally,
@@ -273,36 +211,6 @@ class GRPOModule(HoldsReference):
         if self.reference_kind != "none":
             with self.phase("ref_logp"):
                 rollout.set_field("ref_logprobs", self.score_reference(rollout.sequences).logprobs)
-
-    def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
-        """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
-        assert self.strategy.replica is not None
-        if not prompts:  # the last validation batch of this replica
-            return []
-        return self.strategy.replica.run_on_leader(
-            lambda: generate_samples(
-                self.engine,
-                prompts,
-                params,
-                num_generations=num_generations,
-                tokenizer=self.hf_model.tokenizer,
-                seed=_run_seed(),
-                step=self.trainer.global_step,
-            )
-        )
-
-    def reward(self, samples: list[Sample]) -> None:
-        """Fill in the rewards; the leader computes them, every rank gets them."""
-        assert self.strategy.replica is not None
-        if not samples:
-            return
-
-        def compute() -> list[tuple[dict[str, float], float, dict[str, str]]]:
-            compute_rewards(samples, self.rewards, self.reward_weights)
-            return [(sample.rewards, sample.reward, sample.reward_errors) for sample in samples]
-
-        for sample, results in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
-            sample.rewards, sample.reward, sample.reward_errors = results
 
     def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
         """Fill in the advantages from the rewards and what shapes them; a collective."""
@@ -354,50 +262,3 @@ class GRPOModule(HoldsReference):
             metrics["policy/entropy_coef"] = self.loss.entropy_coef
         metrics["rollout/staleness"] = self.trainer.global_step - metrics["rollout/weight_version"]
         self.log_metrics(metrics, prog_bar=("reward/mean",))
-
-    # ---- validation, test, prediction ------------------------------------------------------------------------------
-
-    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_samples`; reward them."""
-        for params, count in self.evaluation.settings.passes(self.validation_sampling, self.sampling):
-            samples = self.generate(prompts, params, count)
-            self.reward(samples)
-            self.evaluation.add(samples, count)
-
-    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As validation."""
-        self.validation_step(prompts, batch_idx, dataloader_idx)
-
-    def predict_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> list[Sample]:
-        """Return one sample per prompt, drawn with `validation_sampling`."""
-        return self.generate(prompts, self.validation_sampling, 1)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
-        self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
-
-    def on_test_epoch_end(self) -> None:
-        """Log ``test/<set>/mean_at_1`` for every data set."""
-        self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
-
-    # ---- what WeightSync needs -------------------------------------------------------------------------------------
-
-    def sync_weights(self, version: int) -> None:
-        """Push the policy's weights to this replica's engine; a collective."""
-        assert self.strategy.replica is not None
-        weights = self.export_weights()
-        with self.phase("weight_sync"):
-            self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
-        self.synced_version = version
-
-
-def _run_seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
-
-
-def _push(engine: RolloutEngine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-    try:
-        engine.update_weights(weights, version)
-    finally:
-        for _ in weights:  # the other ranks are in the middle of the export's collectives
-            pass

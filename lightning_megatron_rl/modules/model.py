@@ -113,6 +113,8 @@ class ModelModule(TakesSteps, ReportsSteps):
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        self.strategy.saved_with_model = {}  # no other model, until there is one
+        self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)

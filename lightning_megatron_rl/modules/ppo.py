@@ -15,13 +15,17 @@ from lightning_megatron_rl.models.families import num_experts
 from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.value_head import value_processor
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
+from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import Rollout
+from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
-from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.sample import Prompt
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -45,6 +49,8 @@ class PPOModule(GRPOModule):
         sampling: Temperature and limits of training rollouts.
         validation_sampling: The same for validation; greedy if not given, otherwise as in `sampling`.
         loss: The actor's objective; its `advantage` is not used, its `aggregation` is the critic's too.
+        reference: The policy that KL is measured to; by default the one that training starts from.
+        overlong: Penalty and filter of responses near the length limit; none if not given.
         optimizer: Megatron's own `OptimizerConfig` of the actor (lr, weight_decay, adam_beta2, ...).
         lr_scheduler: Called with the actor's optimizer; stepped once per `global_step`.
         max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
@@ -54,6 +60,7 @@ class PPOModule(GRPOModule):
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts actor are trained.
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
+        evaluation: What validation samples and reports besides one response per prompt.
 
     Raises:
         ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
@@ -61,6 +68,8 @@ class PPOModule(GRPOModule):
     Example:
         ``PPOModule(model="Qwen/Qwen3-0.6B", rewards=[math_equal], critic=CriticSettings(warmup_rollouts=10))``
     """
+
+    compares_groups = False
 
     def __init__(
         self,
@@ -75,6 +84,8 @@ class PPOModule(GRPOModule):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         validation_sampling: SamplingParams | None = None,
         loss: GRPOLossConfig | None = None,
+        reference: ReferenceSettings | None = None,
+        overlong: OverlongSettings | None = None,
         optimizer: Optional["OptimizerConfig"] = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_tokens_per_microbatch: int = 8192,
@@ -84,6 +95,7 @@ class PPOModule(GRPOModule):
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
+        evaluation: EvaluationSettings | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -95,6 +107,8 @@ class PPOModule(GRPOModule):
             sampling=sampling,
             validation_sampling=validation_sampling,
             loss=loss,
+            reference=reference,
+            overlong=overlong,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
@@ -104,6 +118,7 @@ class PPOModule(GRPOModule):
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
+            evaluation=evaluation,
         )
         self.critic_settings = critic or CriticSettings()
         self.critic_optimizer_config = critic_optimizer
@@ -117,8 +132,6 @@ class PPOModule(GRPOModule):
         if stage == "fit":
             self._critic_model = self._find_critic()
             self.strategy.resolve_optimizer_config(self._critic_optimizer_config())
-        self.strategy.saved_with_model = {}
-        self.strategy.optimizers_saved_with_model = {}
         super().setup(stage)
 
     def _find_critic(self) -> Any:
@@ -197,6 +210,8 @@ class PPOModule(GRPOModule):
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score, reward and judge a rollout, then update critic and actor `updates_per_rollout` times."""
+        self.loss.set_step(self.trainer.global_step)
+        self.refresh_reference()
         rollout = self.rollout(prompts)
         parts = rollout.split(self.updates_per_rollout)
         with self.phase("critic_update"):
@@ -222,27 +237,20 @@ class PPOModule(GRPOModule):
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
-    def assign_advantages(self, samples: list[Sample]) -> None:
-        """Leave the samples as they are: advantages belong to tokens here, see `judge`."""
-
-    def rollout(self, prompts: list[Prompt]) -> Rollout:
-        """Return samples of `prompts` with rewards, values, returns, advantages, old and reference log-probs."""
-        rollout = super().rollout(prompts)
-        with self.phase("values"):
-            self.judge(rollout)
-        return rollout
-
-    def judge(self, rollout: Rollout) -> None:
-        """Give each token the critic's value, its return and its advantage; log how good the values are."""
-        from lightning_megatron_rl.models.value_head import value_processor
-
+    def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
+        """Give each token the critic's value, its return and its advantage; a collective."""
         settings, sequences = self.critic_settings, rollout.sequences
-        rows, _ = self.score_rows(sequences, self._critic.chunks, processor=value_processor())
+        with self.phase("values"):
+            rows, _ = self.score_rows(sequences, self._critic.chunks, processor=value_processor())
         values = [row[0] for row in rows]
-        advantages, returns, tally = [], [], Tally()
-        for sample, sequence, value in zip(rollout.samples, sequences, values, strict=True):
-            rewards = token_rewards(sample.reward, sequence.loss_mask)
-            advantage, return_ = gae(rewards, value, sequence.loss_mask, gamma=settings.gamma, lam=settings.lam)
+        rewards = token_rewards(
+            penalised_rewards(rollout, self.overlong, max_response_length=self.sampling.max_tokens, tally=tally),
+            [sequence.loss_mask for sequence in sequences],
+            kl_penalties(rollout, self.loss.config, tally),
+        )
+        advantages, returns = [], []
+        for reward, sequence, value in zip(rewards, sequences, values, strict=True):
+            advantage, return_ = gae(reward, value, sequence.loss_mask, gamma=settings.gamma, lam=settings.lam)
             advantages.append(advantage)
             returns.append(return_)
             add_value_metrics(tally, value, return_, sequence.loss_mask)
@@ -253,12 +261,9 @@ class PPOModule(GRPOModule):
         rollout.set_field("values", values)
         rollout.set_field("returns", returns)
         rollout.set_field("advantages", advantages)
-        self.log_metrics(tally.reduce(self.reduce_on_device).compute())
 
     def update_critic(self, part: Rollout) -> Tensor:
         """Take one optimizer step of the critic on one part of a rollout; return its loss, equal on every rank."""
-        from lightning_megatron_rl.models.value_head import value_processor
-
         part.set_token_weights(
             self.loss,
             max_response_length=self.sampling.max_tokens,

@@ -83,11 +83,6 @@ class HoldsReference(PolicyModule):
     reference_kind: Literal["none", "frozen_copy", "adapters_off"]
     reference: list[nn.Module] | None = None  # the frozen copy; a list, not a submodule: it is not trained
 
-    def setup(self, stage: str) -> None:
-        """Check as `PolicyModule` does; checkpoints hold no other model until there is one."""
-        super().setup(stage)
-        self.strategy.saved_with_model = {}
-
     def configure_model(self) -> None:
         """Build the policy, and the frozen reference if there is to be one; with LoRA the policy holds it."""
         super().configure_model()
@@ -97,7 +92,7 @@ class HoldsReference(PolicyModule):
             self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
             self._offload()
         if self.reference_settings.refresh_every_n_steps is not None:
-            self.strategy.saved_with_model = {"reference": self.reference}
+            self.strategy.saved_with_model = {**self.strategy.saved_with_model, "reference": self.reference}
 
     def score_reference(self, sequences: list[TokenSequence]) -> Scores:
         """Score under the reference policy: the frozen copy, or with LoRA the policy without its adapters."""

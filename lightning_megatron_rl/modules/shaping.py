@@ -44,9 +44,8 @@ def shaped_rewards(
     max_response_length: int,
     tally: Tally,
 ) -> Tensor:
-    """Return the rewards that advantages are made of, float64 `[samples]`; adds the parts' means to `tally`.
-
-    A sample's own `reward` stays what the reward functions said.
+    """Return the rewards that one advantage per sample is made of, float64 `[samples]`: what `penalised_rewards` are
+    less the KL of all tokens.
 
     Args:
         rollout: With "old_logprobs", and "ref_logprobs" if KL goes into the reward.
@@ -55,20 +54,40 @@ def shaped_rewards(
         max_response_length: The limit, in tokens.
         tally: Gets ``reward/overlong_penalty`` and ``reward/kl_penalty``, each if there is such a thing.
     """
+    rewards = penalised_rewards(rollout, overlong, max_response_length=max_response_length, tally=tally)
+    kl = kl_penalties(rollout, config, tally)
+    return rewards + torch.stack([penalty.sum() for penalty in kl]) if kl else rewards
+
+
+def penalised_rewards(
+    rollout: Rollout, overlong: OverlongSettings | None, *, max_response_length: int, tally: Tally
+) -> Tensor:
+    """Return the samples' rewards with the penalty of overlong ones, float64 `[samples]`.
+
+    A sample's own `reward` stays what the reward functions said.
+    """
     rewards = torch.tensor([sample.reward for sample in rollout.samples], dtype=torch.float64)
-    if overlong is not None and overlong.penalty:
-        lengths = torch.tensor([len(sample.response_ids) for sample in rollout.samples])
-        penalties = overlong_penalty(
-            lengths, max_length=max_response_length, buffer=overlong.buffer, penalty=overlong.penalty
-        )
-        tally.add_mean("reward/overlong_penalty", penalties)
-        rewards = rewards + penalties
-    if config.kl_coef and config.kl_in == "reward":
-        kl = torch.zeros_like(rewards)
-        for number, sequence in enumerate(rollout.sequences):
-            old, reference = sequence.fields["old_logprobs"], sequence.fields["ref_logprobs"]
-            mask = sequence.loss_mask
-            kl[number] = kl_penalty(old[mask].double(), reference[mask].double(), config.kl_estimator).sum()
-        tally.add_mean("reward/kl_penalty", -config.kl_coef * kl)
-        rewards = rewards - config.kl_coef * kl
-    return rewards
+    if overlong is None or not overlong.penalty:
+        return rewards
+    lengths = torch.tensor([len(sample.response_ids) for sample in rollout.samples])
+    penalties = overlong_penalty(
+        lengths, max_length=max_response_length, buffer=overlong.buffer, penalty=overlong.penalty
+    )
+    tally.add_mean("reward/overlong_penalty", penalties)
+    return rewards + penalties
+
+
+def kl_penalties(rollout: Rollout, config: GRPOLossConfig, tally: Tally) -> list[Tensor]:
+    """Return -kl_coef times the KL of each token, float64 `[tokens]` per sequence; empty if KL is not in the reward."""
+    if not config.kl_coef or config.kl_in != "reward":
+        return []
+    penalties = []
+    for sequence in rollout.sequences:
+        old, reference = sequence.fields["old_logprobs"].double(), sequence.fields["ref_logprobs"].double()
+        mask = sequence.loss_mask
+        penalty = torch.zeros(len(mask), dtype=torch.float64)
+        penalty[mask] = -config.kl_coef * kl_penalty(old[mask], reference[mask], config.kl_estimator)
+        penalties.append(penalty)
+    if penalties:
+        tally.add_mean("reward/kl_penalty", torch.stack([penalty.sum() for penalty in penalties]))
+    return penalties

@@ -93,7 +93,7 @@ def fit_grpo(
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+    from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 
     engine = ReplayEngine()
     options: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.grpo import GRPOModule
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, fit_grpo, length, prompts
 

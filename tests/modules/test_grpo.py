@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.modules.grpo import GRPOModule
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.rollout_batch import Rollout, check_split, repetition
 from lightning_megatron_rl.rewards import GuardedReward
 from lightning_megatron_rl.rollout.engine import SamplingParams

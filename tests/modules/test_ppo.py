@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.models.value_head import new_weight
 from lightning_megatron_rl.modules.critic import CriticSettings, ValueLoss, add_value_metrics, token_rewards
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
 from tests.distributed import WorkerError
@@ -182,9 +184,31 @@ def test_value_loss_by_hand():
     assert ValueLoss(None)(batch, values, Tally())[0, :3].tolist() == pytest.approx([0.0, 0.5 * 0.81, 2.0])
 
 
-def test_reward_is_on_the_last_own_token():
-    assert token_rewards(2.0, torch.tensor([False, True, True, False])).tolist() == [0, 0, 2, 0]
-    assert token_rewards(2.0, torch.tensor([False, False])).tolist() == [0, 0]
+def test_reward_is_on_the_last_own_token_and_kl_on_each():
+    masks = [torch.tensor([False, True, True, False]), torch.tensor([False, False])]
+    rewards = torch.tensor([2.0, 3.0])
+    assert [row.tolist() for row in token_rewards(rewards, masks)] == [[0, 0, 2, 0], [0, 0]]
+    penalties = [torch.tensor([0.0, -0.5, -0.25, 0.0]), torch.zeros(2)]
+    assert [row.tolist() for row in token_rewards(rewards, masks, penalties)] == [[0, -0.5, 1.75, 0], [0, 0]]
+
+
+def test_one_response_with_kl_in_the_reward_and_a_refreshed_reference(worker_pool, qwen3_dir, tmp_path):
+    """The penalty of each token reaches the returns, and critic and reference are both in the checkpoint."""
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    module = {
+        "num_generations": 1,
+        "loss": GRPOLossConfig(kl_coef=0.5, kl_in="reward", aggregation="seq_mean_token_mean"),
+        "reference": ReferenceSettings(refresh_every_n_steps=1),
+    }
+    saving = {"callbacks": [keeper], "trainer": {"enable_checkpointing": True}}
+    reference = job(worker_pool, qwen3_dir, module=module, **saving)[0]
+    # refreshed before the second step, so that its policy is its reference
+    assert [step["reward/kl_penalty"] for step in reference.steps] == [pytest.approx(0, abs=1e-6)] * 2
+    without = job(worker_pool, qwen3_dir, module={**module, "reference": ReferenceSettings()})[0]
+    assert abs(without.steps[1]["reward/kl_penalty"]) > 1e-5
+    assert without.steps[1]["critic/return_mean"] != reference.steps[1]["critic/return_mean"]
+    resumed = job(worker_pool, qwen3_dir, "dp2", module=module, ckpt_path=str(tmp_path / "step=1.ckpt"))[0]
+    assert_same_weights(resumed, reference)
 
 
 def test_explained_variance():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_megatron_rl.algorithms.tally import Tally
-from lightning_megatron_rl.modules.grpo_loss import GRPOLoss, GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
 from lightning_megatron_rl.modules.rollout_batch import Rollout, to_sequence
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.sample import Prompt, Sample

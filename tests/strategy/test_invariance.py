@@ -11,7 +11,7 @@ import torch
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.planning import plan_microbatches
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
 from lightning_megatron_rl.verify.report import Report
