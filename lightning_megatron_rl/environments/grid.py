@@ -21,8 +21,8 @@ _START, _GOAL, _WALL, _FREE = "SG#."
 class GridGame(Environment):
     """The letters U, D, L and R of a turn are steps; the reply is the map with S where the policy now stands.
 
-    The map is the column `grid` of the prompt's row: lines of S, G, # (wall) and . (free). A step into a wall or off the
-    map is not taken. The reward is 1 at the goal.
+    The map is the column `grid` of the prompt's row: lines of S, G, # (wall) and . (free). A step into a wall or off
+    the map is not taken. The reward is 1 at the goal.
 
     Args:
         step_reward: Reward of each step, taken or not; a small negative number asks for short ways.

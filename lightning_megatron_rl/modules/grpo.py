@@ -45,8 +45,8 @@ class GRPOModule(SamplesResponses):
         rewards: Functions or objects from samples to rewards; see `Reward`, and `GuardedReward` for deadlines.
         reward_weights: Weight of each reward in the sum; 1 each if not given.
         engine: Samples the responses; vLLM in a child process of its own by default.
-        environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top of
-            those of `rewards`, which may be empty then.
+        environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top
+            of those of `rewards`, which may be empty then.
         episodes: Limits of an episode, and what becomes of one whose environment fails.
         num_generations: Responses per prompt (the group).
         updates_per_rollout: Optimizer steps per rollout; each takes an equal share of its prompts.
@@ -66,6 +66,7 @@ class GRPOModule(SamplesResponses):
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
         evaluation: What validation samples and reports besides one response per prompt.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -104,6 +105,7 @@ class GRPOModule(SamplesResponses):
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -116,6 +118,7 @@ class GRPOModule(SamplesResponses):
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
+            init_from=init_from,
         )
         config = loss or GRPOLossConfig()
         check_batch_arithmetic(
@@ -260,7 +263,7 @@ class GRPOModule(SamplesResponses):
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             *self.describe_episodes(),
             *self.loss.config.describe(),
-            ("reference", self.reference_kind.replace("_", " ")),
+            ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),
         ]
 
     def log_rollout(self, rollout: Rollout, tally: Tally) -> None:

@@ -44,8 +44,8 @@ class PPOModule(GRPOModule):
         critic: Where the critic starts, and how values become advantages.
         critic_optimizer: Megatron's own `OptimizerConfig` of the critic.
         engine: Samples the responses; vLLM in a child process of its own by default.
-        environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top of
-            those of `rewards`, which may be empty then.
+        environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top
+            of those of `rewards`, which may be empty then.
         episodes: Limits of an episode, and what becomes of one whose environment fails.
         num_generations: Responses per prompt.
         updates_per_rollout: Optimizer steps per rollout, of the actor and of the critic; each takes an equal share of
@@ -65,6 +65,7 @@ class PPOModule(GRPOModule):
         moe: How the routers of a mixture-of-experts actor are trained.
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
         evaluation: What validation samples and reports besides one response per prompt.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
         ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
@@ -102,6 +103,7 @@ class PPOModule(GRPOModule):
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -127,8 +129,14 @@ class PPOModule(GRPOModule):
             moe=moe,
             lora=lora,
             evaluation=evaluation,
+            init_from=init_from,
         )
         self.critic_settings = critic or CriticSettings()
+        if init_from is not None and self.critic_settings.model is None:
+            raise ValueError(
+                f"init_from={init_from!r} without critic.model: the critic would start from the weights of {model!r},"
+                " not from the actor's. Give critic.model."
+            )
         self.critic_optimizer_config = critic_optimizer
         self.value_loss = ValueLoss(self.critic_settings.value_clip)
         self.critic: Critic | None = None  # no submodule: the strategy trains `model`, this module trains the critic

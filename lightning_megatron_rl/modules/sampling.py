@@ -113,7 +113,7 @@ class SamplesResponses(HoldsReference):
         return samples
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
-        """Return the replica's samples of its prompts, or episodes with them; the leader samples, every rank gets them."""
+        """Return the replica's samples of its prompts, or its episodes; the leader samples, every rank gets them."""
         assert self.strategy.replica is not None
         if not prompts:  # the last validation batch of this replica
             return []
