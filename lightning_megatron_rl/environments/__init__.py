@@ -9,7 +9,7 @@ from lightning_megatron_rl.environments.base import (
     EpisodeSettings,
     Reply,
 )
-from lightning_megatron_rl.environments.calculator import Calculator
+from lightning_megatron_rl.environments.calculator import Calculator, CalculatorRows
 from lightning_megatron_rl.environments.grid import GridGame, GridRows
 from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvironment
 from lightning_megatron_rl.environments.guessing import GuessingRows, NumberGuessing
@@ -17,6 +17,7 @@ from lightning_megatron_rl.environments.guessing import GuessingRows, NumberGues
 __all__ = [
     "Action",
     "Calculator",
+    "CalculatorRows",
     "ContractError",
     "Ending",
     "Environment",

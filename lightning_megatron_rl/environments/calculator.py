@@ -1,10 +1,12 @@
 """`Calculator`: a tool that the policy calls, and the rows that teach its syntax."""
 
 import ast
+import hashlib
 import operator
+import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning_megatron_rl.environments.base import (
     Action,
@@ -17,6 +19,7 @@ from lightning_megatron_rl.environments.base import (
 from lightning_megatron_rl.sample import Prompt
 
 _MAX_LENGTH = 200  # characters of an expression; what it makes of them then fits, too
+_HELD_OUT = 51  # of 256 values of a hash's first byte: a fifth of all problems
 _CHARACTERS = re.compile(r"[0-9.+\-*/%() ]*")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -139,3 +142,65 @@ def _same(given: str, answer: str) -> bool:
         return float(given) == float(answer)
     except ValueError:
         return False
+
+
+class CalculatorRows:
+    """Rows for `Calculator`: ``{"prompt": "57*68=", "answer": "3876"}``, the same for the same arguments.
+
+    Which split a problem belongs to depends on a hash of the problem alone, so no `train` row is a `val` row.
+
+    Args:
+        split: `train`, or `val` for the held-out problems, a fifth of all.
+        size: Number of rows.
+        num_digits: Most digits of an operand.
+        seed: Seed of the draw.
+        turns: Instead of problems, the turns of right conversations as prompt and answer, to learn the calls from:
+            half of them "57*68=" with "[57*68]", half "57*68=[57*68]3876;" with "3876".
+
+    Raises:
+        ValueError: Fewer rows or digits than one, or, when called, fewer problems than rows.
+
+    Example:
+        ``CalculatorRows("train", size=100)()``
+    """
+
+    def __init__(
+        self, split: Literal["train", "val"], size: int, num_digits: int = 2, seed: int = 0, turns: bool = False
+    ) -> None:
+        if split not in ("train", "val") or size < 1 or num_digits < 1:
+            raise ValueError(
+                f"split={split!r} must be train or val, size={size} and num_digits={num_digits} at least 1."
+            )
+        self.split = split
+        self.size = size
+        self.num_digits = num_digits
+        self.seed = seed
+        self.turns = turns
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """Draw the rows."""
+        draw = random.Random(f"{self.split}/{self.num_digits}/{self.seed}")
+        problems: dict[str, None] = {}  # a dict keeps the order of the draw
+        draws = 50 * self.size + 10_000
+        for _ in range(draws):
+            operands = [draw.randrange(10**self.num_digits) for _ in range(2)]
+            problem = f"{operands[0]}{draw.choice('+-*')}{operands[1]}"
+            held_out = hashlib.sha256(problem.encode()).digest()[0] < _HELD_OUT
+            if held_out == (self.split == "val"):
+                problems.setdefault(problem)
+            if len(problems) == self.size:
+                break
+        else:
+            raise ValueError(
+                f"only {len(problems)} of size={self.size} {self.split} problems with num_digits={self.num_digits}"
+                f" turned up in {draws} draws: lower size or raise num_digits."
+            )
+        return [self._row(problem, number) for number, problem in enumerate(problems)]
+
+    def _row(self, problem: str, number: int) -> dict[str, Any]:
+        result = evaluate(problem)
+        if not self.turns:
+            return {"prompt": f"{problem}=", "answer": result}
+        if number % 2:
+            return {"prompt": f"{problem}=[{problem}]{result};", "answer": result}
+        return {"prompt": f"{problem}=", "answer": f"[{problem}]"}

@@ -4,7 +4,14 @@ import time
 
 import pytest
 
-from lightning_megatron_rl.environments import Action, Calculator, Ending, EnvironmentSetupError, Reply
+from lightning_megatron_rl.environments import (
+    Action,
+    Calculator,
+    CalculatorRows,
+    Ending,
+    EnvironmentSetupError,
+    Reply,
+)
 from lightning_megatron_rl.environments.calculator import evaluate
 from lightning_megatron_rl.sample import Prompt
 
@@ -67,3 +74,23 @@ def test_settings_and_prompts_that_cannot_be_are_refused():
         Calculator(reply="so")
     with pytest.raises(EnvironmentSetupError, match="prompt 4 has none"):
         Calculator().start(Prompt([1], "1+1=", index=4), 0)
+
+
+def test_rows_are_solved_by_their_own_turns():
+    train, val = CalculatorRows("train", 300)(), CalculatorRows("val", 100)()
+    assert train == CalculatorRows("train", 300)()
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in val}
+    assert len({row["prompt"] for row in train}) == 300
+    for row, other in zip(train, CalculatorRows("train", 300, turns=True)(), strict=True):
+        episode = Calculator().start(Prompt([1], row["prompt"], answer=row["answer"]), 0)
+        call = f"[{row['prompt'][:-1]}]"
+        reply = episode.step(Action(call, [1]))
+        assert reply.text == f"{row['answer']};"
+        asked = (row["prompt"], call), (f"{row['prompt']}{call}{reply.text}", row["answer"])
+        assert (other["prompt"], other["answer"]) in asked
+        assert episode.step(Action(row["answer"], [1])).done
+        assert episode.finish("done") == Ending(1.0, True)
+    with pytest.raises(ValueError, match="turned up"):
+        CalculatorRows("val", 200, num_digits=1)()
+    with pytest.raises(ValueError, match="size=0"):
+        CalculatorRows("val", 0)

@@ -152,7 +152,9 @@ def test_reply_template_is_around_text_and_not_around_token_ids():
 
 
 def test_failed_episode_costs_the_default_and_the_others_go_on():
-    with pytest.warns(RuntimeWarning, match=r"Bad failed in 2 of 6 episodes, which get -2: turn 2 of the sample of prom"):
+    with pytest.warns(
+        RuntimeWarning, match=r"Bad failed in 2 of 6 episodes, which get -2: turn 2 of the sample of prom"
+    ):
         samples = play(Bad(ZeroDivisionError("no")), prompts=prompts(3), max_turns=3, default_reward=-2.0)
     add_episode_rewards(samples)
     assert [sample.reward for sample in samples] == [1.75, 1.75, -2, -2, 1.75, 1.75]  # 3 x 0.25 + 1
