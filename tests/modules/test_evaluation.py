@@ -53,19 +53,19 @@ def test_hand_made_epoch():
 
 
 def test_episodes_say_whether_they_succeeded_and_vote_with_their_last_turn():
-    evaluation = Evaluation(EvaluationSettings(num_samples=2), has_episodes=True)
+    evaluation = Evaluation(EvaluationSettings(num_samples=3), has_episodes=True)
     first, second = group("a", [1.0], index=1) + group("a", [0.0], index=2)
     first.turns, first.outcome = [Turn(0, 1, "7"), Turn(0, 0, "9")], Outcome("done", success=True)
     second.turns, second.outcome = [Turn(0, 1, "8")], Outcome("error", error="no")  # says nothing about success
     evaluation.add([first, second])
-    right, wrong = group("a", [1.0, 0.0], "11")  # the transcripts end alike
-    for sample, text in ((right, "7"), (wrong, "8")):
+    several = group("a", [1.0, 1.0, 0.0], "111")  # the transcripts end alike
+    for sample, text in zip(several, "778", strict=True):
         sample.turns, sample.outcome = [Turn(0, 1, text)], Outcome("done", success=text == "7")
-    evaluation.add([right, wrong], 2)
+    evaluation.add(several, 3)
     metrics = evaluation.finish("val", same, list)
     assert metrics["val/a/success_frac"] == 1.0
     assert metrics["val/a/turns_mean"] == 1.5
-    assert metrics["val/a/maj_at_2"] == 0.5  # two answers with a vote each, not one that is half right
+    assert metrics["val/a/maj_at_3"] == 1.0  # of the transcripts it would be 2 / 3
 
     only = Evaluation(EvaluationSettings(), has_episodes=True)  # a replica without a prompt
     names: list[str] = list(only.finish("val", same, lambda mine: mine or ["a"]))
