@@ -108,4 +108,4 @@ def test_update_runs_through_the_weights():
 
 
 def test_rewards_are_those_of_the_record():
-    assert RecordedReward(samples())(list(reversed(samples()))) == [1.0, -0.5, 0.5]
+    assert RecordedReward(samples())(list(reversed(samples()))) == [1.5, 1.0, -0.5, 0.5]
