@@ -121,6 +121,7 @@ class GRPOModule(SamplesResponses):
             init_from=init_from,
         )
         config = loss or GRPOLossConfig()
+        check_episodes(environment, episodes, engine)
         check_batch_arithmetic(
             num_generations,
             updates_per_rollout,
@@ -131,7 +132,6 @@ class GRPOModule(SamplesResponses):
             compares_responses=dynamic_sampling is not None,
             has_environment=environment is not None,
         )
-        check_episodes(environment, episodes, engine)
         self.rewards = rewards
         self.reward_weights = reward_weights
         self.engine: RolloutEngine = engine if engine is not None else VLLMEngine()

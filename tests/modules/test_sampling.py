@@ -36,7 +36,7 @@ def assert_same_steps(run: Run, reference: Run) -> None:
                 assert mine[name] == pytest.approx(value, rel=RELATIVE, abs=1e-6), name
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "cp2_dp2"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "cp2"])
 def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, reference, layout):
     runs = job(worker_pool, qwen3_dir, layout)
     for run in runs:
@@ -88,7 +88,8 @@ def test_first_update_equals_transformers_with_the_replies_left_out(worker_pool,
     done = [s.outcome.reason == "done" for s in samples]
     assert step["episode/success_frac"] == pytest.approx(sum(done) / len(done))
     replies = sum(len(s.response_ids) for s in samples) - count
-    assert step["episode/reply_tokens_mean"] == pytest.approx(replies / len(samples)) > 0
+    assert replies > 0
+    assert step["episode/reply_tokens_mean"] == pytest.approx(replies / len(samples))
 
 
 def test_recorded_episodes_train_as_the_live_ones(worker_pool, qwen3_dir, reference):
