@@ -16,6 +16,7 @@ FLOORS = {
     "compat": 0,
     "strategy": 1,
     "models": 1,
+    "environments": 1,  # bounded by the same deadlines as rewards
     "data": 2,
     "rollout": 2,
     "callbacks": 3,
@@ -31,6 +32,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "rewards": {"megatron", "lightning", "vllm", "transformers"},
     "strategy": {"algorithms", "rewards", "transformers", "vllm"},
     "models": {"algorithms", "rewards", "vllm"},
+    "environments": {"algorithms", "megatron", "lightning", "vllm", "transformers"},
     "data": {"algorithms", "vllm"},
     "rollout": {"algorithms"},
 }

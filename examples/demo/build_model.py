@@ -1,4 +1,7 @@
-"""Write a small random Qwen3 and its character tokenizer: ``build_model.py DIRECTORY``. Nothing is downloaded."""
+"""Write a small random Qwen3 and its character tokenizer: ``build_model.py DIRECTORY``. Nothing is downloaded.
+
+With ``--characters "0123456789+-*=[];"`` it knows those of other tasks than the demo's.
+"""
 
 import argparse
 from pathlib import Path
@@ -11,9 +14,9 @@ SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-="
 
 
-def build_model(directory: Path, seed: int = 0) -> None:
+def build_model(directory: Path, seed: int = 0, characters: str = CHARACTERS) -> None:
     """Write model and tokenizer in Hugging Face format."""
-    tokens = [*SPECIAL_TOKENS, *CHARACTERS]  # 16: the vocabulary divides by the tensor-parallel sizes in use
+    tokens = [*SPECIAL_TOKENS, *characters]  # the demo's 16 divide by the tensor-parallel sizes in use
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
@@ -42,4 +45,6 @@ def build_model(directory: Path, seed: int = 0) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a small random Qwen3 and its character tokenizer.")
     parser.add_argument("directory", type=Path, help="where to write them")
-    build_model(parser.parse_args().directory)
+    parser.add_argument("--characters", default=CHARACTERS, help="of the tokenizer")
+    options = parser.parse_args()
+    build_model(options.directory, characters=options.characters)

@@ -9,13 +9,17 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.reference import HoldsReference
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.generate import generate_samples
+from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 
 _DEFAULT_SEED = 1234
@@ -27,12 +31,15 @@ class SamplesResponses(HoldsReference):
     engine: RolloutEngine
     rewards: list[Reward]
     reward_weights: list[float] | None
+    environment: Environment | None  # None: a response is one turn
+    episodes: EpisodeSettings
     num_generations: int  # responses per prompt in training
     sampling: SamplingParams
     validation_sampling: SamplingParams
     evaluation: Evaluation
     synced_version: int | None = None  # weights that the engine samples with
     _engine_started = False
+    _guarded: GuardedEnvironment | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -42,6 +49,12 @@ class SamplesResponses(HoldsReference):
         # kept for the whole run: a guard knows of its calls that still hang
         self.rewards = list(guard_all(self.rewards, self.strategy.timeout_s))
         self._check_lengths()
+        self._guarded = None  # kept for the whole run, as the rewards' guards are
+        if self.environment is not None:
+            vocab_size, timeout_s = self.hf_model.config.vocab_size, self.strategy.timeout_s
+            self._guarded = GuardedEnvironment(
+                self.environment, self.episodes, vocab_size=vocab_size, timeout_s=timeout_s
+            )
         self.check_prompts(stage)
         self.synced_version = None  # another Trainer counts its steps from 0 again
         assert self.strategy.replica is not None
@@ -66,6 +79,13 @@ class SamplesResponses(HoldsReference):
 
     def check_prompts(self, stage: str) -> None:
         """Check what the Trainer's data are, before weights are loaded; subclasses say what they need."""
+
+    def describe_episodes(self) -> list[tuple[str, str]]:
+        """Return rows for the table at start: the environment, if there is one."""
+        if self.environment is None:
+            return []
+        turns = f"at most {self.episodes.max_turns} turns, {self.sampling.max_tokens} tokens in all of them"
+        return [("environment", f"{type(self.environment).__name__}, {turns}")]
 
     def configure_callbacks(self) -> list[Callback]:
         """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
@@ -93,21 +113,23 @@ class SamplesResponses(HoldsReference):
         return samples
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
-        """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
+        """Return the replica's samples of its prompts, or its episodes; the leader samples, every rank gets them."""
         assert self.strategy.replica is not None
         if not prompts:  # the last validation batch of this replica
             return []
-        return self.strategy.replica.run_on_leader(
-            lambda: generate_samples(
-                self.engine,
-                prompts,
-                params,
-                num_generations=num_generations,
-                tokenizer=self.hf_model.tokenizer,
-                seed=run_seed(),
-                step=self.trainer.global_step,
-            )
-        )
+
+        def sample() -> list[Sample]:
+            options: dict[str, Any] = {
+                "num_generations": num_generations,
+                "tokenizer": self.hf_model.tokenizer,
+                "seed": run_seed(),
+                "step": self.trainer.global_step,
+            }
+            if self._guarded is None:
+                return generate_samples(self.engine, prompts, params, **options)
+            return play_episodes(self.engine, self._guarded, prompts, params, **options)
+
+        return self.strategy.replica.run_on_leader(sample)
 
     def reward(self, samples: list[Sample]) -> None:
         """Fill in the rewards; the leader computes them, every rank gets them."""
@@ -116,7 +138,10 @@ class SamplesResponses(HoldsReference):
             return
 
         def compute() -> list[tuple[dict[str, float], float, dict[str, str]]]:
-            compute_rewards(samples, self.rewards, self.reward_weights)
+            if self.rewards:
+                compute_rewards(samples, self.rewards, self.reward_weights)
+            if self._guarded is not None:
+                add_episode_rewards(samples)
             return [(sample.rewards, sample.reward, sample.reward_errors) for sample in samples]
 
         for sample, results in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
@@ -156,6 +181,29 @@ class SamplesResponses(HoldsReference):
         with self.phase("weight_sync"):
             self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
         self.synced_version = version
+
+
+def check_episodes(
+    environment: Environment | None, episodes: EpisodeSettings | None, engine: RolloutEngine | None
+) -> None:
+    """Refuse settings of episodes without an environment, and an environment for responses that are recorded already.
+
+    Raises:
+        ValueError: Either of them.
+    """
+    if environment is None:
+        if episodes is not None:
+            raise ValueError(
+                f"episodes={episodes} without an environment: a response is one turn. Give environment, or leave"
+                " episodes out."
+            )
+        return
+    if isinstance(engine, ReplayEngine):
+        raise ValueError(
+            f"environment={type(environment).__name__} with engine=ReplayEngine: recorded episodes hold the"
+            " environment's replies already, and it would be asked about turns that nobody took. Leave environment"
+            " out, or use another engine."
+        )
 
 
 def run_seed() -> int:

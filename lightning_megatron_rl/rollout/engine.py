@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_megatron_rl.sample import Outcome, Turn
+
 MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
 
 
@@ -69,6 +71,7 @@ class GenerationRequest:
     token_ids: list[int]  # [prompt tokens]
     seed: int
     num_samples: int = 1
+    max_tokens: int | None = None  # of this request, below that of the sampling parameters; None: as there
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Generation:
     token_ids: list[int]  # [response tokens], the end-of-sequence token included if it was sampled
     logprobs: list[float]  # [response tokens], of the distribution they were drawn from (temperature, top-p, top-k)
     finish_reason: str  # "stop", or "length" when cut by max_tokens
+    turns: tuple[Turn, ...] = ()  # of an episode that is replayed whole; its other tokens are the environment's
+    outcome: Outcome | None = None  # of such an episode
 
 
 class RolloutEngine(Protocol):
@@ -141,10 +146,13 @@ def check_requests(
                     f"request {index}: token id {token_id} at position {position} is outside the vocabulary of "
                     f"{vocab_size}; was the prompt tokenised with another model's tokenizer?"
                 )
-        if length + params.max_tokens > max_model_len:
+        max_tokens = params.max_tokens if request.max_tokens is None else request.max_tokens
+        if not 1 <= max_tokens <= params.max_tokens:
+            raise ValueError(f"request {index}: max_tokens={max_tokens} must be in [1, {params.max_tokens}]")
+        if length + max_tokens > max_model_len:
             raise ValueError(
-                f"request {index}: prompt ({length}) + max_tokens ({params.max_tokens}) = "
-                f"{length + params.max_tokens} > max_model_len ({max_model_len}); "
+                f"request {index}: prompt ({length}) + max_tokens ({max_tokens}) = "
+                f"{length + max_tokens} > max_model_len ({max_model_len}); "
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
         if request.num_samples < 1:

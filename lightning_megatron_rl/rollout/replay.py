@@ -12,7 +12,8 @@ from lightning_megatron_rl.sample import Sample
 class ReplayEngine:
     """Answers each prompt with its recorded responses, whatever the weights.
 
-    It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids.
+    It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids. An
+    episode is answered whole, with the environment's recorded replies: the module has no environment then.
 
     Args:
         samples: Responses to replay; those to one prompt in the order in which they will be given.
@@ -29,7 +30,13 @@ class ReplayEngine:
         self.max_model_len = max(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
         for sample in samples:
-            generation = Generation(sample.response_ids, sample.response_logprobs, sample.finish_reason)
+            generation = Generation(
+                sample.response_ids,
+                sample.response_logprobs,
+                sample.finish_reason,
+                tuple(sample.turns),
+                sample.outcome,
+            )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
 
     def start(self, model_path: str | Path) -> None:

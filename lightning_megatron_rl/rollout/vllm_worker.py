@@ -81,7 +81,7 @@ class Worker:
                     temperature=params.temperature,
                     top_p=params.top_p,
                     top_k=params.top_k,
-                    max_tokens=params.max_tokens,
+                    max_tokens=params.max_tokens if request.max_tokens is None else request.max_tokens,
                     stop=list(params.stop),
                     ignore_eos=params.ignore_eos,
                     logprobs=0,  # of the sampled token alone
