@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -11,10 +11,11 @@ from torch import Tensor
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.reference import HoldsReference
+from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
-from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
 from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.sample import Prompt, Sample
 
@@ -32,7 +33,9 @@ class SamplesResponses(HoldsReference):
     validation_sampling: SamplingParams
     evaluation: Evaluation
     synced_version: int | None = None  # weights that the engine samples with
+    last_sync: SyncReport | None = None  # of the leader's engine
     _engine_started = False
+    _phase: SamplingPhase | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -44,11 +47,23 @@ class SamplesResponses(HoldsReference):
         self._check_lengths()
         self.check_prompts(stage)
         self.synced_version = None  # another Trainer counts its steps from 0 again
-        assert self.strategy.replica is not None
+        self._phase = SamplingPhase(self.engine, self.strategy, self.phase)
         if not self._engine_started:
             atexit.register(self.engine.close)
-            self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
+            self._phase.run(self._start_engine)
             self._engine_started = True
+
+    def _start_engine(self) -> None:
+        self.engine.start(self.hf_model.path)
+        if self.engine.sleep_level:  # the model is built in the memory that it leaves
+            self.engine.wait_ready()
+            self.engine.sleep(self.engine.sleep_level)
+
+    @property
+    def sampling_phase(self) -> SamplingPhase:
+        """Who has the memory."""
+        assert self._phase is not None, "setup() makes it"
+        return self._phase
 
     def _check_lengths(self) -> None:
         limit = self.engine.max_model_len
@@ -76,6 +91,8 @@ class SamplesResponses(HoldsReference):
         """End the engine; the next phase that samples starts it anew."""
         self.engine.close()
         self._engine_started, self.synced_version = False, None
+        if self._phase is not None:
+            self._phase.reload()  # a checkpoint may be saved of what is there
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""
@@ -86,6 +103,7 @@ class SamplesResponses(HoldsReference):
 
     def sample(self, prompts: list[Prompt]) -> list[Sample]:
         """Return rewarded samples of `prompts`."""
+        self.sampling_phase.prepare_sampling()
         with self.phase("rollout"):
             samples = self.generate(prompts, self.sampling, self.num_generations)
         with self.phase("reward"):
@@ -94,20 +112,35 @@ class SamplesResponses(HoldsReference):
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
-        assert self.strategy.replica is not None
         if not prompts:  # the last validation batch of this replica
             return []
-        return self.strategy.replica.run_on_leader(
-            lambda: generate_samples(
+        while True:
+            self.sampling_phase.prepare_sampling()
+            samples = self.sampling_phase.run(lambda: self._try_generate(prompts, params, num_generations))
+            if samples is not None:
+                return samples
+            self.synced_version = None
+            self.sync_weights(self.trainer.global_step)
+
+    def _try_generate(self, prompts: list[Prompt], params: SamplingParams, count: int) -> list[Sample] | None:
+        """Sample; None if the engine's process was replaced and has no weights to sample with."""
+        try:
+            return generate_samples(
                 self.engine,
                 prompts,
                 params,
-                num_generations=num_generations,
+                num_generations=count,
                 tokenizer=self.hf_model.tokenizer,
                 seed=run_seed(),
                 step=self.trainer.global_step,
             )
-        )
+        except WeightsLostError:
+            return None
+
+    def finish_sampling(self) -> None:
+        """Let the engine sleep, if it does, and take back what the trainer needs."""
+        if not self.sampling_phase.finish():
+            self.synced_version = None
 
     def reward(self, samples: list[Sample]) -> None:
         """Fill in the rewards; the leader computes them, every rank gets them."""
@@ -141,21 +174,39 @@ class SamplesResponses(HoldsReference):
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
+        self.finish_sampling()
         self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/<set>/mean_at_1`` for every data set."""
+        self.finish_sampling()
         self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
+
+    def on_predict_epoch_end(self) -> None:
+        """Let the engine sleep."""
+        self.finish_sampling()
 
     # ---- what WeightSync needs -------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to this replica's engine; a collective."""
-        assert self.strategy.replica is not None
-        weights = self.export_weights()
+        self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
-            self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
-        self.synced_version = version
+            report = None
+            while report is None:  # at most as often as the engine may be restarted
+                weights = self.weights_to_push()
+                others = () if isinstance(weights, list) else weights
+                report = self._push(weights, others, version)
+        self.last_sync, self.synced_version = report, version
+
+    def _push(
+        self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int
+    ) -> SyncReport | None:
+        """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""
+        if self.engine.is_collective:
+            return self.engine.update_weights(weights, version)
+        assert self.strategy.replica is not None
+        return self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=others)
 
 
 def run_seed() -> int:
@@ -163,9 +214,12 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
-def _push(engine: RolloutEngine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+def _push(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport | None:
     try:
-        engine.update_weights(weights, version)
+        return engine.update_weights(weights, version)
+    except WeightsLostError:
+        return None
     finally:
-        for _ in weights:  # the other ranks are in the middle of the export's collectives
-            pass
+        if isinstance(weights, Iterator):
+            for _ in weights:  # the other ranks are in the middle of the export's collectives
+                pass

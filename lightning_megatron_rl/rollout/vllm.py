@@ -1,8 +1,10 @@
 """vLLM as a rollout engine: one child process, restarted with the right weights when it fails."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -10,11 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
 from lightning_megatron_rl.rollout.engine import (
     Generation,
     GenerationRequest,
     RolloutEngine,
     SamplingParams,
+    SyncReport,
+    WeightsLostError,
     check_requests,
 )
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
@@ -26,13 +31,20 @@ from lightning_megatron_rl.rollout.process import (
     child_environment,
 )
 from lightning_megatron_rl.rollout.shared_weights import SharedWeights, Slot
+from lightning_megatron_rl.rollout.vllm_settings import (
+    current_device,
+    engine_devices,
+    engine_environment,
+    llm_arguments,
+    visible_device,
+)
 
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm_worker"
-WORKER_EXTENSION = "lightning_megatron_rl.rollout.shared_weights.SharedWeightsReceiver"
-DEFAULT_CPU_KV_CACHE_GB = 0.5  # without a size vLLM reserves a fraction of all memory
-CPU_PREFILL_TOKENS = 2048  # per scheduling step
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
+LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class VLLMEngine(RolloutEngine):
@@ -41,6 +53,9 @@ class VLLMEngine(RolloutEngine):
     A call that finds the process dead starts another one, gives it the weights last pushed, and is repeated; after
     `max_restarts` of them the engine gives up. A call that outlasts its deadline or fails inside vLLM raises at once
     (an update is repeated), and the next call starts the new process.
+
+    On CUDA weights go from GPU to GPU and nobody keeps a copy: a process that is replaced, or that slept at level 2, has
+    none, and `generate` raises `WeightsLostError` until the next `update_weights`.
 
     Args:
         max_model_len: Longest prompt and response together. # [tokens]
@@ -53,6 +68,12 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: No compilation and no CUDA graphs; unset: eager on CPU (starts much faster), graphs on CUDA.
         num_threads: CPU threads of the engine; unset: every core that this process may use.
         tensor_parallel_size: GPUs (on CPU: processes) that share the model.
+        devices: GPUs as the trainer numbers them; unset: the trainer's own and those behind it.
+        sleep_level: Give the GPU's memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2
+            drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
+        weight_transfer: "ipc" (the trainer's GPU is one of the engine's), "nccl" (it is none of them), "shared_memory"
+            (through the host; a restarted process finds its weights there), or "auto" for what the devices ask for.
+        bucket_mb: Size of the buffer for weights that must be gathered or converted first. # MiB
         start_timeout_s: Deadline of a start. # seconds
         call_timeout_s: Deadline of each call to generate or update. # seconds
         max_restarts: Replacements of a failed process before the engine gives up.
@@ -75,6 +96,10 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool | None = None,
         num_threads: int | None = None,
         tensor_parallel_size: int = 1,
+        devices: list[int] | None = None,
+        sleep_level: Literal[0, 1, 2] = 0,
+        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] = "auto",
+        bucket_mb: int = 512,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
         max_restarts: int = 2,
@@ -87,6 +112,7 @@ class VLLMEngine(RolloutEngine):
             ("max_num_seqs", max_num_seqs, 1),
             ("tensor_parallel_size", tensor_parallel_size, 1),
             ("max_restarts", max_restarts, 0),
+            ("bucket_mb", bucket_mb, 1),
         ):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
@@ -98,6 +124,13 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
         if start_timeout_s <= 0 or call_timeout_s <= 0:
             raise ValueError(f"start_timeout_s={start_timeout_s}, call_timeout_s={call_timeout_s} must be positive")
+        if sleep_level not in (0, 1, 2):
+            raise ValueError(f"sleep_level={sleep_level} must be 0 (never sleeps), 1 (weights to the host) or 2 (dropped)")
+        self.is_collective = False
+        self.devices = devices
+        self.sleep_level = sleep_level
+        self.weight_transfer = weight_transfer
+        self.bucket_mb = bucket_mb
         self.max_model_len = max_model_len
         self.dtype = dtype
         self.device = device
@@ -127,7 +160,10 @@ class VLLMEngine(RolloutEngine):
         self._wanted_push = 0  # what should sample
         self._wanted_version = 0
         self._shared_push: int | None = None  # what the shared memory holds; None: nothing whole
-        self._worker_push = 0  # what the worker has loaded
+        self._worker_push: int | None = 0  # what the worker has loaded; None: nothing whole
+        self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
+        self._transport: IPCTransport | NCCLTransport | None = None  # None: shared memory
+        self._connected_pid: int | None = None  # the worker that is in the transport's group
         self._worker_plan: list[Slot] | None = None  # what the worker knows of the shared memory's layout
 
     @property
@@ -149,10 +185,45 @@ class VLLMEngine(RolloutEngine):
             require_library("libnuma.so.1", "apt-get install libnuma1")
         self._layout = CheckpointLayout.read(model_path)
         eager = self.enforce_eager if self.enforce_eager is not None else device == "cpu"
-        self._llm_arguments = self._build_llm_arguments(str(model_path), device, eager=eager)
-        self._environment = child_environment(dict(os.environ), self._build_environment(device, eager=eager) | self.env)
+        self._llm_arguments = llm_arguments(
+            str(model_path),
+            device,
+            dtype=self._layout.dtype if self.dtype == "auto" else self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            enforce_eager=eager,
+            tensor_parallel_size=self.tensor_parallel_size,
+            seed=self.seed,
+            kv_cache_memory_gb=self.kv_cache_memory_gb,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            sleeps=self.sleep_level > 0,
+        )
+        visible = self._choose_devices() if device == "cuda" else None
+        environment = engine_environment(
+            device, eager=eager, num_threads=self.num_threads, visible_devices=visible
+        )
+        self._environment = child_environment(dict(os.environ), environment | self.env)
         self._shared = SharedWeights()
         self._launch()
+
+    def _choose_devices(self) -> str:
+        """Decide on GPUs and transport; return what the process is to see."""
+        own, count = current_device(), torch.cuda.device_count()
+        devices = engine_devices(self.devices, self.tensor_parallel_size, own, count)
+        wanted = self.weight_transfer
+        if wanted == "auto":
+            wanted = "ipc" if own in devices else "nccl"
+        if (wanted == "ipc" and own not in devices) or (wanted == "nccl" and own in devices):
+            raise ValueError(
+                f"weight_transfer={wanted!r} with the trainer on device {own} and the engine on {devices}: CUDA IPC is"
+                " for an engine that shares the trainer's GPU, NCCL for one that does not; use weight_transfer='auto'"
+            )
+        if wanted == "ipc":
+            self._transport = IPCTransport(devices.index(own), self.bucket_mb * 2**20)
+        elif wanted == "nccl":
+            self._transport = NCCLTransport(len(devices), self.call_timeout_s, self.bucket_mb * 2**20)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ",".join(visible_device(device, visible) for device in devices)
 
     def wait_ready(self) -> None:
         """Block until the process can sample with the weights last pushed.
@@ -170,12 +241,19 @@ class VLLMEngine(RolloutEngine):
             RuntimeError: The call failed in vLLM, outlasted `call_timeout_s`, or the process failed too often.
         """
 
-        def call(worker: WorkerProcess) -> list[list[Generation]]:
+
+        def call(worker: WorkerProcess) -> tuple[int, list[list[Generation]]]:
             assert self._limits is not None
             check_requests(requests, params, **self._limits)
+            self._wake(worker, {WEIGHTS, KV_CACHE})
             return worker.request("generate", ("generate", requests, params), self.call_timeout_s)
 
-        return self._retrying(call) if requests else []
+        if not requests:
+            return []
+        version, generations = self._retrying(call)
+        if version != self.weight_version:
+            raise RuntimeError(f"the engine sampled with weights of version {version}, not {self.weight_version}")
+        return generations
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push a full set of weights and clear the prefix cache; the version counts from the moment they are loaded.
@@ -192,13 +270,126 @@ class VLLMEngine(RolloutEngine):
             ValueError: The names or shapes differ from those of the model's directory.
             RuntimeError: The process failed more often than `max_restarts`, or outlasted `call_timeout_s`.
         """
-        shared = self._started()
+        began = time.perf_counter()
+        self._started()
+        checked: Iterable[tuple[str, Tensor]] = self._layout.check(weights)
+        if isinstance(weights, list):
+            checked = list(checked)  # all of them are right before the first is sent
+        on_gpu, checked = _peek(checked)
         self._shared_push = None
-        shared.write(self._layout.check(weights))
+        if self._transport is None or not on_gpu:
+            num_bytes, extra, name = self._update_through_host(checked, version), 0, "shared memory"
+        else:
+            num_bytes, extra = self._update_on_device(checked, version)
+            name = self._transport.name
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name)
+        log.info(
+            "weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds
+        )
+        return report
+
+    def _update_through_host(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        plan = self._started().write(weights)
         self._num_pushes += 1
         self._shared_push = self._wanted_push = self._num_pushes
         self._wanted_version = version
         self.wait_ready()
+        return plan[-1].end
+
+    def _update_on_device(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int]:
+        while True:
+            try:
+                return self._transfer(self._running_worker(), weights, version)
+            except EngineDiedError as error:
+                self._failures.append(error)
+                if not isinstance(weights, list):
+                    raise WeightsLostError(
+                        f"the engine's process ended during the update to version {version}, and the weights came one"
+                        f" by one: update_weights again with all of them. {error}"
+                    ) from error
+
+    def _transfer(self, worker: WorkerProcess, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int]:
+        transport = self._transport
+        assert transport is not None
+
+        def post(part: dict[str, Any], meanwhile: Callable[[], None] | None = None) -> None:
+            worker.send("update_weights", ("load", part), self.call_timeout_s)
+            if meanwhile is not None:
+                meanwhile()
+            worker.receive("update_weights", self.call_timeout_s)
+
+        self._num_pushes += 1
+        self._worker_push, self._wanted_push, self._wanted_version = None, self._num_pushes, version
+        try:
+            self._wake(worker, {WEIGHTS})
+            if isinstance(transport, NCCLTransport) and self._connected_pid != worker.pid:
+                transport.connect(
+                    lambda info: worker.send("connect", ("connect", info), self.call_timeout_s),
+                    lambda: worker.receive("connect", self.call_timeout_s),
+                )
+                self._connected_pid = worker.pid
+            worker.request("update_weights", ("begin",), self.call_timeout_s)
+            sizes = transport.send(weights, post)
+            worker.request("update_weights", ("end", version), self.call_timeout_s)
+        except EngineCallError as error:
+            raise EngineDiedError(str(error)) from error
+        except BaseException:
+            worker.kill()  # it has a part of the weights
+            raise
+        self._worker_push, self.weight_version = self._wanted_push, version
+        return sizes
+
+    def sleep(self, level: int = 1) -> int:
+        """Free the GPU's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both.
+
+        Returns:
+            Bytes that were freed on the engine's GPUs; 0 on CPU, where vLLM keeps its memory, and if it is asleep.
+
+        Raises:
+            ValueError: `level` is neither, or the engine was built with ``sleep_level=0``.
+            RuntimeError: As `generate`.
+        """
+        self._started()
+        if level not in (1, 2):
+            raise ValueError(f"sleep(level={level}): 1 (weights to the host's memory) or 2 (weights dropped)")
+        if self.sleep_level == 0:
+            raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
+        if not self._awake:
+            return 0
+        worker = self._running_worker()
+        freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
+        self._awake = set()
+        if level == 2:
+            self._worker_push = None
+        log.info("asleep at level %d: freed %.3f of %.3f GB", level, freed / 1e9, expected / 1e9)
+        if freed < LEAST_FREED * expected:
+            log.warning(
+                "sleep(level=%d) freed %.2f GB of the %.2f GB that the engine had: another process took memory on its"
+                " GPU at that moment, or the memory did not come free, which the trainer will miss",
+                level,
+                freed / 1e9,
+                expected / 1e9,
+            )
+        return int(freed)
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory again for "weights" and "kv_cache", both or one of them; the cache comes back empty.
+
+        Raises:
+            ValueError: Another tag.
+            RuntimeError: As `generate`; out of memory among the reasons.
+        """
+        self._started()
+        wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
+        if wanted - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"wake(tags={tags}): {WEIGHTS!r} and {KV_CACHE!r} can wake")
+        self._wake(self._running_worker(), wanted)
+
+    def _wake(self, worker: WorkerProcess, tags: set[str]) -> None:
+        missing = sorted(tags - self._awake, reverse=True)  # weights first
+        if missing:
+            worker.request("wake", ("wake", missing), self.call_timeout_s)
+            self._awake |= tags
 
     def close(self) -> None:
         """End the process and free the shared memory; the engine can be started again."""
@@ -221,22 +412,40 @@ class VLLMEngine(RolloutEngine):
                 raise
 
     def _ready_worker(self) -> WorkerProcess:
+        """A worker with the wanted weights."""
+        lost = self._wanted_push not in (0, self._shared_push)
+        if lost and (self._worker is None or self._worker.is_gone):
+            raise WeightsLostError(
+                f"the weights of version {self._wanted_version} went with the engine's process, and nobody has a copy"
+                " of them; call update_weights with a full set of weights"
+            )
+        worker = self._running_worker()
+        if self._worker_push != self._wanted_push:
+            if self._shared_push != self._wanted_push:
+                raise WeightsLostError(
+                    "the engine dropped its weights when it fell asleep at level 2; call update_weights with a full set"
+                    " of weights"
+                )
+            self._push(worker)
+        return worker
+
+    def _running_worker(self) -> WorkerProcess:
+        """A worker that answers, whatever its weights."""
         if self._worker is None or self._worker.is_gone:
             self._relaunch()
         assert self._worker is not None
         if self._limits is None:
             remaining = self._worker.launched_at + self.start_timeout_s - time.monotonic()
             self._limits = self._worker.receive("start", remaining)
-        if self._worker_push != self._wanted_push:
-            self._push(self._worker)
         return self._worker
 
     def _push(self, worker: WorkerProcess) -> None:
         assert self._shared is not None
         plan = list(self._shared.plan)
         try:
+            self._wake(worker, {WEIGHTS})
             news = None if plan == self._worker_plan else plan
-            worker.request("update_weights", ("update", news), self.call_timeout_s)
+            worker.request("update_weights", ("update", news, self._wanted_version), self.call_timeout_s)
         except EngineCallError as error:  # a failed reload leaves layers without weights: only a new process helps
             raise EngineDiedError(str(error)) from error
         self._worker_plan = plan
@@ -247,17 +456,13 @@ class VLLMEngine(RolloutEngine):
         assert self._shared is not None
         self._limits = None
         self._worker_push, self._worker_plan = 0, None
+        self._awake = {WEIGHTS, KV_CACHE}
         self._worker = WorkerProcess(
             WORKER_MODULE, self._environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
         )
         self._worker.send("start", ("start", self._llm_arguments), self.start_timeout_s)
 
     def _relaunch(self) -> None:
-        if self._wanted_push != 0 and self._shared_push != self._wanted_push:
-            raise RuntimeError(
-                f"the weights of version {self._wanted_version} went with the engine's process, and the update after "
-                "them was never complete; call update_weights with a full set of weights"
-            )
         if self.num_restarts >= self.max_restarts:
             last = self._failures[-1] if self._failures else None  # None: it was interrupted
             raise RuntimeError(
@@ -272,60 +477,11 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("the engine is not started; call start(model_path) first")
         return self._shared
 
-    def _build_llm_arguments(self, model_path: str, device: str, *, eager: bool) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "model": model_path,
-            # vLLM's own "auto" turns a float32 model into a 16-bit one.
-            "dtype": self._layout.dtype if self.dtype == "auto" else self.dtype,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "enforce_eager": eager,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "seed": self.seed,
-            "logprobs_mode": "processed_logprobs",  # the default leaves the temperature out
-            "generation_config": "vllm",  # none of the model's own sampling defaults
-            "worker_extension_cls": WORKER_EXTENSION,
-            "enable_prefix_caching": True,
-        }
-        kv_cache_gb = self.kv_cache_memory_gb
-        if device == "cpu":
-            kv_cache_gb = kv_cache_gb or DEFAULT_CPU_KV_CACHE_GB
-            # A prompt prefilled in parts makes vLLM rewind the request's generator, which CPU generators cannot do.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(self.max_model_len, self.max_num_seqs, CPU_PREFILL_TOKENS)
-        if kv_cache_gb is not None:
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
-        if device == "cuda":
-            # given the cache's size, vLLM uses the share only to refuse a GPU where less than that is free
-            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization if kv_cache_gb is None else 0.01
-        return arguments
 
-    def _build_environment(self, device: str, *, eager: bool) -> dict[str, str]:
-        environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core inside the process that we watch
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",  # the model is a directory
-            "VLLM_HOST_IP": "127.0.0.1",  # where its processes meet; it would ask the network for its address
-        }
-        if device == "cpu":
-            environment["OMP_NUM_THREADS"] = str(self.num_threads or len(os.sched_getaffinity(0)))
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer's threads use the same cores
-            if eager:
-                environment["TORCHDYNAMO_DISABLE"] = "1"  # enforce_eager alone still compiles while warming up
-        elif self.tensor_parallel_size == 1:
-            environment["CUDA_VISIBLE_DEVICES"] = visible_device(
-                torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
-            )
-        return environment
-
-
-def visible_device(index: int, visible: str | None) -> str:
-    """Return the CUDA_VISIBLE_DEVICES that shows a child this process's device `index` alone.
-
-    Example:
-        ``visible_device(1, "4,6") == "6"`` and ``visible_device(1, None) == "1"``
-    """
-    return visible.split(",")[index].strip() if visible else str(index)
+def _peek(weights: Iterable[tuple[str, Tensor]]) -> tuple[bool, Iterable[tuple[str, Tensor]]]:
+    """Return whether the first tensor is on a GPU, and all of them."""
+    if isinstance(weights, list):
+        return weights[0][1].is_cuda, weights
+    stream = iter(weights)
+    first = next(stream)
+    return first[1].is_cuda, chain([first], stream)
