@@ -1,7 +1,7 @@
 """Hugging Face tensors as views of Megatron's parameters, planned once: no conversion and no copy in later exports.
 
-Megatron-Bridge converts a weight by moving whole rows: fused projections are taken apart, padding is cut off. What it does
-with a parameter's row numbers says which rows of the parameter each Hugging Face tensor consists of.
+Megatron-Bridge converts a weight by moving whole rows: fused projections are taken apart, padding is cut off. What it
+does with a parameter's row numbers says which rows of the parameter each Hugging Face tensor consists of.
 """
 
 import dataclasses

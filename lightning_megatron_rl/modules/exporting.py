@@ -49,7 +49,7 @@ class ExportsWeights(pl.LightningModule):
         return self.hf_model.export_weights(list(self.model), dtype)
 
     def weights_to_push(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the policy's weights as the next rollout needs them, in the trainer's precision where that is quickest.
+        """Return the policy's weights for an engine, which takes them in any precision.
 
         Where this rank has the whole model, a list: views of its parameters, planned at the first call. Otherwise the
         iterator of `export_weights`, a collective.

@@ -54,6 +54,19 @@ class SamplesResponses(HoldsReference):
             self._engine_started = True
 
     def _start_engine(self) -> None:
+        replica = self.strategy.replica
+        assert replica is not None
+        if self.engine.is_collective and len(replica.ranks) != self.engine.tensor_parallel_size:
+            raise ValueError(
+                f"{type(self.engine).__name__}(tensor_parallel_size={self.engine.tensor_parallel_size}) in replicas of"
+                f" {len(replica.ranks)} rank(s) (tensor x pipeline x context): an engine in the trainer's processes has"
+                " one worker on each rank of a replica. Set its tensor_parallel_size to that, or use VLLMEngine."
+            )
+        if self.engine.is_collective and replica.ranks[-1] - replica.ranks[0] != len(replica.ranks) - 1:
+            raise ValueError(
+                f"the ranks {replica.ranks} of a replica are not neighbours, which an engine in the trainer's processes"
+                " needs: use VLLMEngine, or a layout without pipeline parallelism."
+            )
         self.engine.start(self.hf_model.path)
         if self.engine.sleep_level:  # the model is built in the memory that it leaves
             self.engine.wait_ready()
@@ -199,9 +212,7 @@ class SamplesResponses(HoldsReference):
                 report = self._push(weights, others, version)
         self.last_sync, self.synced_version = report, version
 
-    def _push(
-        self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int
-    ) -> SyncReport | None:
+    def _push(self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int) -> SyncReport | None:
         """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""
         if self.engine.is_collective:
             return self.engine.update_weights(weights, version)

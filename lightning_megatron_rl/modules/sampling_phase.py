@@ -86,9 +86,12 @@ class SamplingPhase:
             self._strategy.reload()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call the engine: its leader, or every rank if it is one that all ranks call together."""
-        assert self._strategy.replica is not None
-        return function() if self._engine.is_collective else self._strategy.replica.run_on_leader(function)
+        """Call the engine, on the leader or if it wants that on every rank, and return what the leader got."""
+        replica = self._strategy.replica
+        assert replica is not None
+        if self._engine.is_collective:
+            return replica.broadcast_object(function())
+        return replica.run_on_leader(function)
 
     def _offload(self, parts: tuple[str, ...]) -> int:
         with self._timed("offload"):

@@ -19,7 +19,7 @@ class CopyPlan:
     """What loading the tensors of `placements` copies, and where to.
 
     Example:
-        ``plan.run(blocks)`` is ``model.load_weights(placement.view(blocks) ...)`` without Python per tensor of the model.
+        ``plan.run(blocks)`` does what ``model.load_weights(...)`` did with the same blocks.
     """
 
     placements: list[Placement]

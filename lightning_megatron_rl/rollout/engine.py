@@ -108,8 +108,8 @@ class WeightsLostError(RuntimeError):
 class RolloutEngine(Protocol):
     """Samples from a policy whose weights can be replaced; every call has a deadline.
 
-    An engine that shares GPUs with the trainer can sleep while the trainer works. It wakes in two parts, because weights
-    and cache may not fit beside what the trainer still holds while it exports: ``wake(["weights"])``,
+    An engine that shares GPUs with the trainer can sleep while the trainer works. It wakes in two parts, because
+    weights and cache may not fit beside what the trainer still holds while it exports: ``wake(["weights"])``,
     ``update_weights(...)``, ``wake(["kv_cache"])``.
 
     Example:
@@ -119,6 +119,7 @@ class RolloutEngine(Protocol):
     weight_version: int  # version of the weights that sample; 0 is what `start` loaded
     max_model_len: int  # longest prompt plus response. # [tokens]
     sleep_level: int  # how it sleeps between rollouts: 0 not at all, 1 weights go to the host, 2 weights are dropped
+    tensor_parallel_size: int  # workers that share the model
     is_collective: bool  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def start(self, model_path: str | Path) -> None:

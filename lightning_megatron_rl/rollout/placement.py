@@ -56,9 +56,7 @@ def place(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], list[Pla
     return blocks, placements
 
 
-def fill_buckets(
-    tensors: Iterable[tuple[str, Tensor]], capacity: int
-) -> Iterator[tuple[Tensor, list[Placement]]]:
+def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[tuple[Tensor, list[Placement]]]:
     """Copy tensors end to end into one buffer and yield it, with what it holds, whenever it is full and at the end.
 
     The same buffer is filled again after each yield, so whoever reads it must be done by then; a tensor larger than

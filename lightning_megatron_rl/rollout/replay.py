@@ -28,6 +28,7 @@ class ReplayEngine:
     def __init__(self, samples: list[Sample]) -> None:
         self.weight_version = 0
         self.sleep_level = 0
+        self.tensor_parallel_size = 1
         self.is_collective = False
         self.max_model_len = max(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
         self._generations: dict[tuple[int, ...], list[Generation]] = {}

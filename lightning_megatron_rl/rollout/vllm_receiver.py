@@ -1,4 +1,4 @@
-"""What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API; only they import this."""
+"""What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API; they alone import it."""
 
 import gc
 from dataclasses import dataclass

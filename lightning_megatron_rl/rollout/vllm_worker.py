@@ -1,6 +1,7 @@
 """The engine's own process (`python -m`): vLLM in it, one call at a time from the trainer."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import LLM, RequestOutput
     from vllm.logprobs import Logprob
 
@@ -43,9 +45,9 @@ def die_with_parent(parent_pid: int, *, by_signal: bool) -> None:
 class Worker:
     """Answers the trainer's messages; the state is vLLM's and the plan of the shared weights."""
 
-    def __init__(self, weights_fd: int) -> None:
+    def __init__(self, weights_fd: int | None) -> None:
         # By process id, not /proc/self: with tensor parallelism other processes open it, too.
-        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"
+        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process nobody opens it
         self._plan: list[Slot] = []
         self._llm: LLM | None = None
         self._version = 0
@@ -64,6 +66,12 @@ class Worker:
         if plan is not None:
             self._plan = plan
         self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
+        self._finish(version)
+
+    def reload(self, weights: "list[tuple[str, Tensor]]", version: int) -> None:
+        """Load weights of the same process layer by layer, as `update` does."""
+        assert self._llm is not None
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self._finish(version)
 
     def connect(self, info: dict[str, Any]) -> None:
@@ -109,13 +117,16 @@ class Worker:
         for tag in tags:
             self._llm.wake_up([tag])
 
+    def stop(self) -> None:
+        """Free the model in this process."""
+        self._llm = None
+        gc.collect()
+
     def _memory_facts(self) -> list[dict[str, int]]:
         assert self._llm is not None
         return self._llm.collective_rpc("memory_facts")
 
-    def generate(
-        self, requests: list[GenerationRequest], params: SamplingParams
-    ) -> tuple[int, list[list[Generation]]]:
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> tuple[int, list[list[Generation]]]:
         """Sample, token ids in and token ids out; the version of the weights comes with them."""
         import vllm
 

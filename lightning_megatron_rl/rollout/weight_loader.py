@@ -1,4 +1,4 @@
-"""Weights into a vLLM model on CUDA: by vLLM's own loader the first time, by the copies that were recorded after that."""
+"""Weights into a vLLM model on CUDA: by vLLM's own loader the first time, by the copies recorded there after that."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _LATENT_ATTENTION = "MLAAttention"  # keeps products of its weights
 
 
 def processed_layers(model: nn.Module) -> list[str]:
-    """Return the layers of a vLLM model whose weights are changed after loading, so that copies alone do not update them.
+    """Return the layers of a vLLM model that change their weights after loading: copies alone do not update them.
 
     Example:
         ``processed_layers(qwen3) == []``; of DeepSeek-V3 its attention layers.

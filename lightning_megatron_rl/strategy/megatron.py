@@ -27,8 +27,8 @@ from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.strategy.checks import avoid_inference_tensors, check_optimizers, check_trainer
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
-from lightning_megatron_rl.strategy.offloading import OffloadsState
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
+from lightning_megatron_rl.strategy.offloading import OffloadsState
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
@@ -65,8 +65,8 @@ class MegatronStrategy(OffloadsState):
         sequence_parallel: Split activations between tensor-parallel regions along the sequence.
         use_distributed_optimizer: Shard optimizer state and main parameters over the data-parallel ranks.
         ddp_config: Megatron's own `DistributedDataParallelConfig`, for everything else about gradient reduction.
-        offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients" (these
-            are dropped: none is needed then) and "parameters"; nothing if not given.
+        offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients"
+            (dropped: none is needed then) and "parameters"; nothing if not given.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 

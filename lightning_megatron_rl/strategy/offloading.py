@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.strategy.offload import (
+    Offloader,
     OffloadPart,
     OffloadReport,
-    Offloader,
     gradient_tensors,
     log_move,
     optimizer_tensors,
@@ -41,9 +41,7 @@ class OffloadsState(DistributedCheckpointStrategy):
         if self._offloader is None or self._offloader.device != self.root_device:
             self._offloader = Offloader(self.root_device)
         moved = [part for part in self.offloads if part in parts and part not in self._offloader.away]
-        reports = [
-            self._offloader.offload(part, self._tensors_of(part), keep=part != "gradients") for part in moved
-        ]
+        reports = [self._offloader.offload(part, self._tensors_of(part), keep=part != "gradients") for part in moved]
         total = OffloadReport(sum(report.num_bytes for report in reports), sum(report.seconds for report in reports))
         log_move("offloaded", moved, total)
         self.release_cached_memory()
