@@ -208,7 +208,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._has_weights = False
         num_bytes = 0
         checked: Iterable[tuple[str, Tensor]] = self._layout.check(weights)
-        extra = 0
+        extra, replayed = 0, False
         with isolated():
             if self._device == "cpu":
                 named = list(checked)
@@ -221,9 +221,9 @@ class ColocatedVLLMEngine(RolloutEngine):
                     num_bytes += sum(place.num_bytes for place in part["placements"])
                     extra = extra if whole else max(extra, part["blocks"][0].numel())
                     worker.load(part)
-                worker.end(version)
+                replayed = worker.end(version)
         self._has_weights, self.weight_version = True, version
-        report = SyncReport(num_bytes, time.perf_counter() - began, extra, "in process")
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, "in process", replayed)
         log.info("weights of version %d: %.3f GB in process in %.3f s", version, num_bytes / 1e9, report.seconds)
         return report
 

@@ -96,6 +96,7 @@ class SyncReport:
     seconds: float  # from the call to weights that sample
     extra_bytes: int  # most memory of the trainer's device that the transfer itself held at one time
     transport: str  # "shared memory", "CUDA IPC", "NCCL", "in process" or "none"
+    replayed: bool = False  # whether the engine replayed the copies that it recorded in an earlier update
 
 
 class WeightsLostError(RuntimeError):

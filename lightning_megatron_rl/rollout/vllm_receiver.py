@@ -1,4 +1,4 @@
-"""What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API; they alone import it."""
+"""What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API, for them alone."""
 
 import gc
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._loader = WeightLoader(model, vllm_config.model_config)
+        self.loader = WeightLoader(model, vllm_config.model_config)
         self._group: dist.ProcessGroup | None = None
         self._blocks: list[Tensor] = []
 
@@ -68,12 +68,12 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def start_weight_update(self) -> None:
         """Start an update."""
-        self._loader.begin()
+        self.loader.begin()
 
     def receive_weights(self, update_info: PartInfo) -> None:
         """Load one part."""
         self._blocks = self._receive(update_info)
-        self._loader.load(self._blocks, update_info.placements, keep=update_info.keep)
+        self.loader.load(self._blocks, update_info.placements, keep=update_info.keep)
 
     def _receive(self, info: PartInfo) -> list[Tensor]:
         if info.blocks is not None:
@@ -89,7 +89,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def finish_weight_update(self) -> None:
         """Finish the update and let the trainer's memory go."""
-        self._loader.end()
+        self.loader.end()
         self._blocks = []
         gc.collect()
         torch.cuda.ipc_collect()
@@ -120,6 +120,6 @@ class WeightReceiver(SharedWeightsReceiver):
             return {"free": 0, "pooled": 0}
         return {"free": torch.cuda.mem_get_info()[0], "pooled": CuMemAllocator.get_instance().get_current_usage()}
 
-    def replayed_parts(self) -> int:
-        """Parts of the last update that were replayed copies."""
-        return int(self.weight_transfer_engine._loader.num_replayed)
+    def was_replayed(self) -> bool:
+        """Whether the last update was copies that had been recorded in an earlier one."""
+        return bool(self.weight_transfer_engine.loader.was_replayed)

@@ -138,7 +138,7 @@ def engine_devices(wanted: list[int] | None, tensor_parallel_size: int, own: int
     if missing:
         raise ValueError(
             f"the engine wants devices {devices} (its trainer has device {own}), but there are {count}:"
-            f" {missing} do(es) not exist. Lower tensor_parallel_size={tensor_parallel_size}, or name others as devices."
+            f" {missing} do(es) not exist. Lower tensor_parallel_size={tensor_parallel_size} or name other devices."
         )
     return devices
 

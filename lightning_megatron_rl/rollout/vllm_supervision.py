@@ -1,4 +1,4 @@
-"""The life of vLLM's process: started, given the weights last pushed, put to sleep and woken, replaced when it fails."""
+"""The life of vLLM's process: started, given the newest weights, put to sleep and woken, replaced when it fails."""
 
 import logging
 import time
@@ -121,11 +121,12 @@ class SupervisedEngine(RolloutEngine):
         on_gpu, checked = _peek(checked)
         self._shared_push = None
         if self._transport is None or not on_gpu:
-            num_bytes, extra, name = self._update_through_host(checked, version), 0, "shared memory"
+            num_bytes, extra, replayed = self._update_through_host(checked, version), 0, False
+            name = "shared memory"
         else:
-            num_bytes, extra = self._update_on_device(checked, version)
+            num_bytes, extra, replayed = self._update_on_device(checked, version)
             name = self._transport.name
-        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name)
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed)
         log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
         return report
 
@@ -137,7 +138,7 @@ class SupervisedEngine(RolloutEngine):
         self.wait_ready()
         return plan[-1].end
 
-    def _update_on_device(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int]:
+    def _update_on_device(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int, bool]:
         while True:
             try:
                 return self._transfer(self._running_worker(), weights, version)
@@ -149,7 +150,9 @@ class SupervisedEngine(RolloutEngine):
                         f" by one: update_weights again with all of them. {error}"
                     ) from error
 
-    def _transfer(self, worker: WorkerProcess, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int]:
+    def _transfer(
+        self, worker: WorkerProcess, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> tuple[int, int, bool]:
         transport = self._transport
         assert transport is not None
 
@@ -171,14 +174,14 @@ class SupervisedEngine(RolloutEngine):
                 self._connected_pid = worker.pid
             worker.request("update_weights", ("begin",), self.call_timeout_s)
             sizes = transport.send(weights, post)
-            worker.request("update_weights", ("end", version), self.call_timeout_s)
+            replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
         except EngineCallError as error:
             raise EngineDiedError(str(error)) from error
         except BaseException:
             worker.kill()  # it has a part of the weights
             raise
         self._worker_push, self.weight_version = self._wanted_push, version
-        return sizes
+        return *sizes, replayed
 
     def sleep(self, level: int = 1) -> int:
         """Free the GPU's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both.

@@ -89,11 +89,12 @@ class Worker:
         assert self._llm is not None
         self._llm.update_weights({"update_info": part})
 
-    def end(self, version: int) -> None:
-        """Finish an update that came in parts."""
+    def end(self, version: int) -> bool:
+        """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
         assert self._llm is not None
         self._llm.finish_weight_update()
         self._finish(version)
+        return all(self._llm.collective_rpc("was_replayed"))
 
     def _finish(self, version: int) -> None:
         assert self._llm is not None

@@ -52,11 +52,11 @@ class WeightLoader:
         self._reloads = bool(processed_layers(model))
         self._plans: list[CopyPlan | None] = []
         self._part = 0
-        self.num_replayed = 0  # parts of the current update that were replayed
+        self.was_replayed = False  # whether all parts of the last update were copies recorded before
 
     def begin(self) -> None:
         """Start an update."""
-        self._part = self.num_replayed = 0
+        self._part, self.was_replayed = 0, not self._reloads
         if self._reloads:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -78,8 +78,8 @@ class WeightLoader:
         plan = self._plans[self._part] if self._part < len(self._plans) else None
         if plan is not None and plan.placements == placements:
             plan.run(blocks)
-            self.num_replayed += 1
         else:
+            self.was_replayed = False
             del self._plans[self._part :]
             recorded = record_copies(self._model.load_weights, blocks, placements, self._tensors())  # type: ignore[arg-type]
             self._plans.append(recorded)
