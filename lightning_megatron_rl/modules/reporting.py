@@ -79,6 +79,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         local["time/step_s"] = time.perf_counter() - self._step_started + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
+        local |= self.memory_metrics()
         tokens = self.reduce_on_device(torch.tensor([self._step_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
         self._step_tokens = 0
@@ -92,6 +93,10 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
                 **largest,
             }
         )
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Return what more there is to say about memory; the largest of all ranks is logged."""
+        return {}
 
     def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self.strategy.root_device)

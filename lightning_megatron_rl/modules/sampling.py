@@ -155,6 +155,15 @@ class SamplesResponses(HoldsReference):
         if not self.sampling_phase.finish():
             self.synced_version = None
 
+    def memory_metrics(self) -> dict[str, float]:
+        """Return what changed hands around the last rollout: memory of this rank's trainer and of its sampler."""
+        metrics = {}
+        if self.strategy.offloads:
+            metrics["perf/offloaded_gb"] = self.sampling_phase.offloaded_bytes / 1e9
+        if self.engine.sleep_level:
+            metrics["perf/sleep_freed_gb"] = self.sampling_phase.freed_bytes / 1e9
+        return metrics
+
     def reward(self, samples: list[Sample]) -> None:
         """Fill in the rewards; the leader computes them, every rank gets them."""
         assert self.strategy.replica is not None
