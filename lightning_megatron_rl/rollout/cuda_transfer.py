@@ -27,6 +27,9 @@ class Transport(Protocol):
     def send(self, tensors: Iterable[tuple[str, Tensor]], post: "Post") -> tuple[int, int]:
         """Hand all tensors over; return their bytes, and the most bytes that were held besides them at one time."""
 
+    def finish(self) -> None:
+        """Called when the workers have finished the update."""
+
 
 class Post(Protocol):
     """Gives the workers one part; returns when `meanwhile` has run and the workers have loaded it."""
@@ -54,22 +57,23 @@ class IPCTransport:
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
-        try:
-            if isinstance(tensors, list):
-                blocks, placements = place(tensors)
-                torch.cuda.current_stream().synchronize()  # what computed the tensors is done
-                post(_part(placements, handles=[_handle(block, self.device) for block in blocks], keep=True))
-                return _num_bytes(placements), 0
-            num_bytes, extra, buffer = 0, 0, None
-            for bucket, placements in fill_buckets(tensors, self.bucket_bytes):
-                torch.cuda.current_stream().synchronize()
-                handles = None if bucket is buffer else [_handle(bucket, self.device)]
-                buffer = bucket
-                post(_part(placements, handles=handles, keep=False))
-                num_bytes, extra = num_bytes + _num_bytes(placements), max(extra, bucket.numel())
-            return num_bytes, extra
-        finally:
-            torch.cuda.ipc_collect()
+        if isinstance(tensors, list):
+            blocks, placements = place(tensors)
+            torch.cuda.current_stream().synchronize()  # what computed the tensors is done
+            post(_part(placements, handles=[_handle(block, self.device) for block in blocks], keep=True))
+            return _num_bytes(placements), 0
+        num_bytes, extra, buffer = 0, 0, None
+        for bucket, placements in fill_buckets(tensors, self.bucket_bytes):
+            torch.cuda.current_stream().synchronize()
+            handles = None if bucket is buffer else [_handle(bucket, self.device)]
+            buffer = bucket
+            post(_part(placements, handles=handles, keep=False))
+            num_bytes, extra = num_bytes + _num_bytes(placements), max(extra, bucket.numel())
+        return num_bytes, extra
+
+    def finish(self) -> None:
+        """Take back what the workers have let go of."""
+        torch.cuda.ipc_collect()
 
 
 class NCCLTransport:
@@ -121,13 +125,16 @@ class NCCLTransport:
             num_bytes, extra = num_bytes + _num_bytes(placements), max(extra, bucket.numel())
         return num_bytes, extra
 
+    def finish(self) -> None:
+        """Nothing was lent."""
+
 
 def join_group(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a group of NCCL that is none of the default group's: trainer and workers belong to different worlds."""
     store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)
+    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)  # type: ignore[return-value]
 
 
 def whole_parts(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[Part]:

@@ -87,8 +87,8 @@ def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
         if buffer is None or offset + size > buffer.numel():
             buffer = None  # its memory is free before the larger one is taken
             buffer = torch.empty(max(capacity, size), dtype=torch.uint8, device=tensor.device)
-        contiguous = torch.empty(tensor.shape, device="meta").stride()
-        placement = Placement(name, 0, tensor.dtype, tuple(tensor.shape), contiguous, offset)
+        stride = tuple(int(step) for step in torch.empty(tensor.shape, device="meta").stride())
+        placement = Placement(name, 0, tensor.dtype, tuple(tensor.shape), stride, offset)
         placement.view([buffer]).copy_(tensor.detach())
         held.append(placement)
         end = offset + size

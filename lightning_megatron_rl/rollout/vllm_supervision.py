@@ -98,7 +98,7 @@ class SupervisedEngine(RolloutEngine):
             raise RuntimeError(f"the engine sampled with weights of version {version}, not {self.weight_version}")
         return generations
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Push a full set of weights and clear the prefix cache; the version counts from the moment they are loaded.
 
         The tensors are copied into shared memory as they come. If the iterable raises or the set is not the model's,
@@ -175,6 +175,7 @@ class SupervisedEngine(RolloutEngine):
             worker.request("update_weights", ("begin",), self.call_timeout_s)
             sizes = transport.send(weights, post)
             replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
+            transport.finish()
         except EngineCallError as error:
             raise EngineDiedError(str(error)) from error
         except BaseException:

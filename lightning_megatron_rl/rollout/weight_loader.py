@@ -24,7 +24,7 @@ def processed_layers(model: nn.Module) -> list[str]:
     """
     found = []
     for name, layer in model.named_modules():
-        method = getattr(layer, "quant_method", None)  # vLLM's layers with weights have one, others have not
+        method: Any = getattr(layer, "quant_method", None)  # vLLM's layers with weights have one, others have not
         kind = type(method).__name__
         plain = method is None or kind in _PLAIN_METHODS
         if kind == _EXPERTS_METHOD:
