@@ -97,3 +97,16 @@ def test_resumes_in_another_layout(gpu_pool, qwen3_dir, tmp_path, layout):
     for mine, theirs in zip(rest.steps, whole.steps[2:], strict=True):
         for name in ("policy/loss", "policy/grad_norm"):
             assert abs(mine[name] / theirs[name] - 1) < BF16_RELATIVE
+
+
+def fit_with_snapshot(model: Path, world_size: int, directory: Path) -> list[str]:
+    """Two steps, the second one of them recorded."""
+    from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
+
+    callbacks: list[Any] = [MemorySnapshot(str(directory), steps=[1])]
+    fit_sft(model, {}, world_size, callbacks=callbacks, trainer={"accelerator": "cuda"})
+    return [path.name for path in directory.iterdir() if path.stat().st_size > 0]
+
+
+def test_memory_snapshot_is_written(gpu_pool, qwen3_dir, tmp_path):
+    assert gpu_pool.run(fit_with_snapshot, qwen3_dir, 1, tmp_path, **ONE)[0] == ["step=1.rank=0.pickle"]
