@@ -187,6 +187,7 @@ class GRPOModule(SamplesResponses):
         samples = self.sample(prompts)
         if self.dynamic_sampling is not None:
             samples = self.refill(samples, self.dynamic_sampling, tally)
+        self.finish_sampling()
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         self.score_rollout(rollout)
         self.assign_advantages(rollout, tally)

@@ -291,6 +291,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             self.strategy.root_device,
             packed=self.packing,
             cost=SequenceCost(*sequence_flops(config, self.hf_model.config.vocab_size)),
+            fp8=config.fp8 is not None,
         )
 
     def _run_schedule(

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -13,10 +13,11 @@ from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.reference import HoldsReference
+from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
-from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.replay import ReplayEngine
@@ -38,8 +39,10 @@ class SamplesResponses(HoldsReference):
     validation_sampling: SamplingParams
     evaluation: Evaluation
     synced_version: int | None = None  # weights that the engine samples with
+    last_sync: SyncReport | None = None  # of the leader's engine
     _engine_started = False
     _guarded: GuardedEnvironment | None = None
+    _phase: SamplingPhase | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -57,11 +60,42 @@ class SamplesResponses(HoldsReference):
             )
         self.check_prompts(stage)
         self.synced_version = None  # another Trainer counts its steps from 0 again
-        assert self.strategy.replica is not None
+        self._phase = SamplingPhase(self.engine, self.strategy, self.phase)
         if not self._engine_started:
             atexit.register(self.engine.close)
-            self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
+            self._phase.run(self._start_engine)
             self._engine_started = True
+
+    def _start_engine(self) -> None:
+        replica = self.strategy.replica
+        assert replica is not None
+        if self.engine.is_collective and len(replica.ranks) != self.engine.tensor_parallel_size:
+            raise ValueError(
+                f"{type(self.engine).__name__}(tensor_parallel_size={self.engine.tensor_parallel_size}) in replicas of"
+                f" {len(replica.ranks)} rank(s) (tensor x pipeline x context): an engine in the trainer's processes has"
+                " one worker on each rank of a replica. Set its tensor_parallel_size to that, or use VLLMEngine."
+            )
+        if self.engine.is_collective and len(replica.ranks) > 1 and self.environment is not None:
+            raise ValueError(
+                f"environment={type(self.environment).__name__} with {type(self.engine).__name__} on"
+                f" {len(replica.ranks)} ranks: each would play the episodes by itself, and one late reply would leave"
+                " the others waiting. Use VLLMEngine."
+            )
+        if self.engine.is_collective and replica.ranks[-1] - replica.ranks[0] != len(replica.ranks) - 1:
+            raise ValueError(
+                f"the ranks {replica.ranks} of a replica are not neighbours, which an engine in the trainer's processes"
+                " needs: use VLLMEngine, or a layout without pipeline parallelism."
+            )
+        self.engine.start(self.hf_model.path)
+        if self.engine.sleep_level:  # the model is built in the memory that it leaves
+            self.engine.wait_ready()
+            self.engine.sleep(self.engine.sleep_level)
+
+    @property
+    def sampling_phase(self) -> SamplingPhase:
+        """Who has the memory."""
+        assert self._phase is not None, "setup() makes it"
+        return self._phase
 
     def _check_lengths(self) -> None:
         limit = self.engine.max_model_len
@@ -96,6 +130,8 @@ class SamplesResponses(HoldsReference):
         """End the engine; the next phase that samples starts it anew."""
         self.engine.close()
         self._engine_started, self.synced_version = False, None
+        if self._phase is not None:
+            self._phase.reload()  # a checkpoint may be saved of what is there
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""
@@ -106,6 +142,7 @@ class SamplesResponses(HoldsReference):
 
     def sample(self, prompts: list[Prompt]) -> list[Sample]:
         """Return rewarded samples of `prompts`."""
+        self.sampling_phase.prepare_sampling()
         with self.phase("rollout"):
             samples = self.generate(prompts, self.sampling, self.num_generations)
         with self.phase("reward"):
@@ -114,22 +151,44 @@ class SamplesResponses(HoldsReference):
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return the replica's samples of its prompts, or its episodes; the leader samples, every rank gets them."""
-        assert self.strategy.replica is not None
         if not prompts:  # the last validation batch of this replica
             return []
+        while True:
+            self.sampling_phase.prepare_sampling()
+            samples = self.sampling_phase.run(lambda: self._try_generate(prompts, params, num_generations))
+            if samples is not None:
+                return samples
+            self.synced_version = None
+            self.sync_weights(self.trainer.global_step)
 
-        def sample() -> list[Sample]:
-            options: dict[str, Any] = {
-                "num_generations": num_generations,
-                "tokenizer": self.hf_model.tokenizer,
-                "seed": run_seed(),
-                "step": self.trainer.global_step,
-            }
+    def _try_generate(self, prompts: list[Prompt], params: SamplingParams, count: int) -> list[Sample] | None:
+        """Sample; None if the engine's process was replaced and has no weights to sample with."""
+        options: dict[str, Any] = {
+            "num_generations": count,
+            "tokenizer": self.hf_model.tokenizer,
+            "seed": run_seed(),
+            "step": self.trainer.global_step,
+        }
+        try:
             if self._guarded is None:
                 return generate_samples(self.engine, prompts, params, **options)
             return play_episodes(self.engine, self._guarded, prompts, params, **options)
+        except WeightsLostError:
+            return None
 
-        return self.strategy.replica.run_on_leader(sample)
+    def finish_sampling(self) -> None:
+        """Let the engine sleep, if it does, and take back what the trainer needs."""
+        if not self.sampling_phase.finish():
+            self.synced_version = None
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Return what changed hands around the last rollout: memory of this rank's trainer and of its sampler."""
+        metrics = {}
+        if self.strategy.offloads:
+            metrics["perf/offloaded_gb"] = self.sampling_phase.offloaded_bytes / 1e9
+        if self.engine.sleep_level:
+            metrics["perf/sleep_freed_gb"] = self.sampling_phase.freed_bytes / 1e9
+        return metrics
 
     def reward(self, samples: list[Sample]) -> None:
         """Fill in the rewards; the leader computes them, every rank gets them."""
@@ -166,21 +225,37 @@ class SamplesResponses(HoldsReference):
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
+        self.finish_sampling()
         self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/<set>/mean_at_1`` for every data set."""
+        self.finish_sampling()
         self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
+
+    def on_predict_epoch_end(self) -> None:
+        """Let the engine sleep."""
+        self.finish_sampling()
 
     # ---- what WeightSync needs -------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to this replica's engine; a collective."""
-        assert self.strategy.replica is not None
-        weights = self.export_weights()
+        self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
-            self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
-        self.synced_version = version
+            report = None
+            while report is None:  # at most as often as the engine may be restarted
+                weights = self.weights_to_push()
+                others = () if isinstance(weights, list) else weights
+                report = self._push(weights, others, version)
+        self.last_sync, self.synced_version = report, version
+
+    def _push(self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int) -> SyncReport | None:
+        """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""
+        if self.engine.is_collective:
+            return self.engine.update_weights(weights, version)
+        assert self.strategy.replica is not None
+        return self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=others)
 
 
 def check_episodes(
@@ -211,9 +286,12 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
-def _push(engine: RolloutEngine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+def _push(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport | None:
     try:
-        engine.update_weights(weights, version)
+        return engine.update_weights(weights, version)
+    except WeightsLostError:
+        return None
     finally:
-        for _ in weights:  # the other ranks are in the middle of the export's collectives
-            pass
+        if isinstance(weights, Iterator):
+            for _ in weights:  # the other ranks are in the middle of the export's collectives
+                pass

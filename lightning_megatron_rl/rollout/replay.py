@@ -1,11 +1,12 @@
 """`ReplayEngine`: answers with samples that exist already, so that a rollout is the same for every layout and run."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
+from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Sample
 
 
@@ -27,6 +28,9 @@ class ReplayEngine:
 
     def __init__(self, samples: list[Sample]) -> None:
         self.weight_version = 0
+        self.sleep_level = 0
+        self.tensor_parallel_size = 1
+        self.is_collective = False
         self.max_model_len = max(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
         for sample in samples:
@@ -59,11 +63,19 @@ class ReplayEngine:
             answers.append(known[: request.num_samples])
         return answers
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Run through the weights, whose export is a collective of the trainer's ranks, and take their version."""
-        for _ in weights:
-            pass
+        started = time.perf_counter()
+        num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in weights)
         self.weight_version = version
+        return SyncReport(num_bytes, time.perf_counter() - started, extra_bytes=0, transport="none")
+
+    def sleep(self, level: int = 1) -> int:
+        """Nothing to free."""
+        return 0
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Awake at all times."""
 
     def close(self) -> None:
         """Nothing to end."""

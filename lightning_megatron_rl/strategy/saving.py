@@ -202,7 +202,10 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
         for index, chunk in enumerate(unwrap_model(list(self.chunks))):
             state = loaded[f"model{index}"]
             if self.trained_on_top_of is None:
-                chunk.load_state_dict(state)
+                found = chunk.load_state_dict(state, strict=False)
+                lacking = [name for name in found.missing_keys if not name.endswith(checkpoint_io.EXTRA_STATE)]
+                assert not lacking, lacking
+                assert not found.unexpected_keys, found.unexpected_keys
                 continue
             result = chunk.load_state_dict(state, strict=False)  # frozen weights are there already
             assert state.keys() == _trainable(chunk)
