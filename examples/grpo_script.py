@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, RolloutSamples, VLLMEngine
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.rewards import ExactMatch
 from lightning_megatron_rl.rollout.engine import SamplingParams
 

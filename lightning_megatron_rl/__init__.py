@@ -8,10 +8,14 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport
     from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
     from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+    from lightning_megatron_rl.data.preference import PreferenceDataModule
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.data.sft import SFTDataModule
+    from lightning_megatron_rl.modules.dpo import DPOModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.policy import PolicyModule
+    from lightning_megatron_rl.modules.ppo import PPOModule
+    from lightning_megatron_rl.modules.reward_model import RewardModule
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
     from lightning_megatron_rl.sample import Prompt, Sample
@@ -21,12 +25,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DPOModule": "modules.dpo",
     "GRPOModule": "modules.grpo",
     "HFExport": "callbacks.hf_export",
     "MegatronStrategy": "strategy.megatron",
+    "PPOModule": "modules.ppo",
     "PolicyModule": "modules.policy",
+    "PreferenceDataModule": "data.preference",
     "Prompt": "sample",
     "PromptDataModule": "data.prompts",
+    "RewardModule": "modules.reward_model",
     "RolloutSamples": "callbacks.rollout_samples",
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
@@ -37,12 +45,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "DPOModule",
     "GRPOModule",
     "HFExport",
     "MegatronStrategy",
+    "PPOModule",
     "PolicyModule",
+    "PreferenceDataModule",
     "Prompt",
     "PromptDataModule",
+    "RewardModule",
     "RolloutSamples",
     "SFTDataModule",
     "SFTModule",

@@ -9,7 +9,7 @@ _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 Reinforcement-learning post-training of language models at Megatron scale, from a plain Lightning Trainer.
 
 commands:
-  fit            train: SFTModule, GRPOModule or a module of your own
+  fit            train: SFTModule, GRPOModule, PPOModule, DPOModule, RewardModule or a module of your own
   validate       run the validation loop once
   test           run the test loop once
   predict        run the predict loop once

@@ -20,16 +20,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
+from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.ppo import PPOModule
+from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 __all__ = ["CommandLine", "Parser", "explain", "run"]
 
-_MODELS, _DATA = (GRPOModule, SFTModule), (PromptDataModule, SFTDataModule)  # offered by shell completion
+_MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
+_DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _CLASSES = (*_MODELS, *_DATA, MegatronStrategy, VLLMEngine, HFExport, RolloutSamples, WeightSync)
 PROGRAM = "lightning-megatron-rl"
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages

@@ -36,6 +36,7 @@ class Sample:
     weight_version: int = 0  # version of the weights that sampled it
     rewards: dict[str, float] = field(default_factory=dict)  # unweighted components by name
     reward: float = 0.0  # weighted sum of the components
+    reward_errors: dict[str, str] = field(default_factory=dict)  # by reward: why its component is the default
     advantage: float = 0.0
 
     @property

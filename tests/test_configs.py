@@ -4,19 +4,24 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
+from lightning_megatron_rl.algorithms import Sequences
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
-from tests.command_line import ROOT, build
+from tests.command_line import ROOT, Built, build
 
 DEMO = sorted((ROOT / "configs" / "demo").glob("*.yaml"))
 LAYOUTS = sorted((ROOT / "configs" / "layouts").glob("*.yaml"))
 LORA = ROOT / "configs" / "lora.yaml"
+ALGORITHMS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 
 
 def test_all_configs_are_known_here():
-    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, LORA])
+    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, *ALGORITHMS, LORA])
     assert len(DEMO) >= 2
     assert len(LAYOUTS) >= 3
 
@@ -39,7 +44,7 @@ def test_config_builds(config: Path, layout: Path | None):
     assert cli.trainer.num_devices == devices
     assert cli.trainer.strategy.layout.data_parallel_size(devices) >= 1
     assert cli.config["fit"]["trainer"]["inference_mode"] is False  # Megatron could not update inference tensors
-    assert type(cli.model).__name__ in ("SFTModule", "GRPOModule")
+    assert type(cli.model).__name__ in ("SFTModule", "GRPOModule", "PPOModule", "DPOModule", "RewardModule")
 
 
 @pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
@@ -54,3 +59,85 @@ def test_lora_overlay_adds_adapters_and_nothing_else(config: Path):
     ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, adapted))
     assert {name for name in ours if ours[name] != theirs[name]} == {"lora"}
     assert ours.keys() == theirs.keys()
+
+
+class Scaling:
+    """A correction with a setting."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return self.scale * mask.float()
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Built:
+    return build("fit", "--config", GRPO)
+
+
+@pytest.mark.parametrize("overlay", ALGORITHMS, ids=lambda path: path.stem)
+def test_algorithm_overlay_sets_what_it_says_and_nothing_else(overlay: Path, grpo: Built):
+    """What the overlay names has its value; what it does not name is as in the base, also inside `loss`."""
+    method = build("fit", "--config", GRPO, "--config", overlay)
+    changes = yaml.safe_load(overlay.read_text())["model"]["init_args"]
+    written = yaml.safe_load(method.parser.dump(method.config, skip_none=False))["fit"]["model"][
+        "init_args"
+    ]  # as a run's config.yaml
+    assert {name: written["loss"][name] for name in changes["loss"]} == changes["loss"]
+    loss = changes.pop("loss")
+    assert dataclasses.asdict(method.model.loss.config) == {**dataclasses.asdict(grpo.model.loss.config), **loss}
+    for name, settings in changes.items():
+        assert dataclasses.asdict(getattr(method.model, name)) == settings
+    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (grpo, method))
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"loss", *changes}
+    assert grpo.config["fit"]["trainer"] == method.config["fit"]["trainer"]
+
+
+def test_every_method_of_the_table_has_its_overlay():
+    table = (ROOT / "docs" / "algorithms.md").read_text()
+    for overlay in ALGORITHMS:
+        assert f"algorithms/{overlay.name}" in table, overlay
+
+
+def reinforce(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None
+) -> tuple[Tensor, Tensor]:
+    return -advantages * logprobs, torch.ones_like(advantages)
+
+
+class Scaled:
+    """A policy loss with a setting."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return -self.scale * advantages * logprobs, torch.ones_like(advantages)
+
+
+def test_functions_and_classes_of_the_users_own_in_yaml(tmp_path: Path):
+    """A dotted path and a class_path with init_args; also of the kinds that return a tensor, not a tuple of them."""
+    scaled = {"class_path": f"{__name__}.Scaled", "init_args": {"scale": 2.5}}
+    halved = {"class_path": f"{__name__}.Scaling", "init_args": {"scale": 0.5}}
+    for policy_loss, correction, value in ((f"{__name__}.reinforce", "tis", 2.0), (scaled, halved, 5.0)):
+        overlay = tmp_path / "own.yaml"
+        own = {"loss": {"policy_loss": policy_loss, "correction": correction}}
+        overlay.write_text(yaml.safe_dump({"model": {"init_args": own}}))
+        cli = build("fit", "--config", GRPO, "--config", overlay)
+        written = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["fit"]["model"]["init_args"]["loss"]
+        assert {name: written[name] for name in own["loss"]} == own["loss"]
+        token = torch.tensor([-2.0])
+        assert cli.model.loss.policy_loss(token, token, torch.tensor([1.0]), None)[0].item() == value
+        weights = cli.model.loss.correction_weights(token, token, torch.tensor([True]))
+        assert weights.item() == (1.0 if correction == "tis" else 0.5)
+
+
+def test_unknown_method_in_yaml_lists_what_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    overlay = tmp_path / "typo.yaml"
+    overlay.write_text(yaml.safe_dump({"model": {"init_args": {"loss": {"policy_loss": "gpso"}}}}))
+    with pytest.raises(SystemExit):
+        build("fit", "--config", GRPO, "--config", overlay)
+    assert "unknown policy loss 'gpso': choose one of cispo, gspo, ppo_clip, sapo" in capsys.readouterr().err

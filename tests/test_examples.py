@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.rewards import compute_rewards
+from lightning_megatron_rl.rewards import compute_rewards, reward_name
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.command_line import ROOT, build
 
@@ -41,6 +41,41 @@ def test_script_with_two_ranks(qwen3_dir, tmp_path):
     lines = (tmp_path / "samples" / "rollouts-dp0.jsonl").read_text().splitlines()
     assert len(lines) == 64 * 8  # prompts x generations
     assert {"prompt", "response", "reward"} <= json.loads(lines[0]).keys()
+
+
+def test_rewards_and_evaluation(qwen3_dir, tmp_path):
+    output = run(EXAMPLES / "rewards_and_evaluation.py", "--model", qwen3_dir, "--prompts", "10", "--out", tmp_path)
+    lines = re.findall(r"^val/(\w+/\w+) +(-?\d\.\d+)  \[(-?\d\.\d+), (-?\d\.\d+)\]$", output, re.MULTILINE)
+    assert len(lines) == 2 * 5, output
+    for name, value, low, high in lines:
+        assert float(low) <= float(value) <= float(high), name
+    samples = (tmp_path / "evaluation-dp0.jsonl").read_text().splitlines()
+    assert len(samples) == 2 * 10 * (1 + 8)
+
+
+def test_yaml_of_the_documents_builds(tmp_path):
+    """The blocks of docs/rewards.md, over the demo's config."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "rewards.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    demo = ROOT / "configs" / "demo" / "grpo.yaml"
+    for number, block in enumerate(blocks):
+        (tmp_path / f"{number}.yaml").write_text(block)
+    rewards = build("fit", "--config", demo, "--config", tmp_path / "0.yaml").model.rewards
+    assert [reward_name(reward) for reward in rewards] == ["math_equal", "length_penalty", "http"]
+    assert (rewards[2].deadline_s, rewards[2].default) == (30, -1.0)
+    evaluated = build("fit", "--config", demo, "--config", tmp_path / "1.yaml")
+    assert evaluated.model.evaluation.settings.pass_at == (1, 4, 8)
+    assert evaluated.datamodule.val_names == ["gsm8k", "own"]
+
+
+@pytest.mark.parametrize("method", ["reward_model", "dpo"])
+def test_preferences_script(qwen3_dir, tmp_path, method):
+    arguments = ("--model", qwen3_dir, "--method", method, "--steps", "1", "--devices", "1", "--out", tmp_path)
+    output = run(EXAMPLES / "preferences_script.py", *arguments)
+    assert "pairs per update" in output
+    assert re.search(rf"{method}: held-out pairs the right way round after 1 steps: [01]\.\d{{3}}\n", output)
+    assert "preference/accuracy" in (tmp_path / method / "metrics.csv").read_text()
+    assert (tmp_path / method / "hf" / "last" / "model.safetensors").is_file()
 
 
 @pytest.fixture

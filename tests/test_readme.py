@@ -16,8 +16,8 @@ from tests.command_line import ROOT, build
 
 README = (ROOT / "README.md").read_text()
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
-NAMESPACES = "reward|policy|mismatch|rollout|time|perf|moe|critic|val|test"
-NAME = r"[a-z0-9_]+|<[a-z]+>"
+NAMESPACES = "reward|reward_model|preference|policy|mismatch|rollout|time|perf|moe|critic|val|test"
+NAME = r"(?:[a-z0-9_]|<[a-z]+>)+"
 
 
 def blocks(language: str) -> list[str]:

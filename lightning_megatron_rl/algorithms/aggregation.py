@@ -1,12 +1,12 @@
 """Weights that turn losses per token into one loss with global denominators, however the batch is cut up."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.registry import lookup
+from lightning_megatron_rl.algorithms.registry import Returned, choose
 
 
 class BatchCounts(NamedTuple):
@@ -15,6 +15,21 @@ class BatchCounts(NamedTuple):
     tokens: Tensor  # response tokens
     sequences: Tensor
     prompts: Tensor  # groups
+
+
+class Aggregation(Protocol):
+    """Weights of the tokens of each of a rank's N sequences, float64 `[N]`; the losses times these are summed up.
+
+    `lengths` `[N]` are the tokens of each sequence that the loss sums over, `group_lengths` `[N]` those of its whole
+    group, and `max_length` is the limit on generated tokens. A weight where the length is 0 is not used.
+
+    Example:
+        ``token_mean`` is ``torch.ones_like(lengths) / counts.tokens``.
+    """
+
+    def __call__(self, counts: BatchCounts, lengths: Tensor, group_lengths: Tensor, max_length: int) -> Returned:
+        """Return the weight of a token of each sequence, a tensor `[N]`."""
+        ...
 
 
 def _token_mean(counts: BatchCounts, lengths: Tensor, group_lengths: Tensor, max_length: int) -> Tensor:
@@ -37,7 +52,7 @@ def _prompt_mean(counts: BatchCounts, lengths: Tensor, group_lengths: Tensor, ma
     return 1 / (counts.prompts * group_lengths)
 
 
-AGGREGATIONS: dict[str, Callable[[BatchCounts, Tensor, Tensor, int], Tensor]] = {
+AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": _token_mean,
     "seq_mean_token_mean": _seq_mean_token_mean,
     "seq_mean_token_sum": _seq_mean_token_sum,
@@ -46,8 +61,20 @@ AGGREGATIONS: dict[str, Callable[[BatchCounts, Tensor, Tensor, int], Tensor]] = 
 }
 
 
+def aggregation(choice: str | Aggregation) -> Aggregation:
+    """Return the aggregation of a name or dotted path, or a user's own callable as it is.
+
+    Raises:
+        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
+
+    Example:
+        ``aggregation("token_mean")``
+    """
+    return choose(AGGREGATIONS, choice, "aggregation", ("counts", "lengths", "group_lengths", "max_length"))
+
+
 def sequence_weights(
-    mode: str,
+    mode: str | Aggregation,
     response_lengths: Tensor,
     group_index: Tensor,
     *,
@@ -64,7 +91,7 @@ def sequence_weights(
     A sequence without response tokens counts as a sequence, its group as a prompt; it contributes 0 and has weight 0.
 
     Args:
-        mode: one of the five names above.
+        mode: one of the five names above, or an `Aggregation` of your own.
         response_lengths: `[N]` number of tokens of each sequence that the loss sums over.
         group_index: `[N]` integers; equal ones belong to one prompt. Groups never straddle ranks, and equal numbers on
             two ranks are two groups.
@@ -78,7 +105,7 @@ def sequence_weights(
     Example:
         Lengths [1, 3] on one rank under "token_mean" give [0.25, 0.25]; under "seq_mean_token_mean" [0.5, 0.1667].
     """
-    weigh = lookup(AGGREGATIONS, mode, "aggregation")
+    weigh = aggregation(mode)
     if response_lengths.dim() != 1 or response_lengths.shape != group_index.shape:
         raise ValueError(
             f"response_lengths {tuple(response_lengths.shape)} and group_index {tuple(group_index.shape)} must both be "

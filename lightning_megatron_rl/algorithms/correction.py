@@ -1,11 +1,27 @@
 """Importance weights that correct the loss for the mismatch between the trainer and the sampler."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.policy_losses import log_ratio
+from lightning_megatron_rl.algorithms.registry import Returned, choose
+
+
+class Correction(Protocol):
+    """Weights of the tokens' policy losses from log π_old (trainer) and log π_roll (sampler), without gradient.
+
+    All are `[b, s]`, a row is one whole sequence, and the bool `mask` marks the tokens that count. A weight of 0
+    rejects a token, which keeps its place in the denominator.
+
+    Example:
+        ``def trust(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor: return mask.float()``
+    """
+
+    def __call__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Returned:
+        """Return the weight of each token, a tensor `[b, s]`."""
+        ...
 
 
 @torch.no_grad()
@@ -49,6 +65,72 @@ def truncated_importance_weights(
             sequence_index = torch.arange(len(old_logprobs), device=old_logprobs.device)[:, None].expand_as(valid)
         weights = _sequence_ratio(old_logprobs, rollout_logprobs, valid, sequence_index).clamp(max=cap)
     return torch.where(valid, weights, 0.0).to(old_logprobs.dtype)
+
+
+@torch.no_grad()
+def icepop_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0
+) -> Tensor:
+    """Weights w where low <= w <= high and 0 elsewhere, w as in `truncated_importance_weights` (IcePop, Ring-1T).
+
+    Where trainer and sampler disagree that much on a token, it is rejected instead of being weighted with the bound.
+    Shapes are any, of all three alike.
+
+    Raises:
+        ValueError: Not 0 <= low < 1 < high.
+
+    Example:
+        w = [0.4, 1.5, 6.0] gives [0.0, 1.5, 0.0].
+    """
+    _check_bounds("icepop", low, high)
+    weights = log_ratio(old_logprobs.double(), rollout_logprobs.double()).exp()
+    return torch.where(mask & (weights >= low) & (weights <= high), weights, 0.0).to(old_logprobs.dtype)
+
+
+@torch.no_grad()
+def geometric_mask(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.99, high: float = 1.01
+) -> Tensor:
+    """Weights 1 for the tokens of sequences whose exp(mean of log w) is in [low, high], else 0 (`geo_mask`).
+
+    All are `[b, s]`, a row is one whole sequence. The geometric mean does not grow with the length, so long sequences
+    are not rejected for being long.
+
+    Raises:
+        ValueError: Not 0 <= low < 1 < high.
+
+    Example:
+        A row with log w = [0.02, -0.01] has e^0.005 = 1.005 and is kept, one with [0.02, 0.02] has 1.02 and is not.
+    """
+    _check_bounds("geo_mask", low, high)
+    differences = torch.where(mask, old_logprobs.double() - rollout_logprobs.double(), 0.0)
+    mean = differences.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = log_ratio(mean, torch.zeros_like(mean)).exp()
+    return (mask & (ratio >= low) & (ratio <= high)).to(old_logprobs.dtype)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "tis": truncated_importance_weights,
+    "icepop": icepop_weights,
+    "geo_mask": geometric_mask,
+}
+
+
+def correction(choice: str | Correction) -> Correction:
+    """Return the correction of a name or dotted path, or a user's own callable as it is.
+
+    Raises:
+        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
+
+    Example:
+        ``correction("icepop") is icepop_weights``.
+    """
+    return choose(CORRECTIONS, choice, "correction", ("old_logprobs", "rollout_logprobs", "mask"))
+
+
+def _check_bounds(name: str, low: float, high: float) -> None:
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"the bounds [{low}, {high}] of {name} must contain 1: choose 0 <= low < 1 < high")
 
 
 def _sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, valid: Tensor, sequence_index: Tensor) -> Tensor:

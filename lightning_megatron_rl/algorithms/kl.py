@@ -1,14 +1,26 @@
 """Per-token estimators of the KL divergence from samples (Schulman, http://joschu.net/blog/kl-approx.html)."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.policy_losses import log_ratio
-from lightning_megatron_rl.algorithms.registry import lookup
+from lightning_megatron_rl.algorithms.registry import Returned, choose
 
 MAX_K3 = 10.0  # one token with a vanishing probability must not outweigh the batch
+
+
+class KLEstimator(Protocol):
+    """From log-probs under π and π_ref of tokens sampled by π, of one shape, to an estimate per token of the KL.
+
+    Example:
+        ``def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: return (logprobs - ref_logprobs).abs()``
+    """
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Returned:
+        """Return the estimate of each token, a tensor; the gradient of `logprobs` is kept."""
+        ...
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -39,11 +51,33 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (torch.expm1(difference) - difference).clamp(max=MAX_K3)  # expm1: e^d - 1 loses all digits at small d
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
-    """KL(π || π_ref) per token from tokens sampled by π, of the shape of both inputs (any).
+def kl_estimator(choice: str | KLEstimator) -> KLEstimator:
+    """Return the estimator of a name or dotted path, or a user's own callable as it is.
+
+    Raises:
+        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
+
+    Example:
+        ``kl_estimator("k3") is k3``.
+    """
+    return choose(KL_ESTIMATORS, choice, "KL estimator", ("logprobs", "ref_logprobs"))
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: str | KLEstimator = "k3",
+    *,
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """KL(π || π_ref) per token, of the shape of the inputs (any).
+
+    The tokens were sampled by π, or by `old_logprobs`: then each estimate is weighted with the ratio e^d of `ppo_clip`,
+    with its gradient. This makes value and gradient unbiased off policy for k1 and k3 (arXiv:2512.02556), and gives k1,
+    whose own gradient has mean zero, the gradient of the KL divergence.
 
     Raises:
         ValueError: an unknown estimator.
@@ -51,4 +85,5 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") ->
     Example:
         ``kl_penalty(logprobs, logprobs, "k3")`` is exactly 0 everywhere.
     """
-    return lookup(KL_ESTIMATORS, estimator, "KL estimator")(logprobs, ref_logprobs)
+    estimate = kl_estimator(estimator)(logprobs, ref_logprobs)
+    return estimate if old_logprobs is None else log_ratio(logprobs, old_logprobs).exp() * estimate

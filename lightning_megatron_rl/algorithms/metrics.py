@@ -62,13 +62,15 @@ def add_policy_metrics(
     clip_high: float = 0.2,
     entropy: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    ratio: Tensor | None = None,
 ) -> None:
     """Add `policy/*`: how far the update has moved the policy, and what `ppo_clip` made of it.
 
     All tensors have one shape, `[T]` or `[b, s]`, and the bool `mask` as well; means run over the valid tokens of all
-    micro-batches and ranks. With r = exp(log π_θ - log π_old), the difference clamped to ±20:
+    micro-batches and ranks. With r = exp(log π_θ - log π_old), the difference clamped to ±20, or `ratio` where the
+    policy loss has another one (of the whole sequence):
 
-    - `kl_old`: mean k3 estimate of KL(π_old || π_θ), r - log r - 1 (at most 10 per token)
+    - `kl_old`: mean k3 estimate of KL(π_old || π_θ) (at most 10 per token)
     - `ratio_max`: maximum of r
     - `clip_frac_low`: share of tokens with A < 0 and r < 1 - clip_low
     - `clip_frac_high`: share of tokens with A > 0 and r > 1 + clip_high
@@ -79,7 +81,7 @@ def add_policy_metrics(
         Before the first update of a rollout kl_old is 0, ratio_max 1 and both clip fractions 0.
     """
     logprobs, old_logprobs = _valid(logprobs, mask), _valid(old_logprobs, mask)
-    ratio = log_ratio(logprobs, old_logprobs).exp()
+    ratio = log_ratio(logprobs, old_logprobs).exp() if ratio is None else _valid(ratio, mask)
     clipped_low, clipped_high = clip_masks(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     tally.add_mean("policy/kl_old", kl_penalty(old_logprobs, logprobs, "k3"), mask)
     tally.add_max("policy/ratio_max", ratio, mask)

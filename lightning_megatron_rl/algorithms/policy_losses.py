@@ -5,7 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.registry import lookup
+from lightning_megatron_rl.algorithms.registry import choose
+from lightning_megatron_rl.algorithms.sequences import Sequences
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far beyond any clip range, and squares of it still fit fp32
 
@@ -13,13 +14,17 @@ MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far beyond any clip range, and squares of 
 class PolicyLoss(Protocol):
     """The call that every policy loss answers; options beyond it need defaults (or `functools.partial`).
 
-    Args are log-probs and advantages of one shape, `[T]` valid tokens or `[b, s]`; `sequence_index` of that shape
-    numbers the sequence that each token belongs to, for losses with a ratio per sequence. Only `logprobs` carries a
-    gradient. Returns the loss per token, not yet aggregated, and the importance ratio per token, both of that shape.
+    Args are log-probs and advantages of one shape, `[T]` valid tokens or `[b, s]`; `sequences` says which of them make
+    one sequence, for losses with a ratio per sequence. Only `logprobs` carries a gradient. Returns the loss per token,
+    not yet aggregated, and the importance ratio per token without gradient, both of that shape.
+
+    Example:
+        ``def reinforce(logprobs, old_logprobs, advantages, sequences=None):`` (annotated as below)
+        ``return -advantages * logprobs, torch.ones_like(advantages)``
     """
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor | None = None
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (loss per token, ratio per token)."""
         ...
@@ -38,7 +43,7 @@ def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    sequence_index: Tensor | None = None,
+    sequences: Sequences | None = None,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -48,7 +53,7 @@ def ppo_clip(
 
     With r = e^d, d = logprobs - old_logprobs clamped to ±20: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); for
     A < 0 at most -dual_clip A (arXiv:1912.09729), None for no such bound. All tensors have one shape, any; padded
-    batches are indexed with their mask first. The ratio is per token, so `sequence_index` changes nothing here.
+    batches are indexed with their mask first. The ratio is per token, so `sequences` changes nothing here.
 
     Returns:
         The loss per token and the ratio r per token without gradient.
@@ -59,11 +64,7 @@ def ppo_clip(
     Example:
         At r = 1.5 and A = 1 the loss is -1.2 and its gradient 0; at r = 1.5 and A = -1 it is 1.5.
     """
-    if not 0 <= clip_low < 1 or clip_high < 0:
-        raise ValueError(
-            f"the clip range [1 - {clip_low}, 1 + {clip_high}] must contain 1 and only positive ratios: "
-            "choose 0 <= clip_low < 1 and clip_high >= 0"
-        )
+    _check_range(clip_low, clip_high)
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(
             f"dual_clip={dual_clip} would clip ratios below 1: choose a number above 1 (3 is usual) or None"
@@ -73,6 +74,95 @@ def ppo_clip(
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     return loss, ratio.detach()
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate loss with one ratio per sequence (GSPO, arXiv:2507.18071), in its token form.
+
+    s = exp(mean over the response of d), d as in `ppo_clip`. Each token has s_t = exp(log π - sg(log π) + sg(log s)):
+    the value of s and the gradient of its own log-prob, so that the mean over a sequence's tokens of
+    max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) has the value and the gradient of the sequence's loss. It is
+    to be aggregated with `seq_mean_token_mean`. Ranges are far narrower than those of a token's ratio.
+
+    Returns:
+        The loss per token and the sequence's ratio s at each of its tokens.
+
+    Raises:
+        ValueError: No `sequences`, or a clip range that is not 0 <= clip_low < 1, clip_high >= 0.
+
+    Example:
+        Two tokens with d = 0.2 and 0.4 have s = e^0.3 each; with A = 1 and a range up to 1.5 their loss is -1.35.
+    """
+    _check_range(clip_low, clip_high)
+    if sequences is None:
+        raise ValueError("gspo has one ratio per sequence: pass `sequences`, which says where they are")
+    mean = sequences.mean(log_ratio(logprobs.detach(), old_logprobs))
+    ratio = (logprobs - logprobs.detach() + mean).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return loss, ratio.detach()
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    clip_high: float = 4.0,
+) -> tuple[Tensor, Tensor]:
+    """Policy gradient with a capped importance weight, -sg(min(r, 1 + clip_high)) A log π (CISPO, arXiv:2506.13585).
+
+    No token loses its gradient: only its weight is bounded, from above. r as in `ppo_clip`.
+
+    Returns:
+        The loss per token and the ratio r per token.
+
+    Raises:
+        ValueError: A negative clip_high.
+
+    Example:
+        At r = 9, A = 1 and log π = -1 the loss is 5 and its gradient -5.
+    """
+    _check_range(0.0, clip_high)
+    ratio = log_ratio(logprobs, old_logprobs).exp().detach()
+    return -ratio.clamp(max=1 + clip_high) * advantages * logprobs, ratio
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> tuple[Tensor, Tensor]:
+    """Soft gate in place of a clip range: -A σ(τ (r - 1)) 4 / τ, τ by the sign of A (SAPO, arXiv:2511.20347).
+
+    At r = 1 the gradient is that of -A r; it fades smoothly on both sides, faster for a larger τ. r as in `ppo_clip`.
+
+    Returns:
+        The loss per token and the ratio r per token.
+
+    Raises:
+        ValueError: A temperature that is not positive.
+
+    Example:
+        At r = 1, A = 1 and τ = 1 the loss is -2 and its gradient -1.
+    """
+    if not (tau_positive > 0 and tau_negative > 0):
+        raise ValueError(f"tau_positive={tau_positive} and tau_negative={tau_negative} must be positive (1 is usual)")
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio.detach()
 
 
 def clip_masks(
@@ -89,13 +179,24 @@ def clip_masks(
     return (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": ppo_clip}
+POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "sapo": sapo}
 
 
 def policy_loss(loss: str | PolicyLoss) -> PolicyLoss:
-    """Return the loss registered under a name, or a user's own callable as it is.
+    """Return the loss of a name or dotted path, or a user's own callable as it is.
+
+    Raises:
+        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
 
     Example:
         ``policy_loss("ppo_clip") is ppo_clip``.
     """
-    return lookup(POLICY_LOSSES, loss, "policy loss") if isinstance(loss, str) else loss
+    return choose(POLICY_LOSSES, loss, "policy loss", ("logprobs", "old_logprobs", "advantages", "sequences"))
+
+
+def _check_range(clip_low: float, clip_high: float) -> None:
+    if not 0 <= clip_low < 1 or not clip_high >= 0:
+        raise ValueError(
+            f"the clip range [1 - {clip_low}, 1 + {clip_high}] must contain 1 and only positive ratios: "
+            "choose 0 <= clip_low < 1 and clip_high >= 0"
+        )

@@ -1,6 +1,7 @@
 """`HFExport`: the trained policy as a Hugging Face directory, proved by loading it back."""
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,8 @@ class HFExport(Callback):
     """Write the policy in Hugging Face format at the end of training, and every n steps if asked.
 
     Each export holds weights, config, tokenizer and generation config. Before it is reported as done, Transformers
-    loads it and its log-probs of a probe are compared with the trainer's. Adapters (LoRA) are merged into the weights,
-    or written alone in PEFT's format into ``<export>-adapter``.
+    loads it and its log-probs of a probe (of a reward model: its scores) are compared with the trainer's. Adapters
+    (LoRA) are merged into the weights, or written alone in PEFT's format into ``<export>-adapter``.
 
     Args:
         dirpath: Directory of the exports: ``<dirpath>/step-000100`` while training, ``<dirpath>/last`` at the end.
@@ -111,7 +112,7 @@ class HFExport(Callback):
         """
         with pl_module.phase("hf_export"):
             probe = _probe(pl_module.hf_model.config.vocab_size)
-            expected = pl_module.score(probe).logprobs if self.verify else []
+            expected = pl_module.export_outputs(probe) if self.verify else []
             for target in self._directories(directory):
                 if self.overwrite:
                     run_on_rank_zero(partial(shutil.rmtree, target, ignore_errors=True))
@@ -123,9 +124,11 @@ class HFExport(Callback):
                     pl_module.save_adapter(target)
                 if self.verify:
                     tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
-                    check = partial(_verify, target, probe, expected, pl_module.temperature, tolerance, base)
-                    error = run_on_rank_zero(check)
-                    rank_zero_info(f"exported to {target}; loaded back, log-probs differ by at most {error:.1e}")
+                    compute = _scores if pl_module.exports_classifier else _logprobs
+                    load = partial(compute, target, temperature=pl_module.temperature, base=base)
+                    error = run_on_rank_zero(partial(_verify, target, probe, expected, load, tolerance))
+                    what = "scores" if pl_module.exports_classifier else "log-probs"
+                    rank_zero_info(f"exported to {target}; loaded back, {what} differ by at most {error:.1e}")
 
 
 def _probe(vocab_size: int) -> list[TokenSequence]:
@@ -143,27 +146,39 @@ def _verify(
     directory: Path,
     probe: list[TokenSequence],
     expected: list[Tensor],
-    temperature: float,
+    load: Callable[[Tensor], Tensor],
     tolerance: float,
-    base: Path | None,
 ) -> float:
+    tokens = torch.stack([sequence.token_ids for sequence in probe])
+    error = (load(tokens) - torch.stack(expected)).abs().max().item()
+    if not error <= tolerance:
+        failed = directory.with_name(f"{directory.name}.failed")
+        shutil.rmtree(failed, ignore_errors=True)
+        directory.rename(failed)
+        raise RuntimeError(
+            f"the export {failed} is not the trained model: loaded back by Transformers, an output differs by"
+            f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with"
+            " the model's config."
+        )
+    return error
+
+
+def _logprobs(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:
+    """Log-probs of `tokens` [b, s] under an export, or an adapter on its `base`, [b, s - 1]."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoTokenizer.from_pretrained(base or directory)
     model = AutoModelForCausalLM.from_pretrained(base or directory, dtype=torch.float32).eval()
     if base is not None:
         merge_adapter(model, directory)
-    tokens = torch.stack([sequence.token_ids for sequence in probe])
     logprobs = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
-    actual = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
-    error = (actual - torch.stack(expected)[:, 1:]).abs().max().item()
-    if not error <= tolerance:
-        failed = directory.with_name(f"{directory.name}.failed")
-        shutil.rmtree(failed, ignore_errors=True)
-        directory.rename(failed)
-        raise RuntimeError(
-            f"the export {failed} is not the trained model: loaded back by Transformers, a log-prob differs by"
-            f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with"
-            " the model's config."
-        )
-    return error
+    return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def _scores(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:
+    """Scores of `tokens` [b, s] under an exported reward model, [b, 1]; there is no temperature, and no adapter."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    return torch.stack([model(row[None]).logits[0] for row in tokens])  # one by one: no padding token is needed

@@ -15,7 +15,7 @@ _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console show
 
 
 class RolloutSamples(Callback):
-    """Show a few samples of a step on the console and keep all of them as JSON lines.
+    """Show a few samples of a step on the console and keep all of them, those of validation too, as JSON lines.
 
     Args:
         num_samples: Samples per shown step on the console; 0 shows none.
@@ -33,6 +33,7 @@ class RolloutSamples(Callback):
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self._file: Path | None = None
+        self._evaluation_file: Path | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the directory and check that it can be written."""
@@ -41,6 +42,7 @@ class RolloutSamples(Callback):
         check_writable(root, "RolloutSamples(dirpath)")
         replica = trainer.strategy.distributed_sampler_kwargs["rank"]  # type: ignore[attr-defined]
         self._file = root / f"rollouts-dp{replica}.jsonl"
+        self._evaluation_file = root / f"evaluation-dp{replica}.jsonl"
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the step's samples, show some."""
@@ -53,6 +55,18 @@ class RolloutSamples(Callback):
                 file.writelines(record_line(sample, trainer.global_step) for sample in samples)
         if self.num_samples and (trainer.global_step - 1) % self.every_n_steps == 0:
             _show(samples[: self.num_samples], trainer.global_step)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Write the samples of the validation, all sets together."""
+        if trainer.sanity_checking or not trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
+            return
+        assert self._evaluation_file is not None
+        with self._evaluation_file.open("a", encoding="utf-8") as file:
+            file.writelines(record_line(sample, trainer.global_step) for sample in pl_module.evaluation.samples)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """As for validation."""
+        self.on_validation_end(trainer, pl_module)
 
 
 @rank_zero_only

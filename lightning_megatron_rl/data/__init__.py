@@ -1,6 +1,6 @@
-"""Data: prompts for rollouts, sequences for fine-tuning, and their packing into micro-batches."""
+"""Data: prompts for rollouts, sequences for fine-tuning, preference pairs, and their packing into micro-batches."""
 
-from lightning_megatron_rl.data.arithmetic import ArithmeticRows, arithmetic_rows
+from lightning_megatron_rl.data.arithmetic import ArithmeticPairs, ArithmeticRows, arithmetic_rows
 from lightning_megatron_rl.data.packing import (
     MicroBatch,
     TokenSequence,
@@ -10,15 +10,19 @@ from lightning_megatron_rl.data.packing import (
     scatter_to_sequences,
 )
 from lightning_megatron_rl.data.planning import MicroBatchRules, SequenceCost, plan_microbatches, plan_replicas
+from lightning_megatron_rl.data.preference import PreferenceDataModule, PreferencePair
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.data.sources import DataSource
 
 __all__ = [
+    "ArithmeticPairs",
     "ArithmeticRows",
     "DataSource",
     "MicroBatch",
     "MicroBatchRules",
+    "PreferenceDataModule",
+    "PreferencePair",
     "PromptDataModule",
     "SFTDataModule",
     "SequenceCost",

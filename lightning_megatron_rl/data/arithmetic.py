@@ -66,6 +66,50 @@ class ArithmeticRows:
         return rows
 
 
+class ArithmeticPairs:
+    """Preference pairs like ``{"prompt": "57+68=", "chosen": "125", "rejected": "135"}``: one digit is wrong.
+
+    The problems are those of `ArithmeticRows` with the same arguments. Which digit is wrong, and by how much, depends
+    on the problem alone.
+
+    Args:
+        split: `train`, or `val` for the held-out problems.
+        size: Number of rows.
+        num_digits: Most digits of an operand.
+        seed: Seed of the draw.
+        lowest_digit_first: Whether answers are written from the lowest digit up.
+
+    Raises:
+        ValueError: when called, if there are too few such problems.
+
+    Example:
+        ``ArithmeticPairs("train", size=2)()``
+    """
+
+    def __init__(
+        self, split: Split, size: int, num_digits: int = 2, seed: int = 0, lowest_digit_first: bool = False
+    ) -> None:
+        self.rows = ArithmeticRows(split, size, num_digits, seed, lowest_digit_first=lowest_digit_first)
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """Draw the rows."""
+        return [
+            {
+                "prompt": row["prompt"],
+                "chosen": row["answer"],
+                "rejected": _with_wrong_digit(row["prompt"], row["answer"]),
+            }
+            for row in self.rows()
+        ]
+
+
+def _with_wrong_digit(prompt: str, answer: str) -> str:
+    generator = random.Random(prompt)
+    place = generator.randrange(len(answer))
+    digit = (int(answer[place]) + generator.randrange(1, 10)) % 10
+    return answer[:place] + str(digit) + answer[place + 1 :]
+
+
 def arithmetic_rows(
     split: Split,
     size: int,

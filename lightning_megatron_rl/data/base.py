@@ -71,6 +71,11 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         """Names of the validation sets, in the order of their `dataloader_idx`."""
         return list(self.val_sources)
 
+    @property
+    def train_items(self) -> list[Item]:
+        """All encoded rows of the training set, in the source's order; there after `setup("fit")`."""
+        return self._sets["train"]
+
     def prepare_data(self) -> None:
         """Fill the download caches, in one process per node."""
         for source in [self.train_source, *self.val_sources.values()]:

@@ -63,6 +63,7 @@ class MicroBatch:
     fields: dict[str, Tensor]  # name -> [b, s], 0 where there is no label
     cu_seqlens: Tensor | None  # [segments + 1] int32 when packed (padding is a segment of its own), None when padded
     max_seqlen: int  # tokens of the longest segment
+    num_sequences: int  # of the list given to `make_microbatches`: every `sequence_index` is below it
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """A copy whose tensors live on `device`."""
@@ -75,6 +76,7 @@ class MicroBatch:
             fields={name: values.to(device) for name, values in self.fields.items()},
             cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device),
             max_seqlen=self.max_seqlen,
+            num_sequences=self.num_sequences,
         )
 
 
@@ -217,6 +219,7 @@ def _lay_out_packed(
         },
         cu_seqlens=torch.nn.functional.pad(torch.tensor(segments).cumsum(0), (1, 0)).to(torch.int32),
         max_seqlen=max(segments),
+        num_sequences=len(sequences),
     )
 
 
@@ -257,4 +260,5 @@ def _lay_out_padded(
         },
         cu_seqlens=None,
         max_seqlen=width,
+        num_sequences=len(sequences),
     )

@@ -1,6 +1,6 @@
 """Token sequences for supervised fine-tuning: `SFTDataModule`."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,6 +14,9 @@ from lightning_megatron_rl.data.templates import (
     conversation_segments,
     tokenize_segment,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class SFTDataModule(RowDataModule[TokenSequence]):
@@ -103,17 +106,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         return self.drop_overlong(sequences, lengths, self.max_length, mode, dataset, "max_length")
 
     def _sequence(self, row: Row, where: str) -> TokenSequence:
-        token_ids: list[int] = []
-        is_target: list[bool] = []
-        for segment in self._segments(row, where):
-            ids = tokenize_segment(self.tokenizer, segment)
-            token_ids += ids
-            is_target += [segment.is_target] * len(ids)
-        if not any(is_target):
-            raise ValueError(f"{where}: no token to train on: the response is empty")
-        if is_target[0]:
-            raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of the response")
-        return TokenSequence(torch.tensor(token_ids), torch.tensor(is_target))
+        return segments_to_sequence(self.tokenizer, self._segments(row, where), where)
 
     def _segments(self, row: Row, where: str) -> list[Segment]:
         if self.messages_column is not None:
@@ -123,11 +116,61 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         completion = column(row, self.completion_column, where)
         if not isinstance(completion, str):
             raise ValueError(f"{where}: the completion is {completion!r} ({type(completion).__name__}), not text")
-        prompt_messages = self.template.messages(prompt, where)
-        if prompt_messages is not None:
-            messages = [*prompt_messages, {"role": "assistant", "content": completion}]
-            return conversation_segments(self.tokenizer, messages, where, first_target=len(prompt_messages))
-        return [
-            self.template.prompt_segment(self.tokenizer, prompt, where),
-            Segment(completion, is_target=True, append_eos=self.append_eos),
-        ]
+        return completion_segments(self.tokenizer, self.template, prompt, completion, where, append_eos=self.append_eos)
+
+
+def completion_segments(
+    tokenizer: "PreTrainedTokenizerBase",
+    template: PromptTemplate,
+    prompt: Any,
+    completion: str,
+    where: str,
+    *,
+    append_eos: bool,
+) -> list[Segment]:
+    """A prompt, text or messages, and its completion, which is the target.
+
+    Args:
+        tokenizer: Has the chat template, if one is needed.
+        template: How prompts become text.
+        prompt: Text or a list of chat messages.
+        completion: Text.
+        where: The row, for errors.
+        append_eos: Whether a completion without chat template ends with the end-of-sequence token.
+
+    Raises:
+        ValueError: if the prompt cannot be used.
+
+    Example:
+        ``completion_segments(tokenizer, PromptTemplate(), "1+1=", "2", "row 0", append_eos=True)`` has two segments.
+    """
+    prompt_messages = template.messages(prompt, where)
+    if prompt_messages is not None:
+        messages = [*prompt_messages, {"role": "assistant", "content": completion}]
+        return conversation_segments(tokenizer, messages, where, first_target=len(prompt_messages))
+    return [
+        template.prompt_segment(tokenizer, prompt, where),
+        Segment(completion, is_target=True, append_eos=append_eos),
+    ]
+
+
+def segments_to_sequence(tokenizer: "PreTrainedTokenizerBase", segments: list[Segment], where: str) -> TokenSequence:
+    """The segments' tokens end to end, those of targets in the loss mask.
+
+    Raises:
+        ValueError: if there is no target token, or nothing before the first one.
+
+    Example:
+        ``segments_to_sequence(tokenizer, [Segment("1+1="), Segment("2", is_target=True)], "row 0")``
+    """
+    token_ids: list[int] = []
+    is_target: list[bool] = []
+    for segment in segments:
+        ids = tokenize_segment(tokenizer, segment)
+        token_ids += ids
+        is_target += [segment.is_target] * len(ids)
+    if not any(is_target):
+        raise ValueError(f"{where}: no token to train on: the response is empty")
+    if is_target[0]:
+        raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of the response")
+    return TokenSequence(torch.tensor(token_ids), torch.tensor(is_target))

@@ -44,13 +44,22 @@ class HFModel:
     """
 
     def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoConfig
-
         self.name_or_path = name_or_path
         self.trust_remote_code = trust_remote_code
         self.path: Path = local_checkpoint(name_or_path)
-        self.config: Any = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+        self.config: Any = self._read_config()
         layout_check.check_family(self.config)
+
+    def _read_config(self) -> Any:
+        """The config of the language model that the checkpoint holds."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def export_config(self) -> Any:
+        """The config that goes with exported weights."""
+        return self.config
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -102,7 +111,9 @@ class HFModel:
         AutoMapping.register_module_type("TorchRowParallelLinearNorm", "row")
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
-        return auto_bridge.from_hf_pretrained(str(self.path), trust_remote_code=self.trust_remote_code)
+        return auto_bridge.from_hf_pretrained(
+            str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
+        )
 
     def build_chunks(
         self,
@@ -173,9 +184,18 @@ class HFModel:
             add_adapters(chunks, lora)
         return chunks
 
+    def _conversion_tasks(self, chunks: list[Any]) -> list[Any]:
+        """Megatron-Bridge's plan for exporting each weight."""
+        return list(self._bridge.get_conversion_tasks(chunks))
+
+    def _is_loaded(self, name: str) -> bool:
+        """Whether a tensor of a chunk comes from the checkpoint."""
+        return True
+
     def _check_complete(self, chunks: list[Any]) -> list[Any]:
         """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
-        missing = [name for chunk in chunks for name, tensor in _loaded_tensors(chunk) if tensor.isnan().all()]
+        tensors = [pair for chunk in chunks for pair in _loaded_tensors(chunk) if self._is_loaded(pair[0])]
+        missing = [name for name, tensor in tensors if tensor.isnan().all()]
         raise_everywhere(f"checkpoint {self.path} has no weights for {', '.join(missing)}" if missing else None)
         return chunks
 
@@ -190,7 +210,7 @@ class HFModel:
 
         padded = self._padded_names
         with torch.no_grad():
-            tasks = MergedTasks(self._bridge.get_conversion_tasks(chunks), chunks)
+            tasks = MergedTasks(self._conversion_tasks(chunks), chunks)
             for name, tensor in self._bridge.export_hf_weights(
                 chunks, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
             ):
@@ -234,7 +254,7 @@ class HFModel:
                     error = f"writing {directory} failed at {name}: {type(exception).__name__}: {exception}"
         if writer is not None and error is None:
             try:
-                writer.finish(self.path, self.config, dtype or self.dtype)
+                writer.finish(self.path, self.export_config, dtype or self.dtype)
             except Exception as exception:
                 error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
         if writer is not None and error is not None:

@@ -1,42 +1,171 @@
-"""Rewards of validation samples, per data set, as metrics over all replicas."""
+"""Validation samples, per data set: rewards, pass@k and majority votes with intervals, over all replicas."""
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.algorithms.tally import Formula, Tally
+from lightning_megatron_rl.modules.estimators import majority_vote, mean_interval, pass_at_k, score_interval
+from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample
+
+_BOXED = "\\boxed{"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    r"""What validation draws and reports besides one response per prompt.
+
+    Args:
+        num_samples: Responses to each prompt that are sampled for pass@k and majority votes; 0 draws none.
+        sampling: How they are sampled; as in training if not given.
+        pass_at: The k of pass@k, at most `num_samples`; 1, 2, 4, ... up to it if empty.
+        right_above: A response is right if its weighted reward is greater.
+        answer_pattern: Regular expression with one group, whose last match in a response is its vote. If not given: the
+            last \boxed{}, else the last number, else the whole response.
+        confidence: Of the intervals.
+
+    Raises:
+        ValueError: Settings that contradict each other, with the remedy.
+
+    Example:
+        ``EvaluationSettings(num_samples=8, pass_at=(1, 8))``
+    """
+
+    num_samples: int = 0
+    sampling: SamplingParams | None = None
+    pass_at: tuple[int, ...] = ()
+    right_above: float = 0.0
+    answer_pattern: str | None = None
+    confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0 or self.num_samples == 1:
+            raise ValueError(
+                f"evaluation.num_samples={self.num_samples}: give at least 2, or 0 for the one response of"
+                " validation_sampling alone."
+            )
+        object.__setattr__(self, "pass_at", tuple(self.pass_at))
+        for k in self.pass_at:
+            if not 1 <= k <= self.num_samples:
+                raise ValueError(
+                    f"evaluation.pass_at={list(self.pass_at)}: pass@{k} is estimated from at least {k} samples, but"
+                    f" num_samples={self.num_samples}. Raise num_samples or leave out {k}."
+                )
+        if self.num_samples and self.sampling is not None and self.sampling.temperature == 0:
+            raise ValueError(
+                f"evaluation.sampling.temperature=0: the {self.num_samples} greedy responses to a prompt would be"
+                " equal. Use e.g. 1.0; the greedy response is that of validation_sampling."
+            )
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"evaluation.confidence={self.confidence} must be between 0 and 1, such as 0.95.")
+        if self.answer_pattern is not None:
+            try:
+                groups = re.compile(self.answer_pattern).groups
+            except re.error as error:
+                raise ValueError(f"evaluation.answer_pattern={self.answer_pattern!r}: {error}.") from error
+            if groups != 1:
+                raise ValueError(
+                    f"evaluation.answer_pattern={self.answer_pattern!r} has {groups} groups: the one group is the vote."
+                )
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k that are reported."""
+        return self.pass_at or tuple(2**power for power in range(self.num_samples.bit_length()))
+
+    def passes(self, one: SamplingParams, training: SamplingParams) -> list[tuple[SamplingParams, int]]:
+        """Return how prompts are sampled, and with how many responses each.
+
+        Args:
+            one: For the one response per prompt.
+            training: For the several, unless `sampling` says otherwise.
+
+        Example:
+            ``EvaluationSettings(num_samples=8).passes(greedy, training) == [(greedy, 1), (training, 8)]``
+        """
+        several = [(self.sampling or training, self.num_samples)] if self.num_samples else []
+        return [(one, 1), *several]
+
+    def check_length(self, max_model_len: int) -> None:
+        """Refuse responses that the engine has no room for.
+
+        Raises:
+            ValueError: with the two lengths.
+
+        Example:
+            ``EvaluationSettings(num_samples=8, sampling=SamplingParams(max_tokens=99)).check_length(64)`` raises.
+        """
+        if self.sampling is not None and self.sampling.max_tokens >= max_model_len:
+            raise ValueError(
+                f"evaluation.sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
+                f" engine.max_model_len={max_model_len}: raise max_model_len or lower max_tokens."
+            )
 
 
 class Evaluation:
     """Collects the samples of one validation epoch.
 
+    Args:
+        settings: What is reported.
+
     Example:
-        ``evaluation.add(samples); evaluation.finish("val", all_reduce)`` gives ``{"val/gsm8k/mean_at_1": 0.41, ...}``
+        ``evaluation.add(samples); evaluation.finish("val", all_reduce, union)`` gives ``{"val/gsm8k/mean_at_1": 0.41,
+        ...}``
     """
 
-    def __init__(self) -> None:
-        self._tally = Tally()
-        self._names: set[str] = set()
+    def __init__(self, settings: EvaluationSettings = EvaluationSettings()) -> None:
+        self.settings = settings
         self.samples: list[Sample] = []  # of this replica, until the next epoch begins
+        self._tally = Tally()
+        self._sets: set[str] = set()
+        self._rewards: set[str] = set()
         self._finished = False
 
-    def add(self, samples: list[Sample]) -> None:
-        """Take the samples of one batch, one response per prompt."""
+    def add(self, samples: list[Sample], num_generations: int = 1) -> None:
+        """Take the samples of one batch; the `num_generations` responses to one prompt stand together."""
         if self._finished:
             self.samples, self._finished = [], False
         self.samples += samples
-        for sample in samples:
-            values = {
-                "mean_at_1": sample.reward,
-                **sample.rewards,
-                "truncated_frac": float(sample.is_truncated),
-            }
-            for name, value in values.items():
-                self._tally.add_mean(f"{sample.prompt.dataset}/{name}", value)
-                self._names.add(f"{sample.prompt.dataset}/{name}")
+        groups = [samples[start : start + num_generations] for start in range(0, len(samples), num_generations)]
+        for dataset in dict.fromkeys(group[0].prompt.dataset for group in groups):
+            mine = [group for group in groups if group[0].prompt.dataset == dataset]
+            self._sets.add(dataset)
+            self._rewards |= mine[0][0].rewards.keys()
+            self._add_set(dataset, mine, num_generations, sorted(mine[0][0].rewards))
+
+    def _add_set(self, dataset: str, groups: list[list[Sample]], num_generations: int, rewards: list[str]) -> None:
+        """Add groups of one set, none of them to make its metrics known."""
+        n, settings = num_generations, self.settings
+        self._add(f"{dataset}/mean_at_{n}", [_mean([s.reward for s in group]) for group in groups], bounded=False)
+        if n == 1:
+            samples = [group[0] for group in groups]
+            for name in rewards:
+                self._tally.add_mean(f"{dataset}/{name}", [sample.rewards[name] for sample in samples])
+            self._tally.add_mean(f"{dataset}/truncated_frac", [float(sample.is_truncated) for sample in samples])
+            self._tally.add_mean(f"{dataset}/failed_frac", [float(bool(sample.reward_errors)) for sample in samples])
+            return
+        right = [[sample.reward > settings.right_above for sample in group] for group in groups]
+        for k in settings.ks:
+            self._add(f"{dataset}/pass_at_{k}", [pass_at_k(n, sum(verdicts), k) for verdicts in right])
+        votes = [[vote(sample.response, settings.answer_pattern) for sample in group] for group in groups]
+        majorities = [majority_vote(answers, verdicts) for answers, verdicts in zip(votes, right, strict=True)]
+        self._add(f"{dataset}/maj_at_{n}", majorities)
+
+    def _add(self, name: str, values: list[float], bounded: bool = True) -> None:
+        """Add one value per prompt to a mean and to both ends of its interval."""
+        vector = torch.tensor(values, dtype=torch.float64)
+        self._tally.add_mean(name, vector)
+        sums = {"total": vector.sum(), "squares": vector.square().sum(), "count": torch.tensor(len(values))}
+        for end in (0, 1):
+            formula = _interval_end(end, bounded, self.settings.confidence)
+            self._tally.add(f"{name}_{('low', 'high')[end]}", formula, sums)
 
     def finish(
         self,
@@ -51,8 +180,44 @@ class Evaluation:
             all_reduce: Reduces a vector over the replicas.
             union: Returns the names of all ranks: a replica may have had no prompt of a small set.
         """
-        for name in union(sorted(self._names)):
-            self._tally.add_mean(name, torch.empty(0))
+        sets, rewards = union(sorted(self._sets)), union(sorted(self._rewards))
+        for dataset in sets:
+            for num_generations in (1, self.settings.num_samples) if self.settings.num_samples else (1,):
+                self._add_set(dataset, [], num_generations, rewards)
         metrics = self._tally.reduce(all_reduce).compute()
-        self._tally, self._names, self._finished = Tally(), set(), True
+        self._tally, self._sets, self._rewards, self._finished = Tally(), set(), set(), True
         return {f"{stage}/{name}": value for name, value in metrics.items()}
+
+
+def vote(response: str, pattern: str | None = None) -> str | None:
+    r"""Return the answer that a response gives in a majority vote; None if the pattern finds none.
+
+    Example:
+        ``vote("so \\boxed{1,234}, not 7") == "1,234"``; ``vote("It is 12.") == "12"``; ``vote(" Paris ") == "Paris"``.
+    """
+    if pattern is not None:
+        found = re.findall(pattern, response)
+        return found[-1].strip() if found else None
+    start = response.rfind(_BOXED)
+    if start >= 0:
+        depth = 1
+        for position in range(start + len(_BOXED), len(response)):
+            depth += {"{": 1, "}": -1}.get(response[position], 0)
+            if depth == 0:
+                return response[start + len(_BOXED) : position].strip()
+    numbers = _NUMBER.findall(response)
+    return numbers[-1].replace(",", "") if numbers else response.strip()
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@cache  # a tally tells formulas apart by identity
+def _interval_end(end: int, bounded: bool, confidence: float) -> Formula:
+    interval = score_interval if bounded else mean_interval
+
+    def formula(total: float, squares: float, count: float) -> float:
+        return interval(total, squares, count, confidence)[end]
+
+    return formula

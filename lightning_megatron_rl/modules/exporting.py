@@ -9,11 +9,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf_model import HFModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+_KIND = "last_layer"  # key of a checkpoint
 
 
 class ExportsWeights(pl.LightningModule):
@@ -21,6 +24,8 @@ class ExportsWeights(pl.LightningModule):
 
     model: nn.ModuleList
     lora: LoRASettings | None
+    temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
+    exports_classifier: bool = False  # whether exports are Transformers' sequence classifiers, else language models
 
     @property
     @abstractmethod
@@ -31,6 +36,10 @@ class ExportsWeights(pl.LightningModule):
     @abstractmethod
     def strategy(self) -> "MegatronStrategy":
         """The Trainer's strategy."""
+
+    @abstractmethod
+    def export_outputs(self, sequences: list[TokenSequence]) -> list[Tensor]:
+        """Return per sequence what an export, loaded back, must compute as well; a collective."""
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
@@ -52,6 +61,27 @@ class ExportsWeights(pl.LightningModule):
             raise ValueError(f"{type(self).__name__}(lora=None) has no adapters: save_pretrained writes its weights.")
         self.strategy.gather_parameters()
         self.hf_model.save_adapter(list(self.model), directory, self.lora)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note what the last layer is: its weight has the same name in both kinds of model."""
+        checkpoint[_KIND] = self._kind
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of a language model where a value head is trained, and the reverse.
+
+        Raises:
+            ValueError: With what to do in its place.
+        """
+        saved = checkpoint.get(_KIND, "output layer")
+        if saved != self._kind:
+            raise ValueError(
+                f"the checkpoint is of a model with a(n) {saved}, {type(self).__name__} trains one with a(n)"
+                f" {self._kind}: export that run in Hugging Face format (HFExport), and start from the export."
+            )
+
+    @property
+    def _kind(self) -> str:
+        return "value head" if self.exports_classifier else "output layer"
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ExportsWeights":

@@ -1,51 +1,47 @@
 """`GRPOModule`: group-relative policy optimisation. One batch of prompts is one rollout is one `global_step`."""
 
-import atexit
-import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron_rl.algorithms.advantages import group_advantages
-from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
-from lightning_megatron_rl.callbacks.weight_sync import WeightSync
-from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.prompts import PromptDataModule
-from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
+from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.modules.evaluation import Evaluation
-from lightning_megatron_rl.modules.grpo_loss import GRPOLoss, GRPOLossConfig
-from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
+from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import (
     Rollout,
     add_sample_metrics,
+    add_sequence_metrics,
     check_batch_arithmetic,
     check_split,
     to_sequence,
 )
-from lightning_megatron_rl.rewards.base import Reward, compute_rewards
+from lightning_megatron_rl.modules.sampling import SamplesResponses, run_seed
+from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
+from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
-from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.strategy.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
-_DEFAULT_SEED = 1234
 
-
-class GRPOModule(PolicyModule):
+class GRPOModule(SamplesResponses):
     """Train a language model with GRPO: sample groups of responses, reward them, push the better ones.
 
     Args:
         model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
-        rewards: Functions or objects from samples to rewards; see `Reward`.
+        rewards: Functions or objects from samples to rewards; see `Reward`, and `GuardedReward` for deadlines.
         reward_weights: Weight of each reward in the sum; 1 each if not given.
         engine: Samples the responses; vLLM in a child process of its own by default.
         num_generations: Responses per prompt (the group).
@@ -53,6 +49,9 @@ class GRPOModule(PolicyModule):
         sampling: Temperature and limits of training rollouts.
         validation_sampling: The same for validation; greedy if not given, otherwise as in `sampling`.
         loss: The objective.
+        reference: The policy that KL is measured to; by default the one that training starts from.
+        overlong: Penalty and filter of responses near the length limit; none if not given.
+        dynamic_sampling: Draw other prompts for groups without spread; off if not given.
         optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
         lr_scheduler: Called with the optimizer; stepped once per `global_step`.
         max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
@@ -62,6 +61,7 @@ class GRPOModule(PolicyModule):
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
+        evaluation: What validation samples and reports besides one response per prompt.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -72,6 +72,7 @@ class GRPOModule(PolicyModule):
     """
 
     has_old_logprobs = True
+    compares_groups = True  # whether the configured advantage is used, which may need more than one response
 
     def __init__(
         self,
@@ -84,6 +85,9 @@ class GRPOModule(PolicyModule):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         validation_sampling: SamplingParams | None = None,
         loss: GRPOLossConfig | None = None,
+        reference: ReferenceSettings | None = None,
+        overlong: OverlongSettings | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
         optimizer: Optional["OptimizerConfig"] = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_tokens_per_microbatch: int = 8192,
@@ -93,6 +97,7 @@ class GRPOModule(PolicyModule):
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
+        evaluation: EvaluationSettings | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -106,7 +111,16 @@ class GRPOModule(PolicyModule):
             moe=moe,
             lora=lora,
         )
-        check_batch_arithmetic(num_generations, updates_per_rollout, rewards, reward_weights, sampling)
+        config = loss or GRPOLossConfig()
+        check_batch_arithmetic(
+            num_generations,
+            updates_per_rollout,
+            rewards,
+            reward_weights,
+            sampling,
+            advantage=config.advantage if self.compares_groups else None,
+            compares_responses=dynamic_sampling is not None,
+        )
         self.rewards = rewards
         self.reward_weights = reward_weights
         self.engine: RolloutEngine = engine if engine is not None else VLLMEngine()
@@ -117,75 +131,34 @@ class GRPOModule(PolicyModule):
             temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop
         )
         self.temperature = sampling.temperature
-        self.loss = GRPOLoss(loss or GRPOLossConfig())
-        self.reference: list[nn.Module] | None = None  # a list, not a submodule: it is neither trained nor saved
+        self.loss = GRPOLoss(config, context_parallel_sum)
+        self.has_old_logprobs = not config.bypass
+        self.overlong = overlong
+        self.dynamic_sampling = dynamic_sampling
+        self.reference_settings = reference or ReferenceSettings()
+        self.reference_kind = self.reference_settings.resolve(kl_coef=config.kl_coef, has_adapters=lora is not None)
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
-        self.evaluation = Evaluation()
-        self.synced_version: int | None = None  # weights that the engine samples with
-        self._engine_started = False
+        self.evaluation = Evaluation(evaluation or EvaluationSettings())
 
-    # ---- life ------------------------------------------------------------------------------------------------------
-
-    def setup(self, stage: str) -> None:
-        """Check the model, then let the engine start while this process builds its own."""
-        super().setup(stage)
-        self._check_lengths()
-        self._check_prompts()
-        self.synced_version = None  # another Trainer counts its steps from 0 again
-        assert self.strategy.replica is not None
-        if not self._engine_started:
-            atexit.register(self.engine.close)
-            self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
-            self._engine_started = True
-
-    def _check_lengths(self) -> None:
-        limit = self.engine.max_model_len
-        if limit > self.max_tokens_per_microbatch:
-            raise ValueError(
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch} < engine.max_model_len={limit}: a sampled"
-                " sequence may not fit into a micro-batch. Raise max_tokens_per_microbatch or lower max_model_len."
-            )
-        if self.sampling.max_tokens >= limit:
-            raise ValueError(
-                f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
-                f" engine.max_model_len={limit}: raise max_model_len or lower max_tokens."
-            )
-
-    def _check_prompts(self) -> None:
+    def check_prompts(self, stage: str) -> None:
+        """Refuse a batch that does not divide into updates, and dynamic sampling without a set of prompts."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, PromptDataModule):
+            if self.dynamic_sampling is not None and stage == "fit":
+                raise ValueError(
+                    f"dynamic_sampling draws prompts from a PromptDataModule, the Trainer has {type(data).__name__}:"
+                    " use one, or leave dynamic_sampling out."
+                )
             return  # prompts of the user's own: checked when the first rollout is split
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         check_split(data.batch_size // replicas, self.updates_per_rollout)
-
-    def configure_model(self) -> None:
-        """Build the policy, and the frozen reference if the loss looks at it; with LoRA the policy holds it."""
-        super().configure_model()
-        if self._has_reference and self.lora is None and self.reference is None:
-            self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
-
-    @property
-    def _has_reference(self) -> bool:
-        return self.loss.config.kl_coef > 0
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
-        present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [WeightSync()]
-
-    def close_engine(self) -> None:
-        """End the engine; the next phase that samples starts it anew."""
-        self.engine.close()
-        self._engine_started, self.synced_version = False, None
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Forget what the engine has: the weights are about to be others."""
-        self.synced_version = None
 
     # ---- training --------------------------------------------------------------------------------------------------
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
+        self.loss.set_step(self.trainer.global_step)
+        self.refresh_reference()
         rollout = self.rollout(prompts)
         *inner, last = rollout.split(self.updates_per_rollout)
         with self.phase("update"):
@@ -196,70 +169,60 @@ class GRPOModule(PolicyModule):
         return loss  # Lightning takes this step
 
     def rollout(self, prompts: list[Prompt]) -> Rollout:
-        """Return samples of `prompts` with rewards, advantages, old and reference log-probs."""
-        with self.phase("rollout"):
-            samples = self.generate(prompts, self.sampling, self.num_generations)
-        with self.phase("reward"):
-            self.reward(samples)
-            self.assign_advantages(samples)
+        """Return samples of `prompts` with rewards, old and reference log-probs, and advantages."""
+        tally = Tally()
+        samples = self.sample(prompts)
+        if self.dynamic_sampling is not None:
+            samples = self.refill(samples, self.dynamic_sampling, tally)
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
-        with self.phase("old_logp"):
-            scores = self.score(rollout.sequences, routing="record" if self.replays_routing else "free")
-            rollout.set_field("old_logprobs", scores.logprobs)
-            if self.replays_routing:
-                rollout.set_routing(scores.routing)
-        if self._has_reference:
-            with self.phase("ref_logp"):
-                rollout.set_field("ref_logprobs", self.score_reference(rollout.sequences).logprobs)
+        self.score_rollout(rollout)
+        self.assign_advantages(rollout, tally)
         rollout.set_correction_weights(self.loss)
-        self.log_rollout(rollout)
+        self.log_rollout(rollout, tally)
+        if self.overlong is not None and self.overlong.filter:
+            rollout.filter_overlong()
         self.last_rollout = rollout
         return rollout
 
-    def score_reference(self, sequences: list[TokenSequence]) -> Scores:
-        """Score under the reference policy: the frozen copy, or with LoRA the policy without its adapters."""
-        if self.lora is None:
-            return self.score(sequences, self.reference)
-        with adapters_off(self.model):
-            return self.score(sequences)
-
-    def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
-        """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
-        assert self.strategy.replica is not None
-        if not prompts:  # the last validation batch of this replica
-            return []
-        seed = int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
-        return self.strategy.replica.run_on_leader(
-            lambda: generate_samples(
-                self.engine,
-                prompts,
-                params,
-                num_generations=num_generations,
-                tokenizer=self.hf_model.tokenizer,
-                seed=seed,
-                step=self.trainer.global_step,
-            )
+    def refill(self, samples: list[Sample], settings: DynamicSampling, tally: Tally) -> list[Sample]:
+        """Put groups of other prompts of the training set in the place of those without spread; a collective."""
+        prompts: list[Prompt] = self.trainer.datamodule.train_items  # type: ignore[attr-defined]
+        step = self.trainer.global_step
+        return refill_groups(
+            samples,
+            self.num_generations,
+            max_rounds=settings.max_rounds,
+            candidates=lambda round_number: shuffled_prompts(prompts, run_seed(), step, round_number),
+            sample=self.sample,
+            replicas=Replicas(data_parallel_rank(), data_parallel_gather),
+            tally=tally,
         )
 
-    def reward(self, samples: list[Sample]) -> None:
-        """Fill in the rewards; the leader computes them, every rank gets them."""
-        assert self.strategy.replica is not None
-        if not samples:
-            return
+    def score_rollout(self, rollout: Rollout) -> None:
+        """Give a rollout's sequences their log-probs under the old policy and the reference, if there is one."""
+        if self.loss.config.bypass:
+            rollout.set_field("old_logprobs", [sequence.fields["rollout_logprobs"] for sequence in rollout.sequences])
+        else:
+            with self.phase("old_logp"):
+                scores = self.score(rollout.sequences, routing="record" if self.replays_routing else "free")
+                rollout.set_field("old_logprobs", scores.logprobs)
+                if self.replays_routing:
+                    rollout.set_routing(scores.routing)
+        if self.reference_kind != "none":
+            with self.phase("ref_logp"):
+                rollout.set_field("ref_logprobs", self.score_reference(rollout.sequences).logprobs)
 
-        def compute() -> list[tuple[dict[str, float], float]]:
-            compute_rewards(samples, self.rewards, self.reward_weights)
-            return [(sample.rewards, sample.reward) for sample in samples]
-
-        for sample, (parts, total) in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
-            sample.rewards, sample.reward = parts, total
-
-    def assign_advantages(self, samples: list[Sample]) -> None:
-        """Fill in the advantages: each sample's reward relative to its group's."""
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        advantages = group_advantages(rewards.view(-1, self.num_generations), self.loss.config.advantage)
-        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
-            sample.advantage = advantage
+    def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
+        """Fill in the advantages from the rewards and what shapes them; a collective."""
+        rewards = shaped_rewards(
+            rollout, self.loss.config, self.overlong, max_response_length=self.sampling.max_tokens, tally=tally
+        )
+        advantages = group_advantages(
+            rewards.view(-1, self.num_generations),
+            self.loss.config.advantage,
+            lambda vector: self.reduce_on_device(vector, "sum"),
+        )
+        rollout.set_advantages(advantages.flatten())
 
     def forward_backward(self, rollout: Rollout) -> Tensor:
         """Compute the gradients of one part of a rollout; return its loss, equal on every rank."""
@@ -285,58 +248,17 @@ class GRPOModule(PolicyModule):
             ),
             ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
-            ("advantage, aggregation", f"{self.loss.config.advantage}, {self.loss.config.aggregation}"),
+            *self.loss.config.describe(),
+            ("reference", self.reference_kind.replace("_", " ")),
         ]
 
-    def log_rollout(self, rollout: Rollout) -> None:
+    def log_rollout(self, rollout: Rollout, tally: Tally) -> None:
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
-        tally = Tally()
         add_sample_metrics(tally, rollout.samples, self.num_generations)
-        for sequence in rollout.sequences:
-            fields = sequence.fields
-            add_mismatch_metrics(tally, fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
+        if not self.loss.config.bypass:  # the trainer's log-probs are not known then
+            add_sequence_metrics(tally, rollout.sequences)
         metrics = tally.reduce(self.reduce_on_device).compute()
+        if self.loss.config.entropy_schedule is not None:
+            metrics["policy/entropy_coef"] = self.loss.entropy_coef
         metrics["rollout/staleness"] = self.trainer.global_step - metrics["rollout/weight_version"]
         self.log_metrics(metrics, prog_bar=("reward/mean",))
-
-    # ---- validation, test, prediction ------------------------------------------------------------------------------
-
-    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample one response per prompt with `validation_sampling` and reward it."""
-        samples = self.generate(prompts, self.validation_sampling, 1)
-        self.reward(samples)
-        self.evaluation.add(samples)
-
-    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As validation."""
-        self.validation_step(prompts, batch_idx, dataloader_idx)
-
-    def predict_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> list[Sample]:
-        """Return one sample per prompt, drawn with `validation_sampling`."""
-        return self.generate(prompts, self.validation_sampling, 1)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/<set>/mean_at_1`` for every data set, over all replicas."""
-        self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
-
-    def on_test_epoch_end(self) -> None:
-        """Log ``test/<set>/mean_at_1`` for every data set."""
-        self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
-
-    # ---- what WeightSync needs -------------------------------------------------------------------------------------
-
-    def sync_weights(self, version: int) -> None:
-        """Push the policy's weights to this replica's engine; a collective."""
-        assert self.strategy.replica is not None
-        weights = self.export_weights()
-        with self.phase("weight_sync"):
-            self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
-        self.synced_version = version
-
-
-def _push(engine: RolloutEngine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-    try:
-        engine.update_weights(weights, version)
-    finally:
-        for _ in weights:  # the other ranks are in the middle of the export's collectives
-            pass

@@ -1,62 +1,23 @@
-"""The GRPO objective per token: clipped policy loss, KL to the reference, entropy, importance correction."""
+"""The GRPO objective per token: policy loss, KL to the reference, entropy, correction of the mismatch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from lightning_megatron_rl.algorithms.aggregation import AGGREGATIONS, sequence_weights
-from lightning_megatron_rl.algorithms.correction import truncated_importance_weights
-from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from lightning_megatron_rl.algorithms.aggregation import sequence_weights
+from lightning_megatron_rl.algorithms.correction import Correction, correction
+from lightning_megatron_rl.algorithms.kl import kl_penalty
 from lightning_megatron_rl.algorithms.metrics import add_policy_metrics
-from lightning_megatron_rl.algorithms.policy_losses import ppo_clip
-from lightning_megatron_rl.algorithms.registry import lookup
+from lightning_megatron_rl.algorithms.policy_losses import PolicyLoss, policy_loss
+from lightning_megatron_rl.algorithms.sequences import Sequences
 from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.algorithms.whitening import one_rank
 from lightning_megatron_rl.data.packing import MicroBatch
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 
-
-@dataclass
-class GRPOLossConfig:
-    """Everything that shapes the objective; formulas in docs/algorithms.md.
-
-    Args:
-        advantage: "grpo", "dr_grpo" or "rloo".
-        aggregation: How token losses become one number; denominators are global.
-        clip_low: The ratio is clipped below at 1 - clip_low.
-        clip_high: The ratio is clipped above at 1 + clip_high.
-        dual_clip: Bound of the loss at negative advantages, as a multiple of the advantage; None for no bound.
-        kl_coef: Weight of the KL divergence to the frozen reference; 0 means that no reference is built.
-        kl_estimator: "k1", "k2" or "k3".
-        entropy_coef: Weight of the entropy bonus.
-        correction: "tis" truncates the trainer/sampler importance weight at `correction_cap`; None trusts the sampler.
-        correction_level: One weight per token, or one per sequence.
-        correction_cap: Upper bound of the weight.
-    """
-
-    advantage: str = "grpo"
-    aggregation: str = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    correction: Literal["tis"] | None = "tis"
-    correction_level: Literal["token", "sequence"] = "token"
-    correction_cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        lookup(ADVANTAGE_ESTIMATORS, self.advantage, "advantage")
-        lookup(AGGREGATIONS, self.aggregation, "aggregation")
-        lookup(KL_ESTIMATORS, self.kl_estimator, "kl_estimator")
-        for name in ("clip_low", "clip_high", "kl_coef", "correction_cap"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it cannot be negative.")
-        if self.clip_low >= 1:
-            raise ValueError(f"clip_low={self.clip_low}: the lower bound 1 - clip_low of the ratio must be positive.")
+__all__ = ["GRPOLoss", "GRPOLossConfig"]
 
 
 class GRPOLoss:
@@ -64,13 +25,26 @@ class GRPOLoss:
 
     Args:
         config: The objective.
+        sum_over_shares: Sums a tensor in place over the ranks that each hold a part of every sequence.
 
     Example:
         ``module.update(sequences, GRPOLoss(GRPOLossConfig()))``
     """
 
-    def __init__(self, config: GRPOLossConfig) -> None:
+    def __init__(self, config: GRPOLossConfig, sum_over_shares: Callable[[Tensor], Tensor] = one_rank) -> None:
         self.config = config
+        self.sum_over_shares = sum_over_shares
+        self.entropy_coef = config.entropy_coef  # of the current step
+        self.policy_loss: PolicyLoss = partial(policy_loss(config.policy_loss), **config.policy_loss_options())
+        self.correction: Correction | None = None
+        if config.correction is not None:
+            self.correction = partial(correction(config.correction), **config.correction_options())
+
+    def set_step(self, step: int) -> None:
+        """Take the coefficients of `global_step` `step`."""
+        schedule = self.config.entropy_schedule
+        if schedule is not None:
+            self.entropy_coef = schedule.at(step, start=self.config.entropy_coef)
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally) -> Tensor:
         """Return the loss of each token, ``[b, s]``; a `TokenLoss` of `PolicyModule.update`."""
@@ -78,21 +52,18 @@ class GRPOLoss:
         old, advantages = fields["old_logprobs"], fields["advantages"]
         # masked positions hold log-probs of padding: take them out before any exp
         logprobs = torch.where(mask, logprobs, old)
-        losses, _ = ppo_clip(
-            logprobs,
-            old,
-            advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-        )
+        sequences = Sequences(batch.sequence_index, mask, batch.num_sequences, self.sum_over_shares)
+        losses, ratio = self.policy_loss(logprobs, old, advantages, sequences)
         if "correction_weights" in fields:
             losses = losses * fields["correction_weights"]
         reference = fields.get("ref_logprobs")
-        if reference is not None:
-            losses = losses + config.kl_coef * kl_penalty(logprobs, reference, config.kl_estimator)
-        if config.entropy_coef:
-            losses = losses - config.entropy_coef * entropy
+        if reference is not None and config.kl_coef and config.kl_in == "loss":
+            weighted_by = old if config.kl_importance_weighting else None
+            losses = losses + config.kl_coef * kl_penalty(
+                logprobs, reference, config.kl_estimator, old_logprobs=weighted_by
+            )
+        if self.entropy_coef:
+            losses = losses - self.entropy_coef * entropy
         add_policy_metrics(
             tally,
             logprobs=logprobs.detach(),
@@ -103,28 +74,21 @@ class GRPOLoss:
             mask=mask,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
+            ratio=ratio,
         )
         return losses
 
     def correction_weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor | None:
-        """Return the truncated importance weight of each token of one sequence, or None without correction.
+        """Return the weight of each token of one sequence against the mismatch, or None without correction.
 
         Args:
             old_logprobs: Trainer's log-probs, ``[tokens]``.
             rollout_logprobs: Sampler's log-probs, ``[tokens]``.
             mask: Response tokens, ``[tokens]``.
         """
-        config = self.config
-        if config.correction is None:
+        if self.correction is None:
             return None
-        weights = truncated_importance_weights(
-            old_logprobs[None],
-            rollout_logprobs[None],
-            mask[None],
-            level=config.correction_level,
-            cap=config.correction_cap,
-        )
-        return weights[0]
+        return self.correction(old_logprobs[None], rollout_logprobs[None], mask[None])[0]
 
     def token_weights(
         self,
@@ -137,7 +101,7 @@ class GRPOLoss:
         """Return per sequence the weight ``u = w * N`` of its tokens, ``[sequences]``; see `strategy.schedule`.
 
         Args:
-            response_lengths: Response tokens of each sequence of this replica.
+            response_lengths: Tokens of each sequence of this replica that the loss sums over.
             group_index: Prompt each sequence belongs to.
             max_response_length: Longest response that sampling allows.
             all_reduce: Sums a tensor over the data-parallel ranks.

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.advantages import zero_spread
+from lightning_megatron_rl.algorithms.advantages import GROUP_RELATIVE, zero_spread
+from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.reward_metrics import add_reward_metrics
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
 from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
@@ -58,11 +60,23 @@ class Rollout:
             if weights is not None:
                 fields["correction_weights"] = weights
 
+    def set_advantages(self, advantages: Tensor) -> None:
+        """Give each sample and each token of its sequence the sample's advantage, from `[samples]`."""
+        for sample, sequence, advantage in zip(self.samples, self.sequences, advantages.tolist(), strict=True):
+            sample.advantage = advantage
+            sequence.fields["advantages"] = torch.full((len(sequence),), advantage)
+
+    def filter_overlong(self) -> None:
+        """Leave the tokens of responses that the limit cut out of the loss and of its count of tokens."""
+        for sample, sequence in zip(self.samples, self.sequences, strict=True):
+            if sample.is_truncated:
+                sequence.loss_mask = torch.zeros_like(sequence.loss_mask)
+
     def set_token_weights(
         self, loss: GRPOLoss, *, max_response_length: int, all_reduce: Callable[[Tensor], Tensor]
     ) -> None:
         """Give each token its weight in the aggregation, with global denominators."""
-        lengths = torch.tensor([len(sample.response_ids) for sample in self.samples])
+        lengths = torch.tensor([int(sequence.loss_mask.sum()) for sequence in self.sequences])
         weights = loss.token_weights(
             lengths,
             torch.arange(len(self.samples)) // self.num_generations,
@@ -94,8 +108,7 @@ def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int
     tally.add_mean_std("reward/mean", "reward/std", rewards)
     tally.add_min("reward/min", rewards)
     tally.add_max("reward/max", rewards)
-    for name in samples[0].rewards:
-        tally.add_mean(f"reward/{name}", [sample.rewards[name] for sample in samples])
+    add_reward_metrics(tally, samples)
     tally.add_mean("reward/zero_spread_frac", zero_spread(groups).double())
     tally.add_mean("reward/pass_at_k", (groups > 0).any(dim=1).double())
     lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
@@ -104,6 +117,15 @@ def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int
     tally.add_mean("rollout/truncated_frac", [float(sample.is_truncated) for sample in samples])
     tally.add_mean("rollout/repetition_frac", [repetition(sample.response_ids) for sample in samples])
     tally.add_min("rollout/weight_version", [float(sample.weight_version) for sample in samples])
+
+
+def add_sequence_metrics(tally: Tally, sequences: Sequence[TokenSequence]) -> None:
+    """Add `mismatch/*`, see docs/metrics.md; with correction weights also the share of tokens that they reject."""
+    for sequence in sequences:
+        fields, mask = sequence.fields, sequence.loss_mask
+        add_mismatch_metrics(tally, fields["old_logprobs"], fields["rollout_logprobs"], mask)
+        if "correction_weights" in fields:
+            tally.add_mean("mismatch/rejected_frac", fields["correction_weights"] == 0, mask)
 
 
 def repetition(token_ids: list[int]) -> float:
@@ -136,16 +158,26 @@ def check_batch_arithmetic(
     rewards: list[Reward],
     reward_weights: list[float] | None,
     sampling: SamplingParams,
+    *,
+    advantage: object = "grpo",
+    compares_responses: bool = False,
 ) -> None:
-    """Refuse settings that no rollout could be trained with.
+    """Refuse settings that no rollout could be trained with; `compares_responses` says that dynamic sampling is on.
 
     Raises:
         ValueError: With the value, why, and the remedy.
     """
-    if num_generations < 2:
+    if num_generations < 1:
+        raise ValueError(f"num_generations={num_generations}: at least one response per prompt.")
+    if num_generations < 2 and advantage in GROUP_RELATIVE:
         raise ValueError(
-            f"num_generations={num_generations}: GRPO compares the responses to one prompt with each other; with one"
-            " response every advantage is 0. Set num_generations >= 2."
+            f"num_generations={num_generations}: {advantage} compares the responses to one prompt with each other; with"
+            " one response every advantage is 0. Set num_generations >= 2, or loss.advantage=reinforce_pp."
+        )
+    if num_generations < 2 and compares_responses:
+        raise ValueError(
+            f"dynamic_sampling with num_generations={num_generations}: one response has no spread, so every prompt"
+            " would be drawn again. Set num_generations >= 2, or leave dynamic_sampling out."
         )
     if updates_per_rollout < 1:
         raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")

@@ -1,10 +1,9 @@
-"""The rewards that come with the package: equal as mathematics, equal as text, and the form of the response."""
+"""Rewards that compare the response with the prompt's answer: as mathematics, and as text."""
 
 import functools
-import re
 
-from lightning_megatron_rl.rewards.base import describe_sample
 from lightning_megatron_rl.rewards.math_verifier import MathVerifier
+from lightning_megatron_rl.rewards.text_rewards import prompt_answer
 from lightning_megatron_rl.sample import Sample
 
 
@@ -17,12 +16,12 @@ def math_equal(samples: list[Sample]) -> list[float]:
     takes more than 5 s of CPU time to evaluate is wrong, with a warning. Works in every thread.
 
     Raises:
-        ValueError: a prompt without an answer.
+        RewardSetupError: a prompt without an answer.
 
     Example:
         For the answer "0.5" the response "It is $\frac{1}{2}$." scores 1.0.
     """
-    answers = [_answer(sample, "math_equal").strip() for sample in samples]
+    answers = [prompt_answer(sample, "math_equal").strip() for sample in samples]
     return [
         float(answer == sample.response.strip() or _math_verifier().equal(answer, sample.response))
         for sample, answer in zip(samples, answers, strict=True)
@@ -47,53 +46,15 @@ class ExactMatch:
         self.name = name
 
     def __call__(self, samples: list[Sample]) -> list[float]:
-        """Return 1.0 or 0.0 per sample; a prompt without an answer is a ValueError."""
+        """Return 1.0 or 0.0 per sample; a prompt without an answer is a RewardSetupError."""
         return [
-            float(self._normalise(sample.response) == self._normalise(_answer(sample, self.name))) for sample in samples
+            float(self._normalise(sample.response) == self._normalise(prompt_answer(sample, self.name)))
+            for sample in samples
         ]
 
     def _normalise(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
-
-
-class FormatReward:
-    """1.0 where a regular expression matches the whole response, from its first to its last character.
-
-    Args:
-        pattern: regular expression in Python's syntax; "." matches no line break, unless it starts with "(?s)".
-        name: what it is called in the logs.
-
-    Raises:
-        ValueError: a pattern that is no regular expression.
-
-    Example:
-        ``FormatReward("(?s)<think>.*</think>.*")(samples)`` scores responses that think first.
-    """
-
-    def __init__(self, pattern: str, name: str = "format") -> None:
-        try:
-            self.pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"the pattern {pattern!r} of the reward {name!r} is no regular expression, {error}: "
-                "put a backslash before a character that stands for itself"
-            ) from error
-        self.name = name
-
-    def __call__(self, samples: list[Sample]) -> list[float]:
-        """Return 1.0 or 0.0 per sample."""
-        return [float(self.pattern.fullmatch(sample.response) is not None) for sample in samples]
-
-
-def _answer(sample: Sample, name: str) -> str:
-    """Return the prompt's answer."""
-    if sample.prompt.answer is None or not sample.prompt.answer.strip():
-        raise ValueError(
-            f"the reward {name!r} needs the answer to the prompt, but it is {sample.prompt.answer!r} for "
-            f"{describe_sample(sample)}: map a column of the data set to `answer`"
-        )
-    return sample.prompt.answer
 
 
 @functools.cache

@@ -22,6 +22,7 @@ def record_line(sample: Sample, step: int) -> str:
         "answer": sample.prompt.answer,
         "reward": sample.reward,
         "rewards": sample.rewards,
+        "reward_errors": sample.reward_errors,
         "advantage": sample.advantage,
         "finish_reason": sample.finish_reason,
         "num_tokens": len(sample.response_ids),
@@ -109,6 +110,7 @@ def _sample(record: dict[str, Any], where: str) -> Sample:
         finish_reason=record.get("finish_reason", "stop"),
         weight_version=record.get("weight_version", 0),
         rewards=record.get("rewards", {}),
+        reward_errors=record.get("reward_errors", {}),
         reward=float(record["reward"]),
         advantage=record.get("advantage", 0.0),
     )

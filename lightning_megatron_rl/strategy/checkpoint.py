@@ -226,7 +226,7 @@ def _check_same_model(path: Path, sharded: dict[str, Any]) -> None:
 
     wanted: dict[str, tuple[int, ...]] = {}
     for part, state in sharded.items():
-        if part.startswith("model"):
+        if not part.startswith("optimizer"):
             for tensor in nested_values(state):
                 if isinstance(tensor, ShardedTensor) and not tensor.allow_shape_mismatch:
                     wanted[tensor.key] = tuple(tensor.global_shape)

@@ -2,10 +2,11 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +32,13 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
     adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
     another one refuses them."""
+
+    saved_with_model: Mapping[str, Sequence[nn.Module]] = MappingProxyType({})
+    """Set by a module that keeps other models which change while it trains (a refreshed reference): their chunks by a
+    name. Checkpoints hold their weights too, and a run that has them needs them in the checkpoint."""
+
+    optimizers_saved_with_model: Mapping[str, MegatronOptimizer] = MappingProxyType({})
+    """The optimizers of those that are trained (a critic), by the same names."""
 
     @property
     @abstractmethod
@@ -59,12 +67,31 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 state[f"model{index}"] = {name: state[f"model{index}"][name] for name in _trainable(chunk)}
         return state
 
+    def _other_models_state(self) -> dict[str, Any]:
+        from megatron.core.utils import unwrap_model
+
+        metadata = checkpoint_io.content_metadata()
+        state = {}
+        for name, chunks in self.saved_with_model.items():
+            gather_parameters(chunks)
+            for index, chunk in enumerate(unwrap_model(list(chunks))):
+                state[f"{name}{index}"] = chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
+        return state
+
+    def _other_optimizers_state(self, models: Mapping[str, Any], is_loading: bool) -> dict[str, Any]:
+        """State of `optimizers_saved_with_model`, given that of the models in `saved_with_model`."""
+        state = {}
+        for name, optimizer in self.optimizers_saved_with_model.items():
+            own = {f"{name}{index}": models[f"{name}{index}"] for index in range(len(self.saved_with_model[name]))}
+            state[f"optimizer_{name}"] = self._optimizer_state(optimizer, own, is_loading)
+        return state
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
         assert self.lightning_module is not None
         self.gather_parameters()
         other = dict(_state_outside_model(self.lightning_module).items())
-        return {**self._model_state(), "other": other}
+        return {**self._model_state(), **self._other_models_state(), "other": other}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state as sharded tensors."""
@@ -75,7 +102,7 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
 
     def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         metadata = checkpoint_io.content_metadata()
-        model_state = model["model0"] if len(model) == 1 else model
+        model_state = next(iter(model.values())) if len(model) == 1 else model
         return optimizer.sharded_state_dict(model_state, metadata, is_loading)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -92,6 +119,8 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
                 sharded[f"optimizer{index}"] = optimizer_state
             has_optimizer = any(key.startswith("optimizer") for key in sharded)
+            if has_optimizer:
+                sharded.update(self._other_optimizers_state(sharded, is_loading=False))
             layout = {
                 "layout": asdict(self.layout),
                 "world_size": self.world_size,
@@ -131,10 +160,15 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             for index, optimizer in enumerate(self.optimizers):
                 assert isinstance(optimizer, MegatronOptimizer)
                 sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
+            sharded.update(self._other_models_state())
+            if self.optimizers:
+                sharded.update(self._other_optimizers_state(sharded, is_loading=True))
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
             for index, optimizer in enumerate(self.optimizers):
                 optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
+            for name, trained in self.optimizers_saved_with_model.items() if self.optimizers else ():
+                trained.load_sharded_state(loaded[f"optimizer_{name}"])
             if self.optimizers and not self._restore_rng(path, layout):
                 rank_zero_warn(
                     f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
@@ -158,6 +192,11 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             result = chunk.load_state_dict(state, strict=False)  # frozen weights are there already
             assert state.keys() == _trainable(chunk)
             assert not result.unexpected_keys
+
+        for name, chunks in self.saved_with_model.items():
+            for index, chunk in enumerate(unwrap_model(list(chunks))):
+                state = loaded[f"{name}{index}"]
+                chunk.load_state_dict({key.removeprefix(f"{name}."): value for key, value in state.items()})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""

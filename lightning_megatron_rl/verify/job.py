@@ -151,6 +151,7 @@ def prepare(module: PolicyModule, batch: FrozenBatch, layout: Layout, max_tokens
         module.engine = ReplayEngine(batch.samples)
         module.rewards, module.reward_weights = [RecordedReward(batch.samples)], None
         longest = max(len(sample.response_ids) for sample in batch.samples)
+        module.dynamic_sampling = None  # it would draw other prompts than the frozen ones
         module.sampling = replace(module.sampling, max_tokens=max(longest, 1))
 
 

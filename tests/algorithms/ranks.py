@@ -1,4 +1,4 @@
-"""Data-parallel ranks in one process: every rank's function runs once to give its share, once to get the total."""
+"""Data-parallel ranks in one process: every rank's function runs once more for each of its collectives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,22 +9,27 @@ from torch import Tensor
 
 def run_ranks(rank_functions: list[Callable[[Callable[..., Tensor]], Any]]) -> list[Any]:
     """Result of every rank's function of an `all_reduce(vector, op="sum")`, with the collectives of all of them."""
-    calls: list[list[tuple[str, Tensor]]] = []
-    for function in rank_functions:
-        calls.append(record := [])
+    totals: list[Tensor] = []
+    while True:
+        # with the totals known so far, what each rank gives to the next collective
+        given: list[list[tuple[str, Tensor]]] = []
+        results = []
+        for function in rank_functions:
+            given.append(beyond := [])
+            remaining = iter(totals)
 
-        def give(vector: Tensor, op: str = "sum", record=record) -> Tensor:
-            record.append((op, vector.clone()))
-            return vector  # a share instead of the total: what a rank gives must not depend on what it got
+            def all_reduce(vector: Tensor, op: str = "sum", beyond=beyond, remaining=remaining) -> Tensor:
+                if (total := next(remaining, None)) is not None:
+                    return total.clone()
+                beyond.append((op, vector.clone()))
+                return vector  # a share in the place of the total; only the first of these counts
 
-        function(give)
-    totals = []
-    for rows in zip(*calls, strict=True):  # the same number of collectives on every rank, or ranks would hang
-        assert len({op for op, _ in rows}) == 1
-        stacked = torch.stack([vector for _, vector in rows])
-        totals.append(stacked.sum(0) if rows[0][0] == "sum" else stacked.amax(0))
-    results = []
-    for function in rank_functions:
-        remaining = iter(totals)
-        results.append(function(lambda vector, op="sum", remaining=remaining: next(remaining).clone()))
-    return results
+            results.append(function(all_reduce))
+            assert next(remaining, None) is None, "a rank took part in fewer collectives, others would hang"
+        if not any(given):
+            return results
+        assert all(given), "a rank took part in fewer collectives, others would hang"
+        firsts = [shares[0] for shares in given]
+        assert len({op for op, _ in firsts}) == 1
+        stacked = torch.stack([vector for _, vector in firsts])
+        totals.append(stacked.sum(0) if firsts[0][0] == "sum" else stacked.amax(0))

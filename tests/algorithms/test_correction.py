@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from lightning_megatron_rl.algorithms.correction import truncated_importance_weights
+from lightning_megatron_rl.algorithms.correction import (
+    CORRECTIONS,
+    correction,
+    geometric_mask,
+    icepop_weights,
+    truncated_importance_weights,
+)
 
 NAN = float("nan")
 
@@ -73,3 +79,49 @@ def test_no_tokens():
 def test_bad_options_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         truncated_importance_weights(torch.zeros(2), torch.zeros(2), **options)
+
+
+def test_icepop_rejects_what_tis_would_cap():
+    delta = torch.tensor([[0.4, 0.5001, 1.5, 4.999, 6.0, 1.0]]).log()
+    mask = torch.tensor([[True] * 5 + [False]])
+    weights = icepop_weights(delta - 1, torch.full((1, 6), -1.0), mask)
+    assert weights[0].tolist() == pytest.approx([0.0, 0.5001, 1.5, 4.999, 0.0, 0.0], rel=1e-5)  # fp32 logarithms
+
+
+def test_geometric_mask_keeps_or_rejects_whole_sequences():
+    delta = torch.tensor([[0.02, -0.01, 9.0], [0.02, 0.02, 0.02], [-0.02, -0.02, -0.02], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3, [False] * 3])
+    weights = geometric_mask(delta, torch.zeros(4, 3), mask)
+    assert weights.tolist() == [[1.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+def test_geometric_mask_does_not_reject_the_long():
+    """The product of 400 weights of 1.005 is 7.4, their geometric mean 1.005."""
+    delta = torch.full((1, 400), 0.005)
+    mask = torch.ones(1, 400, dtype=torch.bool)
+    assert geometric_mask(delta, torch.zeros(1, 400), mask).min() == 1
+    assert truncated_importance_weights(delta, torch.zeros(1, 400), mask, level="sequence").max() == 2  # the cap
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("garbage", [NAN, float("inf"), -1e30])
+def test_no_correction_looks_at_masked_positions(name: str, garbage: float):
+    mask = torch.tensor([[True, True, False]])
+    old = torch.tensor([[0.001, -0.001, garbage]])
+    weights = correction(name)(old, torch.zeros(1, 3), mask)
+    assert weights[0, 2] == 0
+    assert weights[0, :2].tolist() == pytest.approx([1.0, 1.0], abs=2e-3)  # e^0.001
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("function", [icepop_weights, geometric_mask])
+@pytest.mark.parametrize("bounds", [(1.5, 2.0), (0.5, 0.9), (-0.1, 2.0), (0.5, NAN)])
+def test_bounds_contain_one(function, bounds: tuple[float, float]):
+    token = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="must contain 1: choose 0 <= low < 1 < high"):
+        function(token, token, token.bool(), low=bounds[0], high=bounds[1])
+
+
+def test_unknown_correction():
+    with pytest.raises(ValueError, match="unknown correction 'ice': choose one of geo_mask, icepop, tis"):
+        correction("ice")

@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.policy_losses import clip_masks, policy_loss, ppo_clip
+from lightning_megatron_rl.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    cispo,
+    clip_masks,
+    gspo,
+    policy_loss,
+    ppo_clip,
+    sapo,
+)
+from lightning_megatron_rl.algorithms.sequences import Sequences
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
 
@@ -95,7 +104,7 @@ def test_bad_clip_ranges_are_refused(options: dict[str, float], message: str):
 
 
 def reinforce(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor | None = None
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor]:
     return -advantages * logprobs, torch.ones_like(logprobs)
 
@@ -106,5 +115,100 @@ def test_by_name_or_own_callable():
     token = torch.ones(1)
     loss, _ = policy_loss(functools.partial(ppo_clip, clip_high=0.1))(token + 1, token, token)
     assert loss.item() == pytest.approx(-1.1, rel=1e-6)  # fp32
-    with pytest.raises(ValueError, match="unknown policy loss 'ppo': choose one of ppo_clip"):
+    with pytest.raises(ValueError, match="unknown policy loss 'ppo': choose one of cispo, gspo, ppo_clip, sapo"):
         policy_loss("ppo")
+
+
+# ---- one ratio per sequence, capped weights, a soft gate -----------------------------------------------------------
+
+
+def one_sequence(size: int) -> Sequences:
+    return Sequences(torch.zeros(size, dtype=torch.long), torch.ones(size, dtype=torch.bool), 1)
+
+
+def values_and_gradients(loss, differences: list[float], advantage: float, **options) -> tuple[list, list, list]:
+    """Loss, ratio and gradient of each token of one sequence with these log-ratios."""
+    logprobs = (torch.tensor(differences, dtype=torch.float64) - 1).requires_grad_()
+    old, advantages = torch.full_like(logprobs, -1.0).detach(), torch.full_like(logprobs, advantage).detach()
+    losses, ratio = loss(logprobs, old, advantages, one_sequence(len(differences)), **options)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert not ratio.requires_grad
+    return losses.tolist(), ratio.tolist(), gradient.tolist()
+
+
+S = math.exp(0.3)  # of d = 0.2 and 0.4
+
+
+@pytest.mark.parametrize(
+    ("advantage", "options", "loss", "gradient"),
+    [
+        (2.0, {"clip_high": 0.5}, -2 * S, -2 * S),
+        (2.0, {"clip_high": 0.1}, -2.2, 0.0),  # clipped: both tokens, though one alone (d = 0.2) is further inside
+        (-2.0, {"clip_high": 0.1}, 2 * S, 2 * S),  # the other sign still learns
+    ],
+)
+def test_gspo_by_hand(advantage: float, options: dict, loss: float, gradient: float):
+    losses, ratio, gradients = values_and_gradients(gspo, [0.2, 0.4], advantage, **options)
+    assert ratio == pytest.approx([S, S], rel=1e-14)  # float64 rounding of exp and a mean of two
+    assert losses == pytest.approx([loss, loss], rel=1e-14)
+    assert gradients == pytest.approx([gradient, gradient], rel=1e-14)
+
+
+def test_gspo_token_form_has_the_gradient_of_the_sequence_form():
+    """The mean over tokens of the token form against autograd of max(-A s, -A clip(s)) with s written out."""
+    old = -torch.rand(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logprobs = (old + 0.02).requires_grad_()
+    losses, _ = gspo(logprobs, old, torch.full_like(old, 0.7), one_sequence(5), clip_low=0.1, clip_high=0.1)
+    s = (logprobs - old).mean().exp()
+    plain = torch.maximum(-0.7 * s, -0.7 * s.clamp(0.9, 1.1))
+    torch.testing.assert_close(losses.mean(), plain, rtol=1e-14, atol=0)  # float64 rounding
+    ours, theirs = (torch.autograd.grad(loss, logprobs)[0] for loss in (losses.mean(), plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+def test_gspo_needs_to_know_the_sequences():
+    token = torch.zeros(1)
+    with pytest.raises(ValueError, match="gspo has one ratio per sequence: pass `sequences`"):
+        gspo(token, token, token)
+
+
+def test_cispo_by_hand():
+    """Both tokens learn, the second one (r = 9) with the weight 5; d loss / d log π is -weight · A."""
+    losses, ratio, gradients = values_and_gradients(cispo, [math.log(2), math.log(9)], 3.0, clip_high=4.0)
+    assert ratio == pytest.approx([2, 9], rel=1e-14)
+    assert losses == pytest.approx([-2 * 3 * (math.log(2) - 1), -5 * 3 * (math.log(9) - 1)], rel=1e-14)
+    assert gradients == pytest.approx([-6, -15], rel=1e-14)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 3.0])
+def test_sapo_by_hand(advantage: float, tau: float, ratio: float):
+    """σ' = σ (1 - σ), and dr / d log π = r; at r = 1 the gradient is -A whatever τ."""
+    losses, _, gradients = values_and_gradients(sapo, [math.log(ratio)], advantage)
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert losses == pytest.approx([-advantage * gate * 4 / tau], rel=1e-14)
+    assert gradients == pytest.approx([-advantage * 4 * gate * (1 - gate) * ratio], rel=1e-13)
+    if ratio == 1.0:
+        assert gradients == pytest.approx([-advantage], rel=1e-13)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_gradient_is_the_policy_gradient(name: str):
+    """At π = π_old every loss has the gradient -A of REINFORCE: they differ only once the policy has moved."""
+    _, ratio, gradients = values_and_gradients(POLICY_LOSSES[name], [0.0, 0.0, 0.0], 0.7)
+    assert ratio == [1.0, 1.0, 1.0]
+    assert gradients == pytest.approx([-0.7] * 3, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (gspo, {"clip_low": 1.5}, r"\[1 - 1.5, 1 \+ 0.0004\]"),
+        (cispo, {"clip_high": -0.1}, "clip_high >= 0"),
+        (sapo, {"tau_positive": 0.0}, "tau_positive=0.0 and tau_negative=1.05 must be positive"),
+    ],
+)
+def test_bad_options_are_refused(loss, options: dict[str, float], message: str):
+    token = torch.zeros(1)
+    with pytest.raises(ValueError, match=message):
+        loss(token, token, token, one_sequence(1), **options)

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lightning_megatron_rl.data import ArithmeticRows, arithmetic_rows
+from lightning_megatron_rl.data import ArithmeticPairs, ArithmeticRows, arithmetic_rows
 from lightning_megatron_rl.data.arithmetic import HELD_OUT_SHARE, has_carry, split_of
 
 
@@ -97,3 +97,13 @@ def test_answers_from_the_lowest_digit_up():
     )
     assert [row["prompt"] for row in reversed_rows] == [row["prompt"] for row in plain]
     assert [row["answer"][::-1] for row in reversed_rows] == [row["answer"] for row in plain]
+
+
+def test_pairs_differ_in_one_digit():
+    rows, pairs = ArithmeticRows("train", 200)(), ArithmeticPairs("train", 200)()
+    assert pairs == ArithmeticPairs("train", 200)()
+    for row, pair in zip(rows, pairs, strict=True):
+        assert (pair["prompt"], pair["chosen"]) == (row["prompt"], row["answer"])
+        assert len(pair["rejected"]) == len(pair["chosen"])
+        assert sum(a != b for a, b in zip(pair["chosen"], pair["rejected"], strict=True)) == 1
+    assert {len(pair["chosen"]) for pair in ArithmeticPairs("val", 50, lowest_digit_first=True)()} <= {1, 2, 3}

@@ -86,12 +86,14 @@ def fit_grpo(
     callbacks: list[Callback] | None = None,
     trainer: dict[str, Any] | None = None,
     make_module: Callable[..., Any] | None = None,
+    data: Any = None,
+    ckpt_path: Path | None = None,
 ) -> Run:
     """Fit a `GRPOModule` on recorded responses; returns logged values per step and the weights at the end."""
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+    from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 
     engine = ReplayEngine()
     options: dict[str, Any] = {
@@ -112,6 +114,6 @@ def fit_grpo(
     runner = make_trainer(
         strategy, world_size, **{"max_steps": steps, "callbacks": [recorder, *(callbacks or [])], **(trainer or {})}
     )
-    runner.fit(policy, SequenceDataModule(prompts(steps * batch_size), batch_size))
+    runner.fit(policy, data or SequenceDataModule(prompts(steps * batch_size), batch_size), ckpt_path=ckpt_path)
     weights = {name: tensor.clone() for name, tensor in policy.export_weights()}
     return Run(recorder.steps, weights, {"versions": engine.versions, "names": engine.names})

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_megatron_rl.modules.grpo import GRPOModule
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.rollout_batch import Rollout, check_split, repetition
+from lightning_megatron_rl.rewards import GuardedReward
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
 from tests.distributed import WorkerError
@@ -19,6 +20,7 @@ from tests.modules.runs import (
     length,
     parity,
     prompts,
+    recorded_samples,
 )
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.training import Run
@@ -111,11 +113,22 @@ def test_first_update_equals_transformers_and_autograd(worker_pool, qwen3_dir):
 def test_failing_reward_names_its_sample_on_every_rank(worker_pool, qwen3_dir):
     """The rank that computes rewards fails; the other must not wait for it."""
     with pytest.raises(WorkerError) as failure:
-        job(worker_pool, qwen3_dir, "tp2_sp", rewards=[fails_on_long])
+        job(worker_pool, qwen3_dir, "tp2_sp", rewards=[GuardedReward(fails_on_long, deadline_s=20.0, on_error="raise")])
     message = str(failure.value)
     assert message.count("fails_on_long") >= 2
     assert "ZeroDivisionError" in message
     assert "rank 1 of 2" in message
+
+
+def test_failing_reward_costs_its_samples_the_default_and_is_counted(worker_pool, qwen3_dir):
+    guard = GuardedReward(fails_on_long, deadline_s=20.0, default=-3.0)
+    runs = job(worker_pool, qwen3_dir, "tp2_sp", steps=1, rewards=[guard])
+    failed = sum(len(sample.response_ids) == 3 for sample in recorded_samples(4)) / (4 * NUM_GENERATIONS)
+    assert failed > 0
+    for run in runs:
+        assert run.steps[0]["reward/fails_on_long_failed_frac"] == failed
+        assert run.steps[0]["reward/failed_frac"] == failed
+        assert run.steps[0]["reward/min"] == -3.0
 
 
 @pytest.mark.parametrize(

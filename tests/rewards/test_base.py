@@ -1,14 +1,11 @@
 import functools
 import math
-from fractions import Fraction
 
 import pytest
-import torch
 from jsonargparse import ArgumentParser
 
 from lightning_megatron_rl.rewards import ExactMatch, FormatReward, Reward, compute_rewards, math_equal, reward_name
 from lightning_megatron_rl.rewards.base import describe_sample, reward_names
-from lightning_megatron_rl.sample import Sample
 from tests.rewards.samples import HTTPJudgeV2, length, make_sample, two_arguments
 
 
@@ -32,43 +29,6 @@ def test_reward_name(reward: Reward, name: str):
     assert reward_name(reward) == name
 
 
-def test_weighted_sum_and_components():
-    samples = [make_sample("a"), make_sample("bcd")]
-    compute_rewards(samples, [length, HTTPJudgeV2(2.0)], weights=[0.5, 10.0])
-    assert [sample.rewards for sample in samples] == [
-        {"length": 1.0, "http_judge_v2": 2.0},
-        {"length": 3.0, "http_judge_v2": 2.0},
-    ]
-    assert [sample.reward for sample in samples] == [20.5, 21.5]
-    compute_rewards(samples, [length])
-    assert [(sample.rewards, sample.reward) for sample in samples] == [({"length": 1.0}, 1.0), ({"length": 3.0}, 3.0)]
-
-
-def test_each_reward_is_called_once_with_the_whole_batch():
-    batches = []
-
-    def record(samples: list[Sample]) -> list[float]:
-        batches.append(list(samples))
-        return [0.0] * len(samples)
-
-    samples = [make_sample("a"), make_sample("b")]
-    compute_rewards(samples, [record])
-    assert batches == [samples]
-    compute_rewards([], [record])
-    assert len(batches) == 1
-
-
-def test_numbers_that_are_no_floats():
-    samples = [make_sample("a") for _ in range(4)]
-    compute_rewards(samples, [functools.partial(constant, scores=(True, 2, Fraction(1, 2), 0.25))])
-    assert [sample.reward for sample in samples] == [1.0, 2.0, 0.5, 0.25]
-    assert all(type(sample.rewards["constant"]) is float for sample in samples)
-
-
-def constant(samples: list[Sample], scores) -> list[float]:
-    return scores
-
-
 @pytest.mark.parametrize(
     ("rewards", "weights", "message"),
     [
@@ -85,55 +45,6 @@ def test_bad_rewards_and_weights_are_refused(rewards: list[Reward], weights: lis
         reward_names(rewards, weights)
     with pytest.raises(ValueError, match=message):
         compute_rewards([make_sample("a")], rewards, weights)
-
-
-SECOND = r"the sample of prompt 7 of 'train' \(prompt '2\+2=', response 'bad'\)"
-
-
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ([1.0], r"'constant' returned 1 numbers for 2 samples.*prompt 3 of 'train'.*one number per sample"),
-        ([1.0, 2.0, 3.0], "returned 3 numbers for 2 samples"),
-        ([1.0, math.nan], f"'constant' returned nan for {SECOND}: return a finite number"),
-        ([1.0, math.inf], f"returned inf for {SECOND}"),
-        ([1.0, None], f"returned None, a NoneType, for {SECOND}: return a number"),
-        ([1.0, "1"], f"returned '1', a str, for {SECOND}"),
-        ([1.0, torch.tensor(1.0)], rf"returned tensor\(1.\), a Tensor, for {SECOND}.*\.item\(\)"),
-        (torch.ones(2), r"returned a Tensor for 2 samples: return a list.*\.tolist\(\)"),
-        (1.0, "returned a float for 2 samples"),
-        (None, "returned a NoneType for 2 samples"),
-    ],
-)
-def test_bad_results_are_refused_and_nothing_is_filled(scores, message: str):
-    samples = [make_sample("ok", index=3), make_sample("bad", index=7, prompt="2+2=")]
-    with pytest.raises(ValueError, match=message):
-        compute_rewards(samples, [length, functools.partial(constant, scores=scores)])
-    assert [(sample.rewards, sample.reward) for sample in samples] == [({}, 0.0), ({}, 0.0)]
-
-
-def raises_on_bad(samples: list[Sample]) -> list[float]:
-    return [{"ok": 1.0}[sample.response] for sample in samples]
-
-
-def raises_on_pairs(samples: list[Sample]) -> list[float]:
-    if len(samples) > 1:
-        raise OSError("too many")
-    return [1.0]
-
-
-def test_reward_that_raises_is_named_with_its_sample():
-    samples = [make_sample("ok", index=3), make_sample("bad", index=7, prompt="2+2="), make_sample("ok")]
-    with pytest.raises(RuntimeError, match=f"'raises_on_bad' raised KeyError: 'bad' on {SECOND}") as caught:
-        compute_rewards(samples, [length, raises_on_bad])
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert samples[0].rewards == {}
-
-
-def test_reward_that_raises_on_no_sample_alone():
-    samples = [make_sample("a", index=3), make_sample("b")]
-    with pytest.raises(RuntimeError, match="raised OSError: too many on a batch of 2 samples, though on none of them"):
-        compute_rewards(samples, [raises_on_pairs])
 
 
 def test_long_texts_are_shortened():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.rewards import math_verifier
+from lightning_megatron_rl.rewards import limited_child
 from lightning_megatron_rl.rewards.math_verifier import MathVerifier
 
 ENDLESS = r"$\binom{100000000}{50000000}$"  # math-verify's own timeout does not end this one
@@ -66,7 +66,7 @@ def test_killed_child_is_replaced(verifier: MathVerifier):
 
 def test_silent_child_is_given_up(verifier: MathVerifier, monkeypatch: pytest.MonkeyPatch):
     assert verifier.equal("1", "1")
-    monkeypatch.setattr(math_verifier, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(limited_child, "ANSWER_SECONDS", 0.5)
     os.kill(verifier._child.process.pid, signal.SIGSTOP)
     with pytest.warns(RuntimeWarning, match="ended with code -9: counted as wrong"):
         assert not verifier.equal("1", "1")
@@ -75,7 +75,7 @@ def test_silent_child_is_given_up(verifier: MathVerifier, monkeypatch: pytest.Mo
 def test_child_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no math-verify here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"did not start and ended with code 1.*import math_verify"):
+    with pytest.raises(RuntimeError, match=r"math_worker did not start and ended with code 1"):
         MathVerifier().equal("1", "1")
 
 

@@ -11,7 +11,8 @@ import torch
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.planning import plan_microbatches
-from lightning_megatron_rl.modules.grpo_loss import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
@@ -108,10 +109,9 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 ROLLOUT_BUDGETS = {400: (1, 1), 160: (2, 2), 80: (3, 3), 56: (5, 4)}  # tokens: micro-batches of the two updates
 
 
-def verify_grpo(pool: Any, model: Any, aggregation: str, layouts: list[str]) -> Report:
+def verify_grpo(pool: Any, model: Any, loss: GRPOLossConfig, layouts: list[str], **options: Any) -> Report:
     """One rollout and two updates on it; one process takes each update's part whole. One response is empty."""
-    loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)
-    build = partial(subjects.grpo, model, loss=loss, max_tokens_per_microbatch=max(ROLLOUT_BUDGETS))
+    build = partial(subjects.grpo, model, loss=loss, max_tokens_per_microbatch=max(ROLLOUT_BUDGETS), **options)
     batch = make_batch(build({}).module, None, processes=2)
     world = max(LAYOUTS.get(name.partition("@")[0], (1, {}))[0] for name in layouts)
     return verify_layouts(build, layouts, batch=batch, pool=pool, processes=world, steps=1, tolerance=RELATIVE)
@@ -129,8 +129,9 @@ def test_the_budgets_split_an_update(qwen3_dir):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_no_layout_and_no_split_changes_an_update(worker_pool, qwen3_dir, aggregation):
     """Loss, gradient norm and weights of both updates, with KL to a reference, entropy and importance weights."""
+    loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)
     layouts = ["single@56", "dp2@56", "cp2_dp2@80", "pp2_vpp2@160", "tp2_sp@400"]
-    assert_same(verify_grpo(worker_pool, qwen3_dir, aggregation, layouts))
+    assert_same(verify_grpo(worker_pool, qwen3_dir, loss, layouts))
 
 
 @pytest.mark.slow
@@ -138,5 +139,42 @@ def test_no_layout_and_no_split_changes_an_update(worker_pool, qwen3_dir, aggreg
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_an_update_whatever_the_split(worker_pool, qwen3_dir, aggregation, layout):
+    loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)
     names = [f"{layout}@{budget}" for budget in ROLLOUT_BUDGETS]
-    assert_same(verify_grpo(worker_pool, qwen3_dir, aggregation, names))
+    assert_same(verify_grpo(worker_pool, qwen3_dir, loss, names))
+
+
+# ---- algorithms ----------------------------------------------------------------------------------------------------
+
+ALGORITHMS = {
+    "ppo_clip": {"clip_low": 0.01, "clip_high": 0.02, "kl_coef": 0.1, "kl_importance_weighting": True},
+    "gspo": {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {
+        "policy_loss": "cispo",
+        "advantage": "reinforce_pp",
+        "kl_coef": 0.1,
+        "kl_estimator": "k1",
+        "kl_in": "reward",
+    },
+    "sapo": {"policy_loss": "sapo", "advantage": "reinforce_pp_baseline", "correction": "icepop", "kl_coef": 0.1},
+    "geo_mask": {"advantage": "rloo", "correction": "geo_mask", "geo_mask_low": 0.3, "geo_mask_high": 3.0},
+    "tis_sequence": {"advantage": "dr_grpo", "correction_level": "sequence", "kl_coef": 0.1, "kl_estimator": "k2"},
+    "bypass": {"correction": None, "bypass": True, "entropy_coef": 0.01},
+}
+OVERLONG = OverlongSettings(penalty=1.0, buffer=0.5, filter=True)
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize(("name", "layout"), [("gspo", "cp2_dp2@80"), ("cispo", "dp2@56"), ("sapo", "pp2@160")])
+def test_no_layout_changes_a_loss(worker_pool, qwen3_dir, name, layout):
+    """The two that need more than their own tokens: gspo a sequence's mean over ranks, reinforce_pp all replicas."""
+    loss = GRPOLossConfig(**ALGORITHMS[name])
+    assert_same(verify_grpo(worker_pool, qwen3_dir, loss, [layout], overlong=OVERLONG))
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_layout_changes_any_loss(worker_pool, qwen3_dir, name):
+    layouts = ["tp2@80", "tp2_sp@400", "pp2@56", "dp2@56", "cp2@80", "cp2_dp2@400", "pp2_vpp2@160"]
+    assert_same(verify_grpo(worker_pool, qwen3_dir, GRPOLossConfig(**ALGORITHMS[name]), layouts, overlong=OVERLONG))

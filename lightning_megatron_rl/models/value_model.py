@@ -1,0 +1,111 @@
+"""`ValueModel`: a Hugging Face checkpoint and its Megatron twin with a value head: reward models and critics."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl.models.families import FAMILIES
+from lightning_megatron_rl.models.hf_model import HFModel
+from lightning_megatron_rl.models.value_head import new_weight, put_value_head, untie_output_layer
+
+_HEAD = "score.weight"  # in checkpoints of AutoModelForSequenceClassification
+_OUTPUT_LAYER = "output_layer."
+
+
+class ValueModel(HFModel):
+    """A language model, or a sequence classifier with one label, whose Megatron twin gives one value per token.
+
+    A language model gets a new head; its output layer is not used. Exports load in Transformers'
+    `AutoModelForSequenceClassification`, whose score is the value of the last token that is not padding.
+
+    Raises:
+        ValueError: As `HFModel`; or a classifier with several labels.
+
+    Example:
+        ``ValueModel("Qwen/Qwen3-0.6B")``, or the directory that a `RewardModule` was exported to.
+    """
+
+    def _read_config(self) -> Any:
+        config = super()._read_config()
+        family = FAMILIES.get(config.model_type)
+        if family is not None and config.architectures == [_classifier(config)]:
+            if config.num_labels != 1:
+                raise ValueError(
+                    f"model {self.name_or_path!r} is a classifier with num_labels={config.num_labels}: a reward model"
+                    " or critic has one label, its score"
+                )
+            config.architectures = [family.architecture]
+        return config
+
+    @property
+    def export_config(self) -> Any:
+        """The config of a sequence classifier with one label."""
+        config = copy.deepcopy(self.config)
+        config.architectures = [_classifier(config)]
+        config.num_labels = 1
+        config.pad_token_id = self.pad_token_id
+        return config
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token that Transformers' classifiers skip at the end of a sequence; None if the checkpoint has none."""
+        if self.config.pad_token_id is not None:
+            return int(self.config.pad_token_id)
+        return self.tokenizer.pad_token_id
+
+    def build_chunks(self, **options: Any) -> list[Any]:
+        """Build this rank's chunks as `HFModel.build_chunks` does, the last with the checkpoint's head or a new one."""
+        chunks = super().build_chunks(**options)
+        for chunk in chunks:
+            untie_output_layer(chunk)
+            if chunk.post_process:
+                put_value_head(chunk, self._head_weight(options.get("load_weights", True)))
+        return chunks
+
+    def _head_weight(self, load_weights: bool) -> Tensor:
+        state = self._bridge.hf_pretrained.state
+        if load_weights and _HEAD in state.source.get_all_keys():
+            return state[_HEAD]
+        return new_weight(self.config.hidden_size)
+
+    def _is_loaded(self, name: str) -> bool:
+        return not name.startswith(_OUTPUT_LAYER)
+
+    def _conversion_tasks(self, chunks: list[Any]) -> list[Any]:
+        tasks = super()._conversion_tasks(chunks)  # None for the head where the family has no output layer of its own
+        return [task for task in tasks if task is not None and self._is_loaded(task.global_param_name)]
+
+    def export_weights(self, chunks: list[Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as `HFModel.export_weights` does, and then the head; a collective of all ranks."""
+        yield from super().export_weights(chunks, dtype)
+        yield _HEAD, self._whole_head(chunks).to(dtype or self.dtype)
+
+    @torch.no_grad()
+    def _whole_head(self, chunks: list[Any]) -> Tensor:
+        """The head's weight on every rank of the pipeline."""
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+
+        last = unwrap_model(chunks[-1])
+        reference = next(last.parameters())
+        weight = torch.empty(1, self.config.hidden_size, dtype=reference.dtype, device=reference.device)
+        if last.post_process:
+            weight.copy_(last.output_layer.weight)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            dist.broadcast(
+                weight,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return weight
+
+
+def _classifier(config: Any) -> str:
+    """Name of Transformers' sequence classifier of the config's family."""
+    from transformers.models.auto import modeling_auto
+
+    return str(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type])

@@ -1,0 +1,298 @@
+"""`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable
+from torch import Tensor, nn
+
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
+from lightning_megatron_rl.data.planning import SequenceCost
+from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.layout_check import PipelineSplit
+from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.modules.reporting import ReportsSteps
+from lightning_megatron_rl.modules.sharing import Share, share_sequences
+from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.strategy.distributed import context_parallel_sum
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.routers import RoutingMode
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+
+class ModelModule(TakesSteps, ReportsSteps):
+    """A model on Megatron: builds it, scores sequences with it, updates it.
+
+    What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
+
+    Args:
+        model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
+        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
+        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
+        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
+        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
+        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
+        model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
+        moe: How the routers of a mixture-of-experts model are trained.
+        lora: Train low-rank adapters and leave the model's own weights as they are.
+    """
+
+    default_lr = 1e-6
+
+    def __init__(
+        self,
+        model: str,
+        optimizer: Optional["OptimizerConfig"] = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        packing: bool = True,
+        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
+        model_config: dict[str, Any] | None = None,
+        moe: MoESettings | None = None,
+        lora: LoRASettings | None = None,
+    ) -> None:
+        super().__init__()
+        check_num_tokens("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        self.model_path = model
+        self.optimizer_config = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.packing = packing
+        self.layer_backend = layer_backend
+        self.model_config = model_config or {}
+        self.moe = moe
+        self.lora = lora
+        self._hf_model: HFModel | None = None
+
+    # ---- model and optimizer ---------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> "MegatronStrategy":
+        """The Trainer's strategy.
+
+        Raises:
+            TypeError: It is not a `MegatronStrategy`.
+        """
+        from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, MegatronStrategy):
+            raise TypeError(
+                f"{type(self).__name__} runs on MegatronStrategy, the Trainer has {type(strategy).__name__}:"
+                " use Trainer(strategy=MegatronStrategy(...)) or strategy='megatron'."
+            )
+        return strategy
+
+    @property
+    def hf_model(self) -> "HFModel":
+        """The Hugging Face side of the model: config, tokenizer, conversion."""
+        assert self._hf_model is not None, "the model is found in setup()"
+        return self._hf_model
+
+    def setup(self, stage: str) -> None:
+        """Find the model, check that the layout can hold it and the optimizer's settings, before weights are loaded."""
+        if stage == "fit":
+            self.strategy.resolve_optimizer_config(self._optimizer_config())
+        if self._hf_model is None:
+            self._hf_model = self.find_model()
+        self.resolve_moe(self._hf_model.config, self.model_config)
+        layout = self.strategy.layout
+        self._hf_model.check_layout(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            pipeline_split=PipelineSplit.from_overrides(self.model_config),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        self.strategy.saved_with_model = {}  # no other model, until there is one
+        self.strategy.optimizers_saved_with_model = {}
+        self.strategy.trained_on_top_of = None
+        if self.lora is not None:
+            self.lora.check_layout(layout.tensor_model_parallel_size)
+            self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
+
+    def find_model(self) -> "HFModel":
+        """Return the Hugging Face side of `model_path`."""
+        from lightning_megatron_rl.models.hf_model import HFModel
+
+        return HFModel(self.model_path)
+
+    def configure_model(self) -> None:
+        """Build this rank's chunks with the model's weights; called again, it does nothing."""
+        if "model" not in self._modules:
+            chunks = self.build_chunks()
+            self.attach_routers(chunks, self.strategy.root_device)
+            self.model = nn.ModuleList(chunks)
+
+    def build_chunks(self) -> list[nn.Module]:
+        """Return freshly built chunks holding the weights of `model_path`."""
+        return list(
+            self.hf_model.build_chunks(
+                params_dtype=self.strategy.precision_plugin.params_dtype,
+                layer_backend=self.layer_backend,
+                device=self.strategy.root_device,
+                sequence_parallel=self.strategy.layout.sequence_parallel,
+                config_overrides=self.model_config | self.moe_fields(),
+                lora=self.lora,
+            )
+        )
+
+    def configure_optimizers(self) -> Any:
+        """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
+        optimizer = self.strategy.build_optimizer(self._optimizer_config())
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _optimizer_config(self) -> "OptimizerConfig":
+        from megatron.core.optimizer import OptimizerConfig
+
+        return self.optimizer_config or OptimizerConfig(lr=self.default_lr, weight_decay=0.0)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Do nothing: Lightning zeroes after `training_step`, when Megatron's gradients are already there."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave the batch on the CPU: sequences are laid out there, and only micro-batches go to the device."""
+        return batch
+
+    # ---- the two passes --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def score_rows(
+        self,
+        sequences: list[TokenSequence],
+        chunks: list[nn.Module] | None = None,
+        *,
+        processor: OutputProcessor | None = None,
+        routing: "RoutingMode" = "free",
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return per sequence the outputs ``[outputs, tokens]`` of the model, or of other `chunks`, and its routing.
+
+        Every rank of the replica gets them, on the CPU. They are aligned with the tokens that they predict: position 0
+        has none and holds 0. `routing` says whether the model's choice of experts is recorded or each sequence's
+        replayed; a recorded one is ``[tokens, expert layers of this pipeline stage, topk]`` int16.
+        """
+        scored = list(self.model) if chunks is None else chunks
+        share = self._share(sequences)
+        self.begin_routing(share, routing, self.reduce_tokens)
+        was_training = [chunk.training for chunk in scored]
+        for chunk in scored:
+            chunk.eval()  # no dropout in a scoring pass
+        step = partial(self._score_step, processor=processor or self.output_processor())
+        outputs = self._run_schedule(share.microbatches, step, forward_only=True, chunks=scored)
+        recorded = self.end_routing()
+        for chunk, training in zip(scored, was_training, strict=True):
+            chunk.train(training)
+        values: Tensor | None = None
+        if outputs:  # only the last pipeline stage has any
+            rows = [
+                scatter_to_sequences([output[row] for output in outputs], share.microbatches, share.sequences)
+                for row in range(len(outputs[0]))
+            ]
+            values = torch.stack([torch.cat([torch.empty(0, device=outputs[0].device), *row]) for row in rows])
+            values = context_parallel_sum(values).cpu()
+        whole = self.strategy.broadcast_from_last_stage(values)
+        assert whole is not None
+        found = share.give_back(list(whole.split([len(sequence) for sequence in share.sequences], dim=1)))
+        return found, share.give_back(recorded) if routing == "record" else []
+
+    def update(
+        self,
+        sequences: list[TokenSequence],
+        token_loss: TokenLoss,
+        chunks: list[nn.Module] | None = None,
+        *,
+        processor: OutputProcessor | None = None,
+        prefix: str | None = None,
+    ) -> dict[str, float]:
+        """Compute gradients of the aggregated `token_loss` over all data-parallel ranks' sequences.
+
+        Args:
+            sequences: This replica's; field "weights" holds each token's weight (missing: 1, the token mean).
+            token_loss: Loss per token.
+            chunks: Another trained model's, e.g. a critic's.
+            processor: What the last stage of those makes of hidden states.
+            prefix: Of that model's metrics.
+
+        Returns:
+            Metrics, equal on every rank; "policy/loss" among them.
+        """
+        trained = list(self.model) if chunks is None else chunks
+        for chunk in trained:
+            chunk.train()
+        if chunks is None:
+            self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+        step = partial(
+            self._train_step,
+            token_loss=token_loss,
+            processor=processor or self.output_processor(),
+            name=f"{prefix or self.metrics_prefix}/loss",
+        )
+        share = self._share(sequences)
+        replays = chunks is None and self.replays_routing
+        self.begin_routing(share, "replay" if replays else "free", self.reduce_tokens)
+        tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=trained)
+        metrics: dict[str, float] = {}
+        if tallies:
+            total = Tally(self.strategy.root_device)
+            for tally in tallies:
+                total.merge(tally)
+            metrics = total.reduce(self.reduce_tokens).compute()
+        metrics = self.strategy.broadcast_from_last_stage(metrics)
+        self.end_routing()
+        if chunks is not None:
+            return metrics
+        return {
+            **metrics,
+            **self.routing_metrics(),
+            "perf/padding_frac": share.padding_frac,
+            "perf/imbalance": share.imbalance,
+        }
+
+    def _share(self, sequences: list[TokenSequence]) -> Share:
+        """This replica's part of all replicas' sequences, as micro-batches; a collective."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(self.model[0])
+        return share_sequences(
+            sequences,
+            self.max_tokens_per_microbatch,
+            self.strategy.layout,
+            self.strategy.root_device,
+            packed=self.packing,
+            cost=SequenceCost(*sequence_flops(config, self.hf_model.config.vocab_size)),
+        )
+
+    def _run_schedule(
+        self, microbatches: list[MicroBatch], step: Any, *, forward_only: bool, chunks: list[nn.Module]
+    ) -> list[Any]:
+        longest = max(microbatch.tokens.shape[1] for microbatch in microbatches)
+        return self.strategy.forward_backward(
+            microbatches,
+            step,
+            sequence_length=longest * self.strategy.layout.context_parallel_size,
+            micro_batch_size=microbatches[0].tokens.shape[0],
+            forward_only=forward_only,
+            chunks=chunks,
+        )
+
+
+def check_num_tokens(name: str, value: int) -> None:
+    """Refuse a number of tokens below 1.
+
+    Raises:
+        ValueError: With name and value.
+    """
+    if value < 1:
+        raise ValueError(f"{name}={value}: it is a number of tokens, at least 1.")

@@ -1,0 +1,281 @@
+"""`PPOModule`: proximal policy optimisation with a critic of its own. One batch of prompts is one rollout."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_megatron_rl.algorithms.gae import gae
+from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.algorithms.whitening import whiten
+from lightning_megatron_rl.models.families import num_experts
+from lightning_megatron_rl.models.layout_check import PipelineSplit
+from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.value_head import value_processor
+from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
+from lightning_megatron_rl.modules.evaluation import EvaluationSettings
+from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.reference import ReferenceSettings
+from lightning_megatron_rl.modules.rollout_batch import Rollout
+from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
+from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.sample import Prompt
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+
+_CRITIC_LR = 1e-5
+
+
+class PPOModule(GRPOModule):
+    """Train a language model with PPO: sample responses, reward them, and judge each token by a critic's values.
+
+    Args:
+        model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
+        rewards: Functions or objects from samples to rewards; see `Reward`.
+        reward_weights: Weight of each reward in the sum; 1 each if not given.
+        critic: Where the critic starts, and how values become advantages.
+        critic_optimizer: Megatron's own `OptimizerConfig` of the critic.
+        engine: Samples the responses; vLLM in a child process of its own by default.
+        num_generations: Responses per prompt.
+        updates_per_rollout: Optimizer steps per rollout, of the actor and of the critic; each takes an equal share of
+            its prompts.
+        sampling: Temperature and limits of training rollouts.
+        validation_sampling: The same for validation; greedy if not given, otherwise as in `sampling`.
+        loss: The actor's objective; its `advantage` is not used, its `aggregation` is the critic's too.
+        reference: The policy that KL is measured to; by default the one that training starts from.
+        overlong: Penalty and filter of responses near the length limit; none if not given.
+        optimizer: Megatron's own `OptimizerConfig` of the actor (lr, weight_decay, adam_beta2, ...).
+        lr_scheduler: Called with the actor's optimizer; stepped once per `global_step`.
+        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
+        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
+        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
+        model_config: Overrides of Megatron's `TransformerConfig`, of actor and critic.
+        logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        moe: How the routers of a mixture-of-experts actor are trained.
+        lora: Train low-rank adapters of the actor and leave its own weights as they are.
+        evaluation: What validation samples and reports besides one response per prompt.
+
+    Raises:
+        ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
+
+    Example:
+        ``PPOModule(model="Qwen/Qwen3-0.6B", rewards=[math_equal], critic=CriticSettings(warmup_rollouts=10))``
+    """
+
+    compares_groups = False
+
+    def __init__(
+        self,
+        model: str,
+        rewards: list[Reward],
+        reward_weights: list[float] | None = None,
+        critic: CriticSettings | None = None,
+        critic_optimizer: Optional["OptimizerConfig"] = None,
+        engine: RolloutEngine | None = None,
+        num_generations: int = 4,
+        updates_per_rollout: int = 1,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        validation_sampling: SamplingParams | None = None,
+        loss: GRPOLossConfig | None = None,
+        reference: ReferenceSettings | None = None,
+        overlong: OverlongSettings | None = None,
+        optimizer: Optional["OptimizerConfig"] = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        packing: bool = True,
+        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
+        model_config: dict[str, Any] | None = None,
+        logprob_chunk_size: int = 1024,
+        moe: MoESettings | None = None,
+        lora: LoRASettings | None = None,
+        evaluation: EvaluationSettings | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            rewards=rewards,
+            reward_weights=reward_weights,
+            engine=engine,
+            num_generations=num_generations,
+            updates_per_rollout=updates_per_rollout,
+            sampling=sampling,
+            validation_sampling=validation_sampling,
+            loss=loss,
+            reference=reference,
+            overlong=overlong,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            packing=packing,
+            layer_backend=layer_backend,
+            model_config=model_config,
+            logprob_chunk_size=logprob_chunk_size,
+            moe=moe,
+            lora=lora,
+            evaluation=evaluation,
+        )
+        self.critic_settings = critic or CriticSettings()
+        self.critic_optimizer_config = critic_optimizer
+        self.value_loss = ValueLoss(self.critic_settings.value_clip)
+        self.critic: Critic | None = None  # no submodule: the strategy trains `model`, this module trains the critic
+
+    # ---- the critic ------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Check actor and critic, before weights are loaded."""
+        if stage == "fit":
+            self._critic_model = self._find_critic()
+            self.strategy.resolve_optimizer_config(self._critic_optimizer_config())
+        super().setup(stage)
+
+    def _find_critic(self) -> Any:
+        from lightning_megatron_rl.models.hf_model import HFModel
+        from lightning_megatron_rl.models.value_model import ValueModel
+
+        found = ValueModel(self.critic_settings.model or self.model_path)
+        experts = num_experts(found.config)
+        if experts > 1:
+            raise ValueError(
+                f"critic {found.name_or_path!r} is a mixture of {experts} experts: its routers would be trained without"
+                " the settings of `moe`. Start from a dense model, with critic.model."
+            )
+        actor = HFModel(self.model_path).config
+        if found.config.vocab_size != actor.vocab_size:
+            raise ValueError(
+                f"critic {found.name_or_path!r} has a vocabulary of {found.config.vocab_size} tokens, the actor"
+                f" {self.model_path!r} of {actor.vocab_size}: the critic reads the actor's tokens, so both must be of"
+                " one family."
+            )
+        layout = self.strategy.layout
+        found.check_layout(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            pipeline_split=PipelineSplit.from_overrides(self.model_config),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        return found
+
+    def configure_model(self) -> None:
+        """Build the actor, its reference and, to train, the critic."""
+        super().configure_model()
+        fits = self.trainer.state.fn == TrainerFn.FITTING  # type: ignore[attr-defined]
+        if fits and self.critic is None:
+            chunks = self._critic_model.build_chunks(
+                params_dtype=self.strategy.precision_plugin.params_dtype,
+                layer_backend=self.layer_backend,
+                device=self.strategy.root_device,
+                sequence_parallel=self.strategy.layout.sequence_parallel,
+                config_overrides=self.model_config,
+            )
+            self.critic = Critic(self._critic_model, list(chunks))
+
+    def configure_optimizers(self) -> Any:
+        """Return the actor's optimizer and scheduler; the critic's is this module's own business."""
+        clip = self.trainer.gradient_clip_val  # type: ignore[attr-defined]
+        self._critic.prepare_training(self.strategy, self._critic_optimizer_config(), clip)
+        return super().configure_optimizers()
+
+    def _critic_optimizer_config(self) -> "OptimizerConfig":
+        from megatron.core.optimizer import OptimizerConfig
+
+        return self.critic_optimizer_config or OptimizerConfig(lr=_CRITIC_LR, weight_decay=0.0)
+
+    @property
+    def _critic(self) -> Critic:
+        assert self.critic is not None, "the critic is built to fit"
+        return self.critic
+
+    def save_critic(self, directory: Any) -> None:
+        """Write the critic as a Hugging Face sequence classifier, which scores the last token; a collective."""
+        from lightning_megatron_rl.strategy.wrapping import gather_parameters
+
+        gather_parameters(self._critic.chunks)
+        self._critic.hf_model.save_pretrained(self._critic.chunks, directory)
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether this rollout trains the critic alone."""
+        return bool(self.trainer.global_step < self.critic_settings.warmup_rollouts)
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
+        """Sample, score, reward and judge a rollout, then update critic and actor `updates_per_rollout` times."""
+        self.loss.set_step(self.trainer.global_step)
+        self.refresh_reference()
+        rollout = self.rollout(prompts)
+        parts = rollout.split(self.updates_per_rollout)
+        with self.phase("critic_update"):
+            for part in parts:
+                loss = self.update_critic(part)
+        if self.is_warming_up:
+            return loss
+        *inner, last = parts
+        with self.phase("update"):
+            for part in inner:
+                self.forward_backward(part)
+                self.optimizers().step()  # type: ignore[union-attr]
+            loss = self.forward_backward(last)
+        return loss  # Lightning takes this step
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Take the actor's step; while the critic warms up, run the rollout and leave the actor as it is."""
+        assert optimizer_closure is not None
+        if self.is_warming_up:
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
+        """Give each token the critic's value, its return and its advantage; a collective."""
+        settings, sequences = self.critic_settings, rollout.sequences
+        with self.phase("values"):
+            rows, _ = self.score_rows(sequences, self._critic.chunks, processor=value_processor())
+        values = [row[0] for row in rows]
+        rewards = token_rewards(
+            penalised_rewards(rollout, self.overlong, max_response_length=self.sampling.max_tokens, tally=tally),
+            [sequence.loss_mask for sequence in sequences],
+            kl_penalties(rollout, self.loss.config, tally),
+        )
+        advantages, returns = [], []
+        for reward, sequence, value in zip(rewards, sequences, values, strict=True):
+            advantage, return_ = gae(reward, value, sequence.loss_mask, gamma=settings.gamma, lam=settings.lam)
+            advantages.append(advantage)
+            returns.append(return_)
+            add_value_metrics(tally, value, return_, sequence.loss_mask)
+        if settings.whiten_advantages:
+            masks = torch.cat([sequence.loss_mask for sequence in sequences])
+            whole = whiten(torch.cat(advantages), masks, all_reduce=lambda vector: self.reduce_on_device(vector, "sum"))
+            advantages = list(whole.split([len(sequence) for sequence in sequences]))
+        rollout.set_field("values", values)
+        rollout.set_field("returns", returns)
+        rollout.set_field("advantages", advantages)
+
+    def update_critic(self, part: Rollout) -> Tensor:
+        """Take one optimizer step of the critic on one part of a rollout; return its loss, equal on every rank."""
+        part.set_token_weights(
+            self.loss,
+            max_response_length=self.sampling.max_tokens,
+            all_reduce=lambda vector: self.reduce_on_device(vector, "sum"),
+        )
+        critic = self._critic
+        assert critic.optimizer is not None
+        metrics = self.update(
+            part.sequences, self.value_loss, critic.chunks, processor=value_processor(), prefix="critic"
+        )
+        critic.optimizer.step()
+        self.log_metrics(
+            {**metrics, "critic/grad_norm": critic.optimizer.grad_norm, "critic/lr": critic.optimizer.last_lr}
+        )
+        return torch.tensor(metrics["critic/loss"], device=self.strategy.root_device)

@@ -1,0 +1,136 @@
+"""The reference policy that KL is measured to: none, a frozen copy, or the policy without its adapters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.models.lora import adapters_off
+from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+
+
+@dataclass
+class ReferenceSettings:
+    """Which policy the KL divergence is measured to, and where it lives.
+
+    Args:
+        kind: "frozen_copy" is a second model with the weights of `model`; "adapters_off" is the policy without its LoRA
+            adapters; "none" is none. "auto" takes the cheapest that is right: none without `loss.kl_coef`, else the
+            policy without its adapters if it has any, else a copy.
+        refresh_every_n_steps: Give the copy the policy's weights every so many `global_step`s; unset: never.
+        offload: Keep the copy in the host's memory while it is not used (on CUDA; two transfers per rollout).
+
+    Raises:
+        ValueError: A number of steps below 1, or a refresh of something that is no copy.
+
+    Example:
+        ``ReferenceSettings(refresh_every_n_steps=100)``
+    """
+
+    kind: Literal["auto", "none", "frozen_copy", "adapters_off"] = "auto"
+    refresh_every_n_steps: int | None = None
+    offload: bool = True
+
+    def __post_init__(self) -> None:
+        steps = self.refresh_every_n_steps
+        if steps is not None and steps < 1:
+            raise ValueError(f"refresh_every_n_steps={steps}: give a number of steps, or null for never.")
+        if steps is not None and self.kind in ("none", "adapters_off"):
+            raise ValueError(
+                f"refresh_every_n_steps={steps} with kind={self.kind}: only a frozen copy can be given new weights."
+            )
+
+    def resolve(self, *, kl_coef: float, has_adapters: bool) -> Literal["none", "frozen_copy", "adapters_off"]:
+        """Return the kind that is in force.
+
+        Raises:
+            ValueError: KL without a reference, adapters off without adapters, a copy of a model with adapters.
+        """
+        kind = self.kind
+        if kind == "auto":
+            kind = "none" if not kl_coef else "adapters_off" if has_adapters else "frozen_copy"
+        if kind == "none" and kl_coef:
+            raise ValueError(
+                f"loss.kl_coef={kl_coef} with reference.kind=none: there is nothing to measure the KL to. Set"
+                " reference.kind=auto, or loss.kl_coef=0."
+            )
+        if kind == "adapters_off" and not has_adapters:
+            raise ValueError(
+                "reference.kind=adapters_off without lora: there are no adapters to leave out. Set reference.kind=auto"
+                " for a frozen copy, or give lora settings."
+            )
+        if has_adapters and (kind == "frozen_copy" or self.refresh_every_n_steps is not None):
+            raise ValueError(
+                f"reference.kind={self.kind}, refresh_every_n_steps={self.refresh_every_n_steps} with lora: the policy"
+                " without its adapters is the reference, a second copy of the frozen weights would be the same. Set"
+                " reference.kind=auto and no refresh."
+            )
+        if kind == "none" and self.refresh_every_n_steps is not None:
+            raise ValueError(
+                f"reference.refresh_every_n_steps={self.refresh_every_n_steps} with loss.kl_coef=0: no reference is"
+                " built. Set loss.kl_coef, or reference.kind=frozen_copy to log policy/kl_ref without a penalty."
+            )
+        return kind
+
+
+class HoldsReference(PolicyModule):
+    """A policy module that also scores under a reference policy."""
+
+    reference_settings: ReferenceSettings
+    reference_kind: Literal["none", "frozen_copy", "adapters_off"]
+    reference: list[nn.Module] | None = None  # the frozen copy; a list, not a submodule: it is not trained
+
+    def configure_model(self) -> None:
+        """Build the policy, and the frozen reference if there is to be one; with LoRA the policy holds it."""
+        super().configure_model()
+        if self.reference_kind != "frozen_copy":
+            return
+        if self.reference is None:
+            self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
+            self._offload()
+        if self.reference_settings.refresh_every_n_steps is not None:
+            self.strategy.saved_with_model = {**self.strategy.saved_with_model, "reference": self.reference}
+
+    def score_reference(self, sequences: list[TokenSequence]) -> Scores:
+        """Score under the reference policy: the frozen copy, or with LoRA the policy without its adapters."""
+        if self.reference is None:
+            with adapters_off(self.model):
+                return self.score(sequences)
+        for chunk in self.reference:
+            chunk.to(self.strategy.root_device)
+        try:
+            return self.score(sequences, self.reference)
+        finally:
+            self._offload()
+
+    def refresh_reference(self) -> None:
+        """Give the frozen copy the policy's weights if this step is one of those that do so; a collective."""
+        every, step = self.reference_settings.refresh_every_n_steps, self.trainer.global_step
+        if self.reference is not None and every is not None and step > 0 and step % every == 0:
+            self.strategy.gather_parameters()
+            copy_weights(list(self.model), self.reference)
+
+    def _offload(self) -> None:
+        if self.reference_settings.offload:
+            for chunk in self.reference or []:
+                chunk.to("cpu")
+
+
+@torch.no_grad()
+def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
+    """Give `target` the weights and buffers of `source`, chunk by chunk; Megatron's wrappers around either are ignored.
+
+    Example:
+        ``copy_weights(list(module.model), module.reference)``
+    """
+    from megatron.core.utils import unwrap_model
+
+    for giver, taker in zip(unwrap_model(list(source)), unwrap_model(list(target)), strict=True):
+        given = dict([*giver.named_parameters(), *giver.named_buffers()])
+        taken = dict([*taker.named_parameters(), *taker.named_buffers()])
+        assert given.keys() == taken.keys(), given.keys() ^ taken.keys()
+        for name, tensor in taken.items():
+            tensor.copy_(given[name])

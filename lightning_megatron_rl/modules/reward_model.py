@@ -1,0 +1,141 @@
+"""`RewardModule`: a reward model from preference pairs, after Bradley and Terry."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable
+from torch import Tensor
+
+from lightning_megatron_rl.algorithms.preferences import bradley_terry
+from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.modules.pairs import PairModule
+from lightning_megatron_rl.modules.steps import OutputProcessor
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.models.value_model import ValueModel
+
+
+class RewardModule(PairModule):
+    """Train a model with a scalar head to score preferred responses higher.
+
+    The score of a sequence is the head's value at its last token that is not the padding token, as in Transformers'
+    `AutoModelForSequenceClassification`, into which exports load.
+
+    Args:
+        model: Hugging Face hub name, or a directory that `save_pretrained` wrote: a language model, which gets a new
+            head, or a reward model.
+        center_coef: Weight of (chosen + rejected)^2, which keeps scores around zero.
+        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
+        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
+        max_tokens_per_microbatch: Token budget of one micro-batch, padding included; a side takes one token more than
+            it has.
+        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
+        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
+        model_config: Overrides of Megatron's `TransformerConfig`.
+        moe: How the routers of a mixture-of-experts model are trained.
+        lora: Train low-rank adapters and the head, and leave the model's own weights as they are.
+
+    Raises:
+        ValueError: A negative `center_coef`, or a token budget below 1.
+
+    Example:
+        ``Trainer(strategy=MegatronStrategy()).fit(RewardModule(model="Qwen/Qwen3-0.6B"), PreferenceDataModule(...))``
+    """
+
+    metrics_prefix = "reward_model"
+    exports_classifier = True
+    default_lr = 1e-5
+
+    def __init__(
+        self,
+        model: str,
+        center_coef: float = 0.0,
+        optimizer: Optional["OptimizerConfig"] = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        packing: bool = True,
+        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
+        model_config: dict[str, Any] | None = None,
+        moe: MoESettings | None = None,
+        lora: LoRASettings | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            packing=packing,
+            layer_backend=layer_backend,
+            model_config=model_config,
+            moe=moe,
+            lora=lora,
+        )
+        if center_coef < 0:
+            raise ValueError(f"center_coef={center_coef}: it would drive scores away from zero; use 0 or more.")
+        self.center_coef = center_coef
+
+    def find_model(self) -> "ValueModel":
+        """Return the Hugging Face side of `model_path`, with a value head."""
+        from lightning_megatron_rl.models.value_model import ValueModel
+
+        return ValueModel(self.model_path)
+
+    def output_processor(self) -> OutputProcessor:
+        """Return what makes values of hidden states."""
+        from lightning_megatron_rl.models.value_head import value_processor
+
+        return value_processor()
+
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the Bradley-Terry loss of scores ``[pairs]``."""
+        return partial(bradley_terry, center_coef=self.center_coef)(chosen, rejected)
+
+    def prepare_side(self, sequence: TokenSequence) -> TokenSequence:
+        """Return the sequence up to its last token that is scored, see `scored_at_end`."""
+        return scored_at_end(sequence.token_ids, self.hf_model.pad_token_id)  # type: ignore[attr-defined]
+
+    def side_values(self, sequences: list[TokenSequence]) -> Tensor:
+        """Return the values at the end of sequences from `scored_at_end`, ``[sequences]``."""
+        rows, _ = self.score_rows(sequences)
+        return torch.stack([row[0, -1] for row in rows]) if rows else torch.empty(0)
+
+    def export_outputs(self, sequences: list[TokenSequence]) -> list[Tensor]:
+        """Return the score of each sequence, by which an export is compared with the trainer, each ``[1]``."""
+        return list(self.score(sequences).unsqueeze(1))
+
+    def save_adapter(self, directory: Path) -> None:
+        """Refuse: an adapter in PEFT's format would have no head.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            "RewardModule.save_adapter: PEFT's format would leave out the head, which is trained as well. Export the"
+            " merged model: HFExport(adapter='merged') or save_pretrained."
+        )
+
+    def score(self, sequences: list[TokenSequence]) -> Tensor:
+        """Return the scores of whole sequences, ``[sequences]`` on the CPU of every rank of the replica."""
+        return self.side_values([self.prepare_side(sequence) for sequence in sequences])
+
+
+def scored_at_end(token_ids: Tensor, pad_token_id: int | None) -> TokenSequence:
+    """Return a sequence whose only target is behind its last token that is not padding.
+
+    Outputs are aligned with the token that they predict, and the score is the output at the last token, which predicts
+    nothing: one more token, which nothing attends to, stands for what is behind.
+
+    Example:
+        ``scored_at_end(torch.tensor([5, 9, 0]), pad_token_id=0)`` has the tokens 5 9 9 and the last one as its target.
+    """
+    kept = (token_ids != pad_token_id).nonzero() if pad_token_id is not None else None
+    # Transformers scores the first token of a sequence that is all padding
+    end = len(token_ids) if kept is None else int(kept[-1]) + 1 if len(kept) else 1
+    ids = torch.cat([token_ids[:end], token_ids[end - 1 : end]])
+    return TokenSequence(ids, torch.arange(end + 1) == end)

@@ -1,0 +1,176 @@
+"""Unit tests as a reward: code from the response runs in the sandbox against the tests that came with the prompt."""
+
+import json
+import os
+import re
+import secrets
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
+from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
+from lightning_megatron_rl.sample import Sample
+
+# Runs as the sandbox's program. What the code prints goes nowhere; a test has passed when its line, which begins with
+# a number that the code is not told, arrives on the true standard output. Ending the process early passes nothing.
+_RUNNER = """
+import json, os
+report, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+os.dup2(nowhere, 1)
+with open("spec.json") as file:
+    spec = json.load(file)
+os.remove("spec.json")
+def run(spec, report):
+    token, tests, scope = spec["token"], spec["tests"], {"__name__": "solution"}
+    try:
+        exec(compile(spec["code"], "solution.py", "exec"), scope)
+    except BaseException:
+        return
+    for number, test in enumerate(tests):
+        try:
+            exec(compile(test, f"test {number}", "exec"), scope)
+        except BaseException:
+            continue
+        os.write(report, f"{token} {number}\\n".encode())
+run(spec, report)
+os._exit(0)
+"""
+_FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class CodeTests:
+    """1.0 where the code in the response passes all tests of its prompt, in the sandbox.
+
+    The code is the last block between ``` fences, or the whole response. The tests are a column of the data set, a
+    list (or JSON of one): either Python, each item run after the code (``assert add(1, 2) == 3``), or objects with
+    "input" and "output": the code is then a program whose standard output must be that, up to spaces at line ends.
+    Python tests run in the code's own process, and code that searches its memory for the tests' outcome could forge
+    it; programs with input and output are judged from outside.
+
+    Args:
+        tests_column: Column with the tests.
+        partial: Give the fraction of passed tests instead of 1.0 for all.
+        limits: What each run may use.
+        concurrency: Runs at one time; the number of CPUs if not given.
+        require: Protections without which the run ends instead of going on with those that the kernel grants.
+        python: Interpreter of the programs, below /usr; this process's if not given.
+        name: What it is called in the logs.
+
+    Raises:
+        ValueError: A protection of an unknown name, an interpreter that is not there.
+
+    Example:
+        ``CodeTests(require=["network"])`` on the response "def add(a, b): return a + b".
+    """
+
+    def __init__(
+        self,
+        tests_column: str = "tests",
+        partial: bool = False,
+        limits: SandboxLimits = SandboxLimits(),  # noqa: B008  (frozen)
+        concurrency: int | None = None,
+        require: Sequence[str] = (),
+        python: str | None = None,
+        name: str = "code_tests",
+    ) -> None:
+        unknown = sorted(set(require) - MEANING.keys())
+        if unknown:
+            raise ValueError(f"require={unknown} of the reward {name!r}: the protections are {', '.join(MEANING)}")
+        self.tests_column = tests_column
+        self.partial = partial
+        self.concurrency = concurrency or os.cpu_count() or 1
+        self.require = tuple(require)
+        self.name = name
+        self.sandbox = Sandbox(limits, python=python)
+        self._checked = False
+
+    def __call__(self, samples: list[Sample]) -> list[float]:
+        """Return a number in [0, 1] per sample; without tests or required protections a RewardSetupError."""
+        tests = [self._tests(sample) for sample in samples]
+        if not self._checked:
+            self._check_protections()
+        with ThreadPoolExecutor(min(self.concurrency, max(len(samples), 1))) as pool:
+            shares = list(pool.map(self._share_passed, [extract_code(sample.response) for sample in samples], tests))
+        return shares if self.partial else [float(share == 1.0) for share in shares]
+
+    def _check_protections(self) -> None:
+        try:
+            missing = [name for name in self.require if name not in self.sandbox.active]
+            inactive = self.sandbox.inactive
+        except SandboxError as error:
+            raise RewardSetupError(f"the reward {self.name!r} has nowhere to run code: {error}") from error
+        if missing:
+            raise RewardSetupError(
+                f"the reward {self.name!r} requires {', '.join(missing)}, which this machine does not grant: "
+                f"{self.sandbox.describe()}. Allow unprivileged user namespaces, or shorten `require`."
+            )
+        if inactive:
+            lacking = "; ".join(f"{name} ({MEANING[name]})" for name in inactive)
+            warnings.warn(
+                f"the reward {self.name!r} runs untrusted code without: {lacking}. {self.sandbox.describe()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._checked = True
+
+    def _tests(self, sample: Sample) -> list[Any]:
+        tests = sample.prompt.columns.get(self.tests_column)
+        if isinstance(tests, str) and tests.lstrip().startswith("["):
+            with suppress(ValueError):  # Python may begin with a bracket, too
+                tests = json.loads(tests)
+        if isinstance(tests, str):
+            tests = [tests]
+        if not isinstance(tests, list | tuple) or not tests or not (_are_python(tests) or _are_pairs(tests)):
+            raise RewardSetupError(
+                f"the reward {self.name!r} needs tests in the column {self.tests_column!r}, but it holds "
+                f"{str(tests)[:100]} for {describe_sample(sample)}: give a list of Python statements, or of objects "
+                'with the texts "input" and "output"'
+            )
+        return list(tests)
+
+    def _share_passed(self, code: str, tests: list[Any]) -> float:
+        passed = self._run_pairs(code, tests) if _are_pairs(tests) else self._run_python(code, tests)
+        return passed / len(tests)
+
+    def _run_python(self, code: str, tests: list[str]) -> int:
+        token = secrets.token_hex(16)
+        spec = json.dumps({"code": code, "tests": tests, "token": token})
+        lines = set(self.sandbox.run(_RUNNER, files={"spec.json": spec}).stdout.splitlines())
+        return sum(f"{token} {number}" in lines for number in range(len(tests)))
+
+    def _run_pairs(self, code: str, tests: list[dict[str, str]]) -> int:
+        passed = 0
+        for test in tests:
+            result = self.sandbox.run(code, stdin=test["input"])
+            passed += result.code == 0 and _lines(result.stdout) == _lines(test["output"])
+            if passed == 0 and not self.partial:
+                break  # it cannot pass all of them any more
+        return passed
+
+
+def extract_code(response: str) -> str:
+    """Return the last fenced block of a response, or all of it if it has none.
+
+    Example:
+        ``extract_code("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``
+    """
+    blocks = _FENCE.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def _are_python(tests: Sequence[Any]) -> bool:
+    return all(isinstance(test, str) for test in tests)
+
+
+def _are_pairs(tests: Sequence[Any]) -> bool:
+    return all(
+        isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
+        for test in tests
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

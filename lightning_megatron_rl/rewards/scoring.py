@@ -1,0 +1,37 @@
+"""How several rewards score a batch of samples: side by side, each under its guard, summed with weights."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning_megatron_rl.rewards.base import Reward, reward_names
+from lightning_megatron_rl.rewards.guard import guarded
+from lightning_megatron_rl.sample import Sample
+
+
+def compute_rewards(samples: list[Sample], rewards: Sequence[Reward], weights: Sequence[float] | None = None) -> None:
+    """Fill `rewards` (each one by name, unweighted) and `reward` (their weighted sum, weights 1 by default) of samples.
+
+    A reward that fails on a sample costs it the default, and `reward_errors` says why (see `GuardedReward`). The
+    samples stay as they are if anything raises. The rewards run at the same time.
+
+    Raises:
+        ValueError: rewards and weights that `reward_names` refuses; a result that is not a list with one number per
+            sample; what a reward needs is not there.
+        RuntimeError: a reward with ``on_error="raise"`` failed, with the sample that it failed on.
+
+    Example:
+        ``compute_rewards(samples, [math_equal, FormatReward("<a>.*</a>")], weights=[1.0, 0.1])``
+    """
+    names = reward_names(rewards, weights)
+    if not samples:
+        return
+    guards = [guarded(reward) for reward in rewards]
+    with ThreadPoolExecutor(len(guards)) as pool:
+        results = list(pool.map(lambda guard: guard.score(samples), guards))
+    factors = weights or [1.0] * len(names)
+    for index, sample in enumerate(samples):
+        sample.rewards = {name: scores[index] for name, (scores, _) in zip(names, results, strict=True)}
+        sample.reward = sum(factor * part for factor, part in zip(factors, sample.rewards.values(), strict=True))
+        sample.reward_errors = {
+            name: errors[index] for name, (_, errors) in zip(names, results, strict=True) if index in errors
+        }

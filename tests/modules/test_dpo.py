@@ -1,0 +1,130 @@
+"""DPO: the plain formula's number, in every layout, with a frozen copy or the policy without adapters as reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.modules.dpo import DPOModule
+from tests.modules.preference_runs import fit_pairs, frozen_pairs
+from tests.strategy.test_megatron import LAYOUTS, RELATIVE
+from tests.training import Run
+
+LOSSES = [{"beta": 0.3, "label_smoothing": 0.1}, {"loss": "ipo", "beta": 0.3}]
+
+
+def job(pool: Any, model: Any, layout: str = "single", **kwargs: Any) -> list[Run]:
+    world_size, strategy = {**LAYOUTS, "single": (1, {})}[layout]
+    arguments = ("dpo", model, strategy, world_size)
+    return pool.run(fit_pairs, *arguments, world_size=world_size, init_process_group=False, **kwargs)
+
+
+def assert_same(runs: list[Run], reference: Run) -> None:
+    """Everything that is logged, and the final weights."""
+    for run in runs:
+        assert run.steps == runs[0].steps, "a rank logged something else"
+    for mine, theirs in zip(runs[0].steps, reference.steps, strict=True):
+        for name, value in theirs.items():
+            if name.startswith(("policy/", "preference/")):
+                # margins of a second step are differences of sums of some 20 log-probs of the size of 5
+                floor = 20 * 5 * 1e-6 * name.startswith("pref")
+                assert mine[name] == pytest.approx(value, rel=RELATIVE, abs=floor), name
+    for name, weight in reference.weights.items():
+        error = (runs[0].weights[name] - weight).norm() / weight.norm()
+        assert error <= RELATIVE, f"{name}: {error:.1e}"
+
+
+@pytest.fixture(scope="module", params=LOSSES, ids=["sigmoid", "ipo"])
+def method(request) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(worker_pool, qwen3_dir, method) -> Run:
+    return job(worker_pool, qwen3_dir, module=method, validate=True)[0]
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "cp2"])
+def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, method, reference, layout):
+    assert_same(job(worker_pool, qwen3_dir, layout, module=method), reference)
+
+
+def plain_values(model: Any, frozen: Any, pairs: list[Any], averaged: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def value(sequence: Any) -> torch.Tensor:
+        def logprobs(of: Any) -> torch.Tensor:
+            table = of(sequence.token_ids[None]).logits[0, :-1].log_softmax(-1)
+            return table.gather(-1, sequence.token_ids[1:, None])[:, 0][sequence.loss_mask[1:]]
+
+        with torch.no_grad():
+            fixed = logprobs(frozen)
+        ratios = logprobs(model) - fixed
+        return ratios.mean() if averaged else ratios.sum()
+
+    return (
+        torch.stack([value(pair.chosen) for pair in pairs]),
+        torch.stack([value(pair.rejected) for pair in pairs]),
+    )
+
+
+def plain_loss(method: dict[str, Any], chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    if "loss" in method:
+        return (chosen - rejected - 1 / (2 * method["beta"])).square().mean()
+    margin, smoothing = method["beta"] * (chosen - rejected), method["label_smoothing"]
+    return (-(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)).mean()
+
+
+def test_two_steps_equal_transformers_and_autograd(qwen3_dir, method, reference):
+    """Both steps written down again: in the second one the policy is no longer its reference."""
+    model, frozen = (AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32) for _ in range(2))
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-3)
+    pairs = frozen_pairs(8)
+    for step, batch in zip(reference.steps, (pairs[:4], pairs[4:]), strict=True):
+        chosen, rejected = plain_values(model, frozen, batch, averaged="loss" in method)
+        loss = plain_loss(method, chosen, rejected)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        assert step["policy/loss"] == pytest.approx(loss.item(), rel=RELATIVE)
+        assert step["policy/grad_norm"] == pytest.approx(norm.item(), rel=RELATIVE)
+        margin = method["beta"] * (chosen - rejected).mean().item()
+        # a first margin is exactly 0: both sides are the reference's
+        assert step["preference/margin"] == pytest.approx(margin, rel=1e-4, abs=1e-6)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert (reference.weights[name] - parameter).norm() / parameter.norm() <= RELATIVE, name
+
+
+def test_the_first_step_starts_at_the_reference(reference, method):
+    step = reference.steps[0]
+    assert step["preference/chosen"] == step["preference/rejected"] == 0.0
+    assert reference.extra["val"]["val/margin"] != 0.0
+
+
+def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
+    """With B = 0 the first step starts at the reference; in the second one the adapters are away from it."""
+    module = {"lora": LoRASettings(rank=4, alpha=8)}
+    alone = job(worker_pool, qwen3_dir, module=module, optimizer={"lr": 1e-2})[0]
+    assert alone.steps[0]["preference/chosen"] == 0.0
+    assert alone.steps[1]["preference/chosen"] != 0.0
+    assert_same(job(worker_pool, qwen3_dir, "tp2_sp", module=module, optimizer={"lr": 1e-2}), alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0.0}, r"beta=0\.0"),
+        ({"loss": "hinge"}, r"unknown loss 'hinge': choose one of ipo, sigmoid"),
+        ({"label_smoothing": 0.5}, r"label_smoothing=0\.5"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, r"label_smoothing=0\.1 with loss='ipo'"),
+        ({"logprob_chunk_size": 0}, "logprob_chunk_size=0"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DPOModule("nothing", **options)

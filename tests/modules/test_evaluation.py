@@ -1,0 +1,167 @@
+"""Evaluation: the numbers of a hand-made epoch, over replicas, and in runs that stop and save by them."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
+from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings, vote
+from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.sample import Prompt, Sample
+from tests.distributed import WorkerError
+from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts
+from tests.strategy.test_megatron import LAYOUTS
+from tests.training import Run, SequenceDataModule
+
+
+def group(dataset: str, rewards: list[float], answers: str | None = None, index: int = 0) -> list[Sample]:
+    prompt = Prompt([5], "p", "7", index, dataset)
+    answers = answers or "7" * len(rewards)
+    return [
+        Sample(prompt, [1], [-1.0], text, rewards={"r": reward}, reward=reward)
+        for reward, text in zip(rewards, answers, strict=True)
+    ]
+
+
+def same(vector: Any, op: str) -> Any:
+    return vector
+
+
+def test_hand_made_epoch():
+    evaluation = Evaluation(EvaluationSettings(num_samples=4))
+    evaluation.add(group("a", [1.0]) + group("a", [0.0]) + group("b", [0.5]))
+    evaluation.add(group("a", [1, 1, 0, 0], "7789"), 4)
+    evaluation.add(group("a", [0, 0, 0, 0], "1111") + group("b", [1, 0, 0, 0], "7123"), 4)
+    metrics = evaluation.finish("val", same, list)
+    assert metrics["val/a/mean_at_1"] == 0.5
+    assert metrics["val/a/r"] == 0.5
+    assert metrics["val/a/mean_at_4"] == 0.25
+    assert [metrics[f"val/a/pass_at_{k}"] for k in (1, 2, 4)] == pytest.approx([0.25, 5 / 12, 0.5])
+    assert metrics["val/a/maj_at_4"] == 0.5
+    assert metrics["val/b/maj_at_4"] == 0.25  # four answers with a vote each
+    assert metrics["val/b/pass_at_4"] == 1.0
+    assert metrics["val/a/mean_at_1_low"] == pytest.approx(0.5 - 1.95996 * math.sqrt(0.5 / 2), abs=1e-5)
+    for name in ("mean_at_1", "mean_at_4", "pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4"):
+        assert metrics[f"val/a/{name}_low"] < metrics[f"val/a/{name}"] < metrics[f"val/a/{name}_high"], name
+    assert len(evaluation.samples) == 3 + 4 + 8
+    evaluation.add(group("a", [1.0]))
+    assert len(evaluation.samples) == 1, "the next epoch begins with its first samples"
+
+
+def test_replica_without_prompts_of_a_set_knows_its_metrics():
+    """Otherwise the ranks would reduce vectors of different lengths."""
+    full, empty = (Evaluation(EvaluationSettings(num_samples=2)) for _ in range(2))
+    full.add(group("a", [1.0]))
+    full.add(group("a", [1.0, 0.0]), 2)
+    names: list[list[str]] = []
+    metrics = full.finish("val", same, lambda mine: names.append(list(mine)) or list(mine))
+    everywhere = iter(names)  # what the union over both replicas gives this one: first the sets, then the rewards
+    others = empty.finish("val", same, lambda mine: [*mine, *next(everywhere)])
+    assert others.keys() == metrics.keys()
+    assert "val/a/maj_at_2_low" in others
+    assert all(math.isnan(value) for value in others.values())
+
+
+@pytest.mark.parametrize(
+    ("response", "pattern", "expected"),
+    [
+        ("so \\boxed{1,234}, not 7", None, "1,234"),
+        ("\\boxed{\\frac{1}{2}} and \\boxed{x^{2}}", None, "x^{2}"),
+        ("\\boxed{3", None, "3"),
+        ("It is 12.", None, "12"),
+        ("1,234.5 or -7", None, "-7"),
+        (" Paris ", None, "Paris"),
+        ("<a>1</a> <a> 2 </a>", "<a>(.*?)</a>", "2"),
+        ("nothing", "<a>(.*?)</a>", None),
+    ],
+)
+def test_vote(response, pattern, expected):
+    assert vote(response, pattern) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 1}, "num_samples=1: give at least 2"),
+        ({"num_samples": -1}, "num_samples=-1"),
+        ({"num_samples": 4, "pass_at": (1, 8)}, r"pass_at=\[1, 8\]: pass@8 .*at least 8 samples, but num_samples=4"),
+        ({"pass_at": (1,)}, "num_samples=0"),
+        ({"num_samples": 4, "sampling": SamplingParams(temperature=0.0)}, "greedy"),
+        ({"confidence": 1.0}, "confidence=1.0"),
+        ({"answer_pattern": "("}, "answer_pattern='\\('"),
+        ({"answer_pattern": "a"}, "has 0 groups"),
+    ],
+)
+def test_settings_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationSettings(**options)
+
+
+def test_defaults():
+    greedy, training = SamplingParams(temperature=0.0), SamplingParams()
+    assert EvaluationSettings().passes(greedy, training) == [(greedy, 1)]
+    assert EvaluationSettings(num_samples=6).passes(greedy, training) == [(greedy, 1), (training, 6)]
+    assert EvaluationSettings(num_samples=6).ks == (1, 2, 4)
+    assert EvaluationSettings(num_samples=8).ks == (1, 2, 4, 8)
+
+
+class TwoSets(SequenceDataModule):
+    """Training prompts, and two named validation sets of which the second is too small for two replicas."""
+
+    def val_dataloader(self) -> Any:
+        shard = self.trainer.distributed_sampler_kwargs
+        replicas = {"num_replicas": shard["num_replicas"], "rank": shard["rank"]}
+        return [
+            EvaluationLoader(items, GlobalBatches(len(items), 8, **replicas))
+            for items in (prompts(4, "even"), prompts(1, "single"))
+        ]
+
+
+def job(pool: Any, model: Any, layout: str = "single", **kwargs: Any) -> list[Run]:
+    """As `fit_grpo`, validating after each step on `TwoSets` with several sampled responses per prompt."""
+    world_size, strategy = {**LAYOUTS, "single": (1, {})}[layout]
+    options = {
+        "data": TwoSets(prompts(4 * kwargs.get("steps", 2)), 4),
+        "module": {"evaluation": EvaluationSettings(num_samples=NUM_GENERATIONS), **kwargs.pop("module", {})},
+        "trainer": {"val_check_interval": 1, "check_val_every_n_epoch": None, **kwargs.pop("trainer", {})},
+    }
+    return pool.run(
+        fit_grpo, model, strategy, world_size, world_size=world_size, init_process_group=False, **options, **kwargs
+    )
+
+
+def validation(run: Run) -> dict[str, float]:
+    return {name: value for name, value in run.steps[-1].items() if name.startswith("val/")}
+
+
+def test_every_layout_has_the_numbers_of_one_process(worker_pool, qwen3_dir, tmp_path):
+    single = validation(job(worker_pool, qwen3_dir, steps=1, callbacks=[RolloutSamples(dirpath=str(tmp_path))])[0])
+    names = {name.split("/")[2] for name in single if name.startswith("val/even/")}
+    assert {"mean_at_1", "mean_at_4", "mean_at_4_low", "pass_at_2", "pass_at_4_high", "maj_at_4", "parity"} <= names
+    assert len([name for name in single if name.startswith("val/single/")]) == len(names)
+    runs = job(worker_pool, qwen3_dir, "dp2", steps=1)
+    for run in runs:
+        assert validation(run) == pytest.approx(single, nan_ok=True)
+    lines = [json.loads(line) for line in (tmp_path / "evaluation-dp0.jsonl").read_text().splitlines()]
+    assert len(lines) == (4 + 1) * (1 + NUM_GENERATIONS)
+    assert {line["dataset"] for line in lines} == {"even", "single"}
+
+
+def test_early_stopping_and_checkpoints_monitor_them(worker_pool, qwen3_dir, tmp_path):
+    """The recorded responses never change, so nothing improves: stopped after the second validation of ten."""
+    monitor = "val/even/pass_at_2"
+    stop = EarlyStopping(monitor=monitor, mode="max", patience=1)
+    save = ModelCheckpoint(dirpath=tmp_path, monitor=monitor, mode="max", filename="best")
+    (run,) = job(worker_pool, qwen3_dir, steps=4, callbacks=[stop, save], trainer={"enable_checkpointing": True})
+    assert len(run.steps) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+def test_responses_too_long_for_the_engine_are_refused_before_training(worker_pool, qwen3_dir):
+    settings = EvaluationSettings(num_samples=4, sampling=SamplingParams(max_tokens=64))
+    with pytest.raises(WorkerError, match=r"evaluation.sampling.max_tokens=64 leaves no room .*max_model_len=64"):
+        job(worker_pool, qwen3_dir, module={"evaluation": settings})

@@ -1,0 +1,276 @@
+"""The objective as a whole: plain formulas in float64, and any cut into micro-batches and shares gives one number."""
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.algorithms import LinearSchedule, Tally
+from lightning_megatron_rl.algorithms.policy_losses import gspo
+from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, context_parallel_share, make_microbatches
+from lightning_megatron_rl.data.planning import MicroBatchRules
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from tests.algorithms.ranks import run_ranks
+
+GROUP = 4  # responses per prompt
+MAX_RESPONSE = 12
+SETTINGS = {
+    "ppo_clip": {"policy_loss": "ppo_clip", "clip_high": 0.28},
+    "prompt_mean": {"policy_loss": "ppo_clip", "aggregation": "prompt_mean", "dual_clip": None},
+    # with a weight per token, token form and sequence form would differ
+    "gspo": {
+        "policy_loss": "gspo",
+        "aggregation": "seq_mean_token_mean",
+        "clip_low": 0.05,
+        "clip_high": 0.1,
+        "correction_level": "sequence",
+    },
+    "cispo": {"policy_loss": "cispo", "clip_high": 0.5},
+    "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean_token_mean"},
+    "k1": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighting": True},
+    "k2": {"kl_coef": 0.1, "kl_estimator": "k2", "aggregation": "seq_mean_token_sum"},
+    "k3": {"kl_coef": 0.1, "kl_importance_weighting": True, "aggregation": "seq_mean_token_sum_norm"},
+    "entropy": {"entropy_coef": 0.01},
+    "icepop": {"correction": "icepop"},
+    "geo_mask": {"correction": "geo_mask", "geo_mask_low": 0.9, "geo_mask_high": 1.2},
+    "tis_sequence": {"correction_level": "sequence"},
+    "none": {"correction": None},
+}
+
+
+def batch(seed: int, groups: int = 3) -> tuple[list[TokenSequence], list[Tensor]]:
+    """Ragged sequences, one with a hole in its mask, one without a response token; and log-probs, of all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences, logprobs = [], []
+    for number in range(groups * GROUP):
+        prompt = int(torch.randint(1, 6, (), generator=generator))
+        response = 0 if number == 1 else int(torch.randint(1, MAX_RESPONSE, (), generator=generator))
+        length = prompt + response
+        mask = torch.arange(length) >= prompt
+        if response > 3 and number % 3 == 0:
+            mask[prompt + 1] = False
+        noise = 0.3 * torch.randn(4, length, generator=generator, dtype=torch.float64)
+        current = -1 - noise[0].abs()
+        old, rollout, reference = current + noise[1], current + noise[1] + noise[2], current + noise[3]
+        advantage = torch.randn((), generator=generator, dtype=torch.float64).expand(length).clone()
+        fields = {"old_logprobs": old, "rollout_logprobs": rollout, "ref_logprobs": reference, "advantages": advantage}
+        sequences.append(TokenSequence(torch.arange(length), mask, fields))
+        logprobs.append(current.requires_grad_())
+    return sequences, logprobs
+
+
+def plain_loss(config: GRPOLossConfig, sequences: list[TokenSequence], logprobs: list[Tensor]) -> Tensor:
+    """The formulas of docs/algorithms.md, sequence by sequence, with nothing shared with the implementation."""
+    rows = []
+    for sequence, all_current in zip(sequences, logprobs, strict=True):
+        mask, fields = sequence.loss_mask, sequence.fields
+        current, old, roll = all_current[mask], fields["old_logprobs"][mask], fields["rollout_logprobs"][mask]
+        a, ref = fields["advantages"][mask], fields["ref_logprobs"][mask]
+        r = (current - old).exp()
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        match config.policy_loss:
+            case "ppo_clip":
+                loss = torch.maximum(-a * r, -a * r.clamp(low, high))
+                if config.dual_clip:
+                    loss = torch.where(a < 0, torch.minimum(loss, -config.dual_clip * a), loss)
+            case "gspo":
+                s = (current - old).mean().exp()  # the sequence form: one ratio, one clip
+                loss = torch.maximum(-a * s, -a * s.clamp(low, high))
+            case "cispo":
+                loss = -r.detach().clamp(max=high) * a * current
+            case "sapo":
+                tau = torch.tensor([1.0 if x > 0 else 1.05 for x in a.tolist()], dtype=torch.float64)
+                loss = -a / (1 + (-tau * (r - 1)).exp()) * 4 / tau
+        w = (old - roll).exp()
+        match config.correction, config.correction_level:
+            case "tis", "token":
+                loss = loss * w.clamp(max=2)
+            case "tis", "sequence":
+                loss = loss * (old - roll).sum().exp().clamp(max=2)
+            case "icepop", _:
+                loss = loss * torch.where((w >= 0.5) & (w <= 5), w, 0.0)
+            case "geo_mask", _:
+                mean = (old - roll).mean().exp() if len(w) else 0
+                loss = loss * float(config.geo_mask_low <= mean <= config.geo_mask_high)
+        x = current - ref
+        kl = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() + x - 1}[config.kl_estimator]
+        loss = loss + config.kl_coef * kl * (r if config.kl_importance_weighting else 1)
+        rows.append(loss - config.entropy_coef * 0.5)
+    tokens, n = sum(len(row) for row in rows), len(rows)
+    match config.aggregation:
+        case "token_mean":
+            return torch.cat(rows).sum() / tokens
+        case "seq_mean_token_mean":
+            return torch.stack([row.mean() for row in rows if len(row)]).sum() / n
+        case "seq_mean_token_sum":
+            return torch.cat(rows).sum() / n
+        case "seq_mean_token_sum_norm":
+            return torch.cat(rows).sum() / (n * MAX_RESPONSE)
+        case _:
+            groups = [torch.cat(rows[start : start + GROUP]) for start in range(0, n, GROUP)]
+            return torch.stack([group.mean() for group in groups]).mean()
+
+
+def our_loss(
+    config: GRPOLossConfig,
+    sequences: list[TokenSequence],
+    logprobs: list[Tensor],
+    plan: list[list[int]],
+    *,
+    packed: bool = True,
+    share: tuple[int, int] = (1, 0),
+    all_reduce=lambda tensor: tensor,
+) -> Tensor:
+    """The sum over micro-batches (of one context-parallel rank's share) of weighted token losses."""
+    loss = GRPOLoss(config, all_reduce)
+    prepared = []
+    for sequence in sequences:
+        fields = dict(sequence.fields)
+        weights = loss.correction_weights(fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
+        if weights is not None:
+            fields["correction_weights"] = weights
+        prepared.append(TokenSequence(sequence.token_ids, sequence.loss_mask, fields))
+    lengths = torch.tensor([int(sequence.loss_mask.sum()) for sequence in sequences])
+    groups = torch.arange(len(sequences)) // GROUP
+    u = loss.token_weights(lengths, groups, max_response_length=MAX_RESPONSE, all_reduce=lambda vector: vector)
+    rules = MicroBatchRules(sequence_multiple=1 if share[0] == 1 else 2 * share[0], row_multiple=2 * share[0])
+    starts = torch.tensor([0, *(len(values) for values in logprobs)]).cumsum(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for microbatch in make_microbatches(prepared, plan, packed=packed, rules=rules):
+        part: MicroBatch = context_parallel_share(microbatch, *share)
+        last = torch.tensor([len(values) for values in logprobs])[part.sequence_index] - 1
+        label = starts[:-1][part.sequence_index] + torch.minimum(part.position_ids + 1, last)
+        current = torch.where(part.mask, torch.cat(logprobs)[label], float("nan"))  # what padding holds is never seen
+        losses = loss(part, current, torch.full_like(current, 0.5), Tally())
+        total = total + torch.where(part.mask, losses * u[part.sequence_index], 0.0).sum()
+    return total / lengths.sum()
+
+
+def gradient(loss: Tensor, logprobs: list[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, logprobs, materialize_grads=True)])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_value_and_gradient_are_those_of_the_plain_formula(name: str):
+    config = GRPOLossConfig(**SETTINGS[name])
+    sequences, logprobs = batch(seed=0)
+    ours = our_loss(config, sequences, logprobs, [list(range(len(sequences)))])
+    theirs = plain_loss(config, sequences, logprobs)
+    # float64 sums of some 80 terms in another order
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient(ours, logprobs), gradient(theirs, logprobs), rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_cut_and_no_order_changes_the_objective(name: str):
+    """Property, over random batches: any order of sequences in any micro-batches, packed or padded, one objective."""
+    config = GRPOLossConfig(**SETTINGS[name])
+    for seed in range(6):
+        sequences, logprobs = batch(seed)
+        whole = our_loss(config, sequences, logprobs, [list(range(len(sequences)))])
+        expected = gradient(whole, logprobs)
+        rng = random.Random(seed)
+        order = rng.sample(range(len(sequences)), len(sequences))
+        cuts = sorted(rng.sample(range(1, len(order)), rng.randint(0, 5)))
+        plan = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)] + [[]]
+        parts = our_loss(config, sequences, logprobs, plan, packed=seed % 2 == 0)
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradient(parts, logprobs), expected, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "sapo"])
+def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str):
+    """Fails for gspo if a rank takes the mean over its own part of a sequence. Some parts hold no response token."""
+    config = GRPOLossConfig(**SETTINGS[name])
+    sequences, logprobs = batch(seed=3)
+    plan = [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11]]
+    whole = our_loss(config, sequences, logprobs, plan)
+
+    def rank(number: int, all_reduce) -> Tensor:
+        return our_loss(config, sequences, logprobs, plan, share=(2, number), all_reduce=all_reduce)
+
+    shares = run_ranks([functools.partial(rank, number) for number in range(2)])
+    torch.testing.assert_close(sum(shares), whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient(sum(shares), logprobs), gradient(whole, logprobs), rtol=1e-11, atol=1e-14)
+
+
+def test_rejected_tokens_keep_their_place_in_the_denominator():
+    sequences, logprobs = batch(seed=0)
+    for sequence in sequences:
+        sequence.fields["rollout_logprobs"] = sequence.fields["old_logprobs"].clone()
+    plan = [list(range(len(sequences)))]
+    trusted = GRPOLossConfig(correction="icepop")
+    before = gradient(our_loss(trusted, sequences, logprobs, plan), logprobs).split([len(row) for row in logprobs])
+    sequences[0].fields["rollout_logprobs"] -= 10  # w = e^10 for every token of the first sequence
+    after = gradient(our_loss(trusted, sequences, logprobs, plan), logprobs).split([len(row) for row in logprobs])
+    assert before[0].abs().max() > 0
+    assert after[0].abs().max() == 0
+    for mine, theirs in zip(after[1:], before[1:], strict=True):
+        assert torch.equal(mine, theirs)  # nothing was divided by fewer tokens
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_too():
+    sequences, logprobs = batch(seed=0)
+    plan = [list(range(len(sequences)))]
+    plain = our_loss(GRPOLossConfig(), sequences, logprobs, plan)
+    assert our_loss(GRPOLossConfig(kl_coef=0.5, kl_in="reward"), sequences, logprobs, plan) == plain
+    assert our_loss(GRPOLossConfig(kl_coef=0.5), sequences, logprobs, plan) != plain
+
+
+def test_entropy_coefficient_follows_its_schedule():
+    loss = GRPOLoss(GRPOLossConfig(entropy_coef=0.01, entropy_schedule=LinearSchedule(final=0.0, num_steps=100)))
+    coefficients = []
+    for step in (0, 25, 100, 1000):
+        loss.set_step(step)
+        coefficients.append(loss.entropy_coef)
+    assert coefficients == pytest.approx([0.01, 0.0075, 0.0, 0.0], abs=1e-15)  # a few units of rounding
+
+
+def own_loss(logprobs, old_logprobs, advantages, sequences=None):
+    return -advantages * logprobs, torch.ones_like(advantages)
+
+
+class OwnCorrection:
+    def __call__(self, old_logprobs, rollout_logprobs, mask):
+        return mask.to(old_logprobs.dtype) / 2
+
+
+def test_functions_and_classes_of_the_users_own():
+    sequences, logprobs = batch(seed=0)
+    for choice in (own_loss, f"{__name__}.own_loss"):
+        config = GRPOLossConfig(policy_loss=choice, correction=f"{__name__}.OwnCorrection")
+        value = our_loss(config, sequences, logprobs, [list(range(len(sequences)))])
+        terms = [-s.fields["advantages"][s.loss_mask] * p[s.loss_mask] / 2 for s, p in zip(sequences, logprobs)]  # noqa: B905
+        torch.testing.assert_close(value, torch.cat(terms).mean(), rtol=1e-12, atol=1e-14)  # float64 sums
+        assert ("correction of the mismatch", f"{__name__}.OwnCorrection") in config.describe()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_loss": "gpso"}, "unknown policy loss 'gpso': choose one of cispo, gspo, ppo_clip, sapo"),
+        ({"correction": "tiss"}, "unknown correction 'tiss': choose one of geo_mask, icepop, tis"),
+        ({"advantage": "gae"}, "needs the values of a critic"),
+        ({"policy_loss": "tests.nowhere.loss"}, r"cannot be imported .*choose one of cispo.*PYTHONPATH"),
+        ({"policy_loss": "math.pi"}, "is a float, which cannot be called"),
+        ({"policy_loss": f"{__name__}.OwnCorrection"}, "is called with .logprobs, old_logprobs.* does not take them"),
+        ({"advantage": "fractions.Fraction"}, "does not take them|cannot be called"),
+        ({"policy_loss": "gspo"}, "gspo with aggregation=token_mean.*Set aggregation=seq_mean_token_mean"),
+        ({"policy_loss": gspo, "aggregation": "prompt_mean"}, "gspo with aggregation=prompt_mean"),
+        ({"bypass": True}, "bypass=true with correction=tis.*Set correction=null"),
+        ({"correction": "icepop", "correction_level": "sequence"}, "only tis has a weight per sequence"),
+        ({"kl_importance_weighting": True}, "kl_importance_weighting=true with kl_coef=0"),
+        ({"kl_importance_weighting": True, "kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward"),
+        ({"entropy_schedule": LinearSchedule(final=0.0)}, "set entropy_coef to the value at the start"),
+        ({"icepop_low": 1.5}, "icepop_low=1.5 and icepop_high=5.0: weights of 1 must lie between"),
+        ({"sapo_tau_negative": 0.0}, "sapo_tau_negative=0.0: it must be positive"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ({"correction_cap": float("nan")}, "correction_cap=nan"),
+    ],
+)
+def test_unknown_names_and_contradictions_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        GRPOLossConfig(**options)

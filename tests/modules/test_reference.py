@@ -1,0 +1,131 @@
+"""The reference policy: which one is in force, when it gets new weights, and that a resumed run has the same one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron_rl.modules.reference import ReferenceSettings
+from tests.modules.runs import fit_grpo, prompts
+from tests.training import SequenceDataModule
+
+
+@pytest.mark.parametrize(
+    ("settings", "kl_coef", "has_adapters", "kind"),
+    [
+        ({}, 0.0, False, "none"),
+        ({}, 0.1, False, "frozen_copy"),
+        ({}, 0.1, True, "adapters_off"),
+        ({"kind": "frozen_copy"}, 0.0, False, "frozen_copy"),  # to log the KL without a penalty
+        ({"kind": "adapters_off"}, 0.0, True, "adapters_off"),
+    ],
+)
+def test_kind_in_force(settings: dict[str, Any], kl_coef: float, has_adapters: bool, kind: str):
+    assert ReferenceSettings(**settings).resolve(kl_coef=kl_coef, has_adapters=has_adapters) == kind
+
+
+@pytest.mark.parametrize(
+    ("settings", "kl_coef", "has_adapters", "message"),
+    [
+        ({"kind": "none"}, 0.1, False, "loss.kl_coef=0.1 with reference.kind=none"),
+        ({"kind": "adapters_off"}, 0.1, False, "adapters_off without lora"),
+        ({"kind": "frozen_copy"}, 0.1, True, "kind=frozen_copy.*with lora"),
+        ({"refresh_every_n_steps": 5}, 0.1, True, "refresh_every_n_steps=5 with lora"),
+        ({"refresh_every_n_steps": 5}, 0.0, False, "refresh_every_n_steps=5 with loss.kl_coef=0"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], kl_coef: float, has_adapters: bool, message: str):
+    with pytest.raises(ValueError, match=message):
+        ReferenceSettings(**settings).resolve(kl_coef=kl_coef, has_adapters=has_adapters)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"refresh_every_n_steps": 0}, "refresh_every_n_steps=0"),
+        ({"kind": "none", "refresh_every_n_steps": 1}, "kind=none"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ReferenceSettings(**settings)
+
+
+def fit(
+    model: Path, strategy: dict[str, Any], world_size: int, refresh: int | None, max_steps: int, **options: Any
+) -> list[dict[str, float]]:
+    """Steps on the same two prompts, one update per rollout; returns what was logged.
+
+    The same prompts in every batch: this loader starts anew when a run is resumed.
+    """
+    data = SequenceDataModule(prompts(2) * 4, 2)
+    module = {"reference": ReferenceSettings(refresh_every_n_steps=refresh), "updates_per_rollout": 1}
+    trainer = {"max_steps": max_steps, **options.pop("trainer", {})}
+    return fit_grpo(model, strategy, world_size, module=module, trainer=trainer, data=data, **options).steps
+
+
+def run(pool: Any, world: int, *args: Any, **kwargs: Any) -> list[dict[str, float]]:
+    layout = {} if world == 1 else {"tensor_model_parallel_size": 2}
+    return pool.run(fit, args[0], layout, world, *args[1:], world_size=world, init_process_group=False, **kwargs)[0]
+
+
+@pytest.fixture(scope="module")
+def refreshed(worker_pool, qwen3_dir) -> list[dict[str, float]]:
+    return run(worker_pool, 1, qwen3_dir, 2, 4)
+
+
+def test_refresh_makes_the_reference_the_policy_of_that_step(worker_pool, qwen3_dir, refreshed):
+    """KL is exactly 0 where the reference has just become the policy, and grows again; without refresh it only grows.
+
+    With one update per rollout the policy that is updated is still the one that the copy was taken of.
+    """
+    kept = [step["policy/kl_ref"] for step in run(worker_pool, 1, qwen3_dir, None, 4)]
+    assert kept[0] == 0
+    assert all(kl > 1e-9 for kl in kept[1:])
+    fresh = [step["policy/kl_ref"] for step in refreshed]
+    assert fresh[:2] == kept[:2]
+    assert fresh[2] == 0
+    assert 1e-9 < fresh[3] != kept[3]
+
+
+def test_resumed_run_has_the_refreshed_reference(worker_pool, qwen3_dir, refreshed, tmp_path):
+    """Saved by two tensor-parallel ranks after step 3, whose reference is the policy of step 2.
+
+    Fails if checkpoints leave the reference out: the resumed run would measure KL to the model it began with.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=3)
+    run(worker_pool, 2, qwen3_dir, 2, 3, callbacks=[saving], trainer={"enable_checkpointing": True})
+    resumed = run(worker_pool, 1, qwen3_dir, 2, 4, ckpt_path=tmp_path / "saved.ckpt")
+    # the step after the resume; the layouts' weights agree to 1e-5 after three steps, a KL is quadratic in them
+    assert resumed[-1]["policy/kl_ref"] == pytest.approx(refreshed[3]["policy/kl_ref"], rel=1e-3)
+    assert resumed[-1]["policy/loss"] == pytest.approx(refreshed[3]["policy/loss"], rel=1e-4, abs=1e-6)
+
+
+def test_checkpoint_without_the_reference_is_refused(worker_pool, qwen3_dir, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.distributed import WorkerError
+
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=1)
+    run(worker_pool, 1, qwen3_dir, None, 1, callbacks=[saving], trainer={"enable_checkpointing": True})
+    with pytest.raises(WorkerError, match=r"parameters are missing \(reference\."):
+        run(worker_pool, 1, qwen3_dir, 2, 2, ckpt_path=tmp_path / "saved.ckpt")
+
+
+def test_copies_hold_every_parameter_and_buffer(worker_pool, qwen3_dir):
+    assert all(worker_pool.run(copies, qwen3_dir, world_size=1, init_process_group=False))
+
+
+def copies(model: Path) -> bool:
+    """Whether a copy equals its source, which has moved on in its parameters and its buffers."""
+    from lightning_megatron_rl.modules.reference import copy_weights
+
+    source, target = (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
+    source(torch.randn(5, 3))  # moves the buffers
+    copy_weights([source], [target])
+    return all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
+    )

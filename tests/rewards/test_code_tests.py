@@ -1,0 +1,118 @@
+"""Unit tests in the sandbox: what passes, what only pretends to, and data without tests."""
+
+import json
+import os
+
+import pytest
+
+from lightning_megatron_rl.rewards import CodeTests, RewardSetupError, SandboxLimits
+from lightning_megatron_rl.rewards.code_tests import extract_code
+from lightning_megatron_rl.sample import Sample
+from tests.rewards.samples import make_sample
+
+ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
+SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5\n", "output": "10"}]
+LIMITS = SandboxLimits(wall_seconds=5.0, cpu_seconds=1)
+
+
+def with_tests(response: str, tests: object = ADD, index: int = 0) -> Sample:
+    sample = make_sample(response, index=index)
+    sample.prompt.columns["tests"] = tests
+    return sample
+
+
+@pytest.fixture(scope="module")
+def reward() -> CodeTests:
+    return CodeTests(partial=True, limits=LIMITS, concurrency=2)
+
+
+RIGHT = "def add(a, b):\n    return a + b\n"
+FORGED = """
+class Equal:
+    def __eq__(self, other): raise SystemExit(0)
+def add(a, b): return Equal()
+"""
+
+
+@pytest.mark.parametrize(
+    ("response", "share"),
+    [
+        (RIGHT, 1.0),
+        (f"First:\n```python\nx\n```\nbetter:\n```python\n{RIGHT}```\nDone.", 1.0),
+        (RIGHT + "print('x' * 10)\nimport sys; sys.stderr.write('noise')", 1.0),
+        ("def add(a, b):\n    return a - b\n", 0.0),
+        ("def add(a, b):\n    return int(a) + int(b)\n", 2 / 3),
+        ("no code at all", 0.0),
+        ("", 0.0),
+        ("import os; os._exit(0)", 0.0),
+        ("raise SystemExit(0)", 0.0),
+        (RIGHT + "while True: pass", 0.0),
+        (FORGED, 0.0),
+        ("import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'0\\n1\\n2\\n')\n    except OSError: pass", 0.0),
+        ("def add(a, b):\n    if a == -1:\n        while True: pass\n    return a + b", 1 / 3),
+        ("print(open('spec.json').read())\n" + RIGHT, 0.0),
+    ],
+    ids=str,
+)
+def test_python_tests(reward, response, share):
+    assert reward([with_tests(response)]) == [pytest.approx(share)]
+
+
+def test_all_or_nothing_and_order():
+    reward = CodeTests(limits=LIMITS)
+    half = "def add(a, b):\n    return int(a) + int(b)\n"
+    samples = [with_tests(half), with_tests(RIGHT), with_tests("x"), with_tests(RIGHT, json.dumps(ADD))]
+    assert reward(samples) == [0.0, 1.0, 0.0, 1.0]
+    whole = "def check(f):\n    assert f(1, 1) == 2\ncheck(add)"
+    assert reward([with_tests(RIGHT, whole)]) == [1.0]
+
+
+def test_programs_with_input_and_output(reward):
+    program = "a, b = map(int, input().split())\nprint(a + b, ' ')\n"
+    constant = "print(3)"
+    crash = program + "1 / 0"
+    assert reward([with_tests(text, SUMS) for text in (program, constant, crash)]) == [1.0, 0.5, 0.0]
+    assert CodeTests(limits=LIMITS)([with_tests(text, SUMS) for text in (program, constant)]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("tests", [None, [], 7, [1], ["assert x", {"input": "1", "output": "2"}], [{"input": "1"}]])
+def test_prompt_without_tests_is_refused(reward, tests):
+    with pytest.raises(RewardSetupError, match=r"'code_tests' needs tests in the column 'tests'.*prompt 4"):
+        reward([with_tests(RIGHT), with_tests(RIGHT, tests, index=4)])
+
+
+def weak_reward(**options) -> CodeTests:
+    """Without namespaces, as in a container that may not make any."""
+    python = "/usr/bin/python3" if os.getuid() == 0 and os.path.exists("/usr/bin/python3") else None
+    reward = CodeTests(python=python, **options)
+    reward.sandbox.levels = ("user", "limits")
+    return reward
+
+
+def test_required_protections():
+    with pytest.raises(ValueError, match=r"require=\['internet'\].*the protections are cpu, memory"):
+        CodeTests(require=["internet"])
+    reward = weak_reward(require=["network"])
+    with pytest.raises(RewardSetupError, match="requires network, which this machine does not grant: sandbox level"):
+        reward([with_tests(RIGHT)])
+
+
+def test_nowhere_to_run_is_an_error_of_the_set_up():
+    reward = CodeTests()
+    reward.sandbox.levels = ("limits",) if os.getuid() == 0 else ("user",)
+    with pytest.raises(RewardSetupError, match="has nowhere to run code: no sandbox can be made here"):
+        reward([with_tests(RIGHT)])
+
+
+def test_missing_protections_are_named_once(recwarn):
+    reward = weak_reward(limits=LIMITS)
+    for _ in range(2):
+        assert reward([with_tests(RIGHT)]) == [1.0]
+    (message,) = [str(warning.message) for warning in recwarn.list if "untrusted" in str(warning.message)]
+    assert "network (no network)" in message
+
+
+def test_extract_code():
+    assert extract_code("```\na\n```") == "a\n"
+    assert extract_code("```py\na\n```\n```js\nb\n```") == "a\n"
+    assert extract_code("x = 1") == "x = 1"
