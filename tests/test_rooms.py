@@ -14,6 +14,7 @@ FLOORS = {
     "algorithms": 0,
     "rewards": 0,
     "compat": 0,
+    "devices": 0,
     "strategy": 1,
     "models": 1,
     "data": 2,
@@ -21,6 +22,7 @@ FLOORS = {
     "callbacks": 3,
     "modules": 4,
     "cli": 5,
+    "doctor": 6,
     "verify": 6,  # reads the configs that the command line reads
     "__init__": 7,
     "__main__": 8,  # tells the version
@@ -29,6 +31,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
     "algorithms": {"megatron", "lightning", "vllm", "transformers"},
     "rewards": {"megatron", "lightning", "vllm", "transformers"},
+    "devices": {"megatron", "lightning", "vllm", "transformers"},
     "strategy": {"algorithms", "rewards", "transformers", "vllm"},
     "models": {"algorithms", "rewards", "vllm"},
     "data": {"algorithms", "vllm"},

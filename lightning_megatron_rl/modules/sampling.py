@@ -50,6 +50,11 @@ class SamplesResponses(HoldsReference):
             self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
             self._engine_started = True
 
+    @property
+    def sampler(self) -> RolloutEngine:
+        """The engine that shares the GPU."""
+        return self.engine
+
     def _check_lengths(self) -> None:
         limit = self.engine.max_model_len
         if limit > self.max_tokens_per_microbatch:
