@@ -1,8 +1,8 @@
 """B3: a whole GRPO step, its phases, and the physical floor: ``python benchmarks/grpo_step.py``.
 
-256 samples of 128 + 512 tokens (on a CPU a tiny model and shorter ones): weights go to vLLM, it samples with EOS ignored,
-rewards, old log-probs, one update. TRL's GRPOTrainer does the same work in the same run where it is installed; whether
-it did is checked. The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
+256 samples of 128 + 512 tokens (on a CPU a tiny model and shorter ones): weights go to vLLM, it samples with EOS
+ignored, then rewards, old log-probs, one update. TRL's GRPOTrainer does the same work in the same run where it is
+installed; whether it did is checked. The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A real run: SFT warm start, then GRPO on sums and differences of long numbers: ``python benchmarks/real_run.py``.
 
-A Qwen3 of 100 million parameters from its config, with the demo's character tokenizer; nothing is downloaded. SFT stops
-when the held-out loss says that about a third of the answers are right; GRPO does the rest with a verifiable reward. All
-phases run on the same device. Leaves accuracy on held-out problems before and after, the mismatch of trainer and sampler,
+A Qwen3 of 100 million parameters from its config, with the demo's character tokenizer; nothing is downloaded. SFT
+stops when the held-out loss says that about a third of the answers are right; GRPO does the rest with a verifiable
+reward. All phases run on the same device. Leaves accuracy on held-out problems before and after, the mismatch of trainer and sampler,
 and seconds per phase as JSON with a picture. On a CPU everything is smaller: a dry run.
 """
 
@@ -126,7 +126,9 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         updates_per_rollout=2,
         sampling=SamplingParams(temperature=1.0, max_tokens=options.digits + 3),
         loss=GRPOLossConfig(clip_high=0.28, kl_coef=0.001),
-        engine=VLLMEngine(max_model_len=64, max_num_seqs=1024, kv_cache_memory_gb=4.0 if options.device == "cuda" else 0.25),
+        engine=VLLMEngine(
+            max_model_len=64, max_num_seqs=1024, kv_cache_memory_gb=4.0 if options.device == "cuda" else 0.25
+        ),
         optimizer=OptimizerConfig(lr=options.grpo_lr, weight_decay=0.0, adam_beta2=0.98),
         lr_scheduler=partial(
             torch.optim.lr_scheduler.OneCycleLR,
@@ -250,7 +252,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     mismatch.set(title="|log-prob trainer − log-prob sampler|", xlabel="rollouts", yscale="log")
     for axes in (reward, accuracy, kl, mismatch):
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{result['parameters'] / 1e6:.0f} M parameters on {result['device']}: {result['task']}", fontsize=10)
+    figure.suptitle(
+        f"{result['parameters'] / 1e6:.0f} M parameters on {result['device']}: {result['task']}", fontsize=10
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

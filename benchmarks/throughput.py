@@ -1,7 +1,7 @@
 """B2: tokens per second and MFU of updates and log-probs: ``python benchmarks/throughput.py --shapes 0.6b,4b``.
 
-Packed micro-batches of sequences with mixed lengths, random weights. An update is forward, backward and optimizer step;
-log-probs are one forward pass with entropy. MFU counts the model's operations (three forward passes per update, none for
+Packed micro-batches of sequences with mixed lengths, random weights. An update is forward, backward and optimizer
+step; log-probs are one forward pass with entropy. MFU counts the model's operations (three forward passes per update, none for
 recompute) against the data sheet and against a measured matrix product. Each shape runs in a process of its own.
 """
 
@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from common import (
     SHAPES,
@@ -27,8 +28,6 @@ from common import (
     write_json,
     write_model,
 )
-
-import lightning.pytorch as pl
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -169,7 +168,17 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options)))
         return
-    names = ("device", "precision", "layer-backend", "steps", "warmup", "sequences", "shortest", "longest", "max-tokens")
+    names = (
+        "device",
+        "precision",
+        "layer-backend",
+        "steps",
+        "warmup",
+        "sequences",
+        "shortest",
+        "longest",
+        "max-tokens",
+    )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
     passed += ["--recompute"] if options.recompute else []
     rows = []
@@ -187,8 +196,8 @@ def table_row(row: dict[str, Any]) -> str:
     memory = row["peak_memory_gib"]
     return (
         f"{row['shape']:8s} update {update['tokens_per_s_per_gpu']['median']:9.0f} tok/s"
-        f" MFU {update['mfu_measured']['median']:.3f} | log-probs {logprobs['tokens_per_s_per_gpu']['median']:9.0f} tok/s"
-        f" MFU {logprobs['mfu_measured']['median']:.3f} | peak {'-' if memory is None else f'{memory:.1f}'} GiB"
+        f" MFU {update['mfu_measured']['median']:.3f}"
+        f" | log-probs {logprobs['tokens_per_s_per_gpu']['median']:9.0f} tok/s MFU {logprobs['mfu_measured']['median']:.3f} | peak {'-' if memory is None else f'{memory:.1f}'} GiB"
         f" (planned {row['planned_memory_gib']:.1f}) | loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}"
     )
 

@@ -1,9 +1,9 @@
 """B1: seconds until the sampler has the trainer's weights: ``python benchmarks/weight_sync.py``.
 
-From the trainer's layout to vLLM's, export included, until the new weights sample (prefix cache reset). The limit is the
-bytes of the weights read once and written once at the bandwidth that a copy on this device was measured at. One step of
-training follows, whose log-prob mismatch shows that the weights arrived. TRL's own sync runs in the same run where it is
-installed.
+From the trainer's layout to vLLM's, export included, until the new weights sample (prefix cache reset). The limit is
+the bytes of the weights read once and written once at the bandwidth that a copy on this device was measured at. One
+step of training follows, whose log-prob mismatch shows that the weights arrived. TRL's own sync runs in the same run
+where it is installed.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main() -> None:
     options = parser.parse_args()
     sides = run_sides(passed_on(options), options.peer, options.timeout)
     bandwidth = sides["ours"]["peaks"]["measured_bytes_per_s"]
-    rates = {name: rate(side["sync"], bandwidth) for name, side in sides.items() if name != "different_work" and side["sync"]}
+    rates = {
+        name: rate(side["sync"], bandwidth) for name, side in sides.items() if name != "different_work" and side["sync"]
+    }
     result = {
         **facts(options.device),
         "benchmark": "B1 weight sync",

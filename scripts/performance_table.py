@@ -61,8 +61,8 @@ def weight_sync(results: Path = RESULTS) -> str:
         for name, rate in result["rates"].items():
             sync = result[name]["sync"]
             lines.append(
-                f"| {result['device']} | {result['ours']['shape']} | {result[name]['who']} | {spread(sync['seconds'], 4)}"
-                f" | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%} | {rate['extra_gib']:.2f} |"
+                f"| {result['device']} | {result['ours']['shape']} | {result[name]['who']}"
+                f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%} | {rate['extra_gib']:.2f} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -119,7 +119,9 @@ def headline(results: Path = RESULTS) -> str:
             )
     for _, result in load("grpo_step_*.json", results):
         side = result["ours"]
-        peer = f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
+        peer = (
+            f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
+        )
         lines.append(
             f"| GRPO step, {side['shape']} | {result['device']}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
@@ -132,8 +134,8 @@ def headline(results: Path = RESULTS) -> str:
         )
     for _, result in load("real_run_*.json", results):
         lines.append(
-            f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts | {result['device']}"
-            f" | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"
+            f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
+            f" | {result['device']} | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"
             f" {result['grpo_seconds']:.0f} s |"
         )
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from lightning_megatron_rl.devices.facts import DeviceFacts, version_text
 # the oldest driver that runs programs built with a CUDA of this major version (NVIDIA, CUDA compatibility)
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 BF16_CAPABILITY = (8, 0)  # Ampere; below that bf16 is emulated, and neither Transformer Engine nor vLLM run it
-# (NVIDIA, Transformer Engine user guide): per-tensor scales since Ada, scales of blocks since Hopper, of 32 since Blackwell
+# per-tensor scales since Ada, of blocks since Hopper, of 32 numbers since Blackwell (Transformer Engine's user guide)
 FP8_CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 FP4_CAPABILITY = (10, 0)
 GPU_SETUP = "GPU=1 make setup (docs/install.md)"
@@ -27,7 +27,8 @@ def check_driver(facts: DeviceFacts) -> None:
     if oldest is not None and facts.driver < oldest:
         raise RuntimeError(
             f"the NVIDIA driver {version_text(facts.driver)} is too old for torch {facts.torch}: CUDA"
-            f" {version_text(facts.torch_cuda)} needs {version_text(oldest)} or newer. Install a newer driver, {ON_CPU}."
+            f" {version_text(facts.torch_cuda)} needs {version_text(oldest)} or newer. Install a newer driver,"
+            f" {ON_CPU}."
         )
 
 

@@ -1,7 +1,7 @@
 """How much memory of a GPU a run will take, part by part and with the arithmetic, before any of it is taken.
 
-The formulas are in docs/performance.md. They count what a run is certain to hold, so a plan that does not fit is refused
-with reason, and one that fits may still run out by what allocators round up.
+The formulas are in docs/performance.md. They count what a run is certain to hold, so a plan that does not fit is
+refused with reason, and one that fits may still run out by what allocators round up.
 """
 
 from dataclasses import dataclass
@@ -197,7 +197,12 @@ def trainer_parts(
         sharers = split.replicas if split.sharded else 1
         optimizer_text = f"{text} x {optimizer:g} bytes ({sharers} replicas share it)"
         parts += [
-            Part("trainer: gradients", parameters * gradients, f"{text} x {gradients:g} bytes", f"{_ADAPTERS}, or {_SPLIT}"),
+            Part(
+                "trainer: gradients",
+                parameters * gradients,
+                f"{text} x {gradients:g} bytes",
+                f"{_ADAPTERS}, or {_SPLIT}",
+            ),
             Part("trainer: optimizer state", parameters * optimizer, optimizer_text, f"{_ADAPTERS}, or {_SHARD}"),
         ]
     kept = LOGIT_COPIES * 4 * min(logprob_chunk, tokens) * size.vocabulary / split.tensor
@@ -240,8 +245,15 @@ def sampler_parts(
     if cache_bytes is not None:
         return (
             process,
-            Part("sampler: weights", weights, f"x {element_bytes} bytes / {tensor}", "raise the engine's tensor_parallel_size"),
-            Part("sampler: key/value cache", cache_bytes, "kv_cache_memory_gb", "lower the engine's kv_cache_memory_gb"),
+            Part(
+                "sampler: weights",
+                weights,
+                f"x {element_bytes} bytes / {tensor}",
+                "raise the engine's tensor_parallel_size",
+            ),
+            Part(
+                "sampler: key/value cache", cache_bytes, "kv_cache_memory_gb", "lower the engine's kv_cache_memory_gb"
+            ),
         )
     filled = Part(
         "sampler: weights and cache",

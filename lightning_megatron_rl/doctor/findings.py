@@ -147,7 +147,9 @@ def _machine(system: SystemFacts, device: str) -> list[Finding]:
     shared = system.shared_memory_bytes
     text = "no /dev/shm" if shared is None else f"{shared / GIB:.1f} GiB free"
     enough = shared is not None and shared >= SHARED_MEMORY_BYTES
-    remedy = "" if enough else f"give it {SHARED_MEMORY_BYTES // GIB} GiB or more: --shm-size=8g or --ipc=host in Docker"
+    remedy = (
+        "" if enough else f"give it {SHARED_MEMORY_BYTES // GIB} GiB or more: --shm-size=8g or --ipc=host in Docker"
+    )
     findings.append(Finding("shared memory", "ok" if enough else "warning", text, remedy))
     findings.append(Finding("uv", "ok" if system.uv else "note", system.uv or "none: make setup installs its own"))
     findings.append(Finding("pyenv", "ok" if system.pyenv else "note", system.pyenv or "none: not needed"))

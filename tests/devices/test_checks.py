@@ -99,7 +99,9 @@ def test_transformer_engine_missing_or_of_another_torch_is_refused():
     with pytest.raises(RuntimeError, match=r"not installed: GPU=1 make setup.*layer_backend='torch'"):
         checks.check_transformer_engine(replace(GOOD, transformer_engine=None))
     broken = Extension("2.20.2", error="undefined symbol: _ZN3c104cuda9SetDeviceEa")
-    with pytest.raises(RuntimeError, match=r"2\.20\.2 cannot be imported with torch 2\.11\.0.*undefined symbol") as error:
+    with pytest.raises(
+        RuntimeError, match=r"2\.20\.2 cannot be imported with torch 2\.11\.0.*undefined symbol"
+    ) as error:
         checks.check_transformer_engine(replace(GOOD, transformer_engine=broken))
     assert "Compile it again" in str(error.value)
 
