@@ -2,8 +2,8 @@
 
 A Qwen3 of 100 million parameters from its config, with the demo's character tokenizer; nothing is downloaded. SFT
 stops when the held-out loss says that about a third of the answers are right; GRPO does the rest with a verifiable
-reward. All phases run on the same device. Leaves accuracy on held-out problems before and after, the mismatch of trainer and sampler,
-and seconds per phase as JSON with a picture. On a CPU everything is smaller: a dry run.
+reward. All phases run on the same device. Leaves accuracy on held-out problems before and after, the mismatch of
+trainer and sampler, and seconds per phase as JSON with a picture. On a CPU everything is smaller: a dry run.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """B2: tokens per second and MFU of updates and log-probs: ``python benchmarks/throughput.py --shapes 0.6b,4b``.
 
 Packed micro-batches of sequences with mixed lengths, random weights. An update is forward, backward and optimizer
-step; log-probs are one forward pass with entropy. MFU counts the model's operations (three forward passes per update, none for
-recompute) against the data sheet and against a measured matrix product. Each shape runs in a process of its own.
+step; log-probs are one forward pass with entropy. MFU counts the model's operations (three forward passes per update,
+none for recompute) against the data sheet and a measured matrix product. Each shape runs in a process of its own.
 """
 
 import argparse
@@ -197,7 +197,8 @@ def table_row(row: dict[str, Any]) -> str:
     return (
         f"{row['shape']:8s} update {update['tokens_per_s_per_gpu']['median']:9.0f} tok/s"
         f" MFU {update['mfu_measured']['median']:.3f}"
-        f" | log-probs {logprobs['tokens_per_s_per_gpu']['median']:9.0f} tok/s MFU {logprobs['mfu_measured']['median']:.3f} | peak {'-' if memory is None else f'{memory:.1f}'} GiB"
+        f" | log-probs {logprobs['tokens_per_s_per_gpu']['median']:9.0f} tok/s"
+        f" MFU {logprobs['mfu_measured']['median']:.3f} | peak {'-' if memory is None else f'{memory:.1f}'} GiB"
         f" (planned {row['planned_memory_gib']:.1f}) | loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}"
     )
 

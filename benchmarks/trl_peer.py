@@ -1,7 +1,7 @@
 """TRL's side of B1 and B3: its GRPOTrainer with the same model, prompts, lengths, dtypes and optimizer.
 
 Used by weight_sync.py and grpo_step.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's fastest mode for
-a model that fits beside it (no sleep); on a CPU TRL generates with Transformers, which is no comparison, only a dry run.
+a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a dry run.
 """
 
 import argparse

@@ -62,7 +62,8 @@ def weight_sync(results: Path = RESULTS) -> str:
             sync = result[name]["sync"]
             lines.append(
                 f"| {result['device']} | {result['ours']['shape']} | {result[name]['who']}"
-                f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%} | {rate['extra_gib']:.2f} |"
+                f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
+                f" | {rate['extra_gib']:.2f} |"
             )
     return "\n".join(lines) + "\n"
 
