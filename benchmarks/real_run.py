@@ -21,6 +21,7 @@ from common import ROOT, default_device, default_precision, facts, result_path, 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from build_model import build_model
@@ -74,7 +75,8 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.data.sft import SFTDataModule
     from lightning_megatron_rl.modules.sft import SFTModule
 
-    build_model(work / "model", **SIZES[options.device])
+    if not (work / "model").exists():  # of several processes the first has made it before it starts the others
+        build_model(work / "model", **SIZES[options.device])
     module = SFTModule(
         str(work / "model"),
         optimizer=OptimizerConfig(lr=options.sft_lr, weight_decay=0.1, adam_beta2=0.98),
@@ -190,14 +192,20 @@ def main() -> None:
     parser.add_argument("--grpo-lr", type=float, default=3e-5 if on_cuda else 3e-4)
     parser.add_argument("--check", type=int, default=25 if on_cuda else 10, help="rollouts between validations")
     parser.add_argument("--max-minutes", type=float, help="of GRPO")
+    parser.add_argument("--work", type=Path, help="empty directory of models and logs; needed by several processes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.devices > 1 and options.work is None:
+        parser.error(f"--devices={options.devices} processes share a directory: name one with --work")
     started = time.perf_counter()
     seed_everything(1234, verbose=False)
     with tempfile.TemporaryDirectory() as directory:
-        sft = warm_start(options, Path(directory))
+        work = options.work or Path(directory)
+        sft = warm_start(options, work)
         print(f"SFT: {sft['steps']} steps, {sft['seconds']:.0f} s, val/loss {sft['val_loss']}", flush=True)
-        run = reinforce(options, Path(directory))
+        run = reinforce(options, work)
+    if rank_zero_only.rank != 0:
+        return
     steps = run["steps"]
     mismatch = column(steps, "mismatch/abs_logp_diff")[1]
     result = {

@@ -19,7 +19,6 @@ from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Ver
 COMMAND_TIMEOUT_S = 30.0
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
 IMPORT_ENGINE = "import torch, transformer_engine.pytorch"  # torch first: its libraries are the extension's
-_LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -102,17 +101,14 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     Example:
         A line ``GPU0  X  NV18 ...`` gives ``{(0, 1): "NV18"}``.
     """
+    header, *lines = _ANSI.sub("", text).splitlines() or [""]
+    count = len(re.findall(r"\bGPU\d+\b", header))  # behind the GPUs come network cards and affinities
     links = {}
-    for line in _ANSI.sub("", text).splitlines():
+    for line in lines:
         name, *cells = line.split() or [""]
-        if not re.fullmatch(r"GPU\d+", name) or not cells or not _LINK.fullmatch(cells[0]):
-            continue
-        first = int(name[3:])
-        for second, cell in enumerate(cells):
-            if not _LINK.fullmatch(cell):
-                break  # behind the GPUs come network cards and affinities
-            if second > first:
-                links[first, second] = cell
+        if re.fullmatch(r"GPU\d+", name):
+            first = int(name[3:])
+            links |= {(first, second): cells[second] for second in range(first + 1, count)}
     return links
 
 

@@ -28,6 +28,7 @@ REQUIRED = {
     "datasets": ">=4",
     "math-verify": ">=0.8",
     "rich": ">=13",
+    "jsonschema": ">=4.23",
 }
 VLLM = "==0.26.0"
 TRANSFORMER_ENGINE = ">=2.20.2,<2.21"

@@ -56,7 +56,6 @@ def test_cuda_is_told_by_its_runtime():
 
 
 def test_installed_vllm_is_told_without_importing_it():
-    assert "vllm" not in sys.modules or importlib.util.find_spec("vllm") is not None
     before = "vllm" in sys.modules
     found = installed_vllm()
     assert ("vllm" in sys.modules) == before

@@ -23,6 +23,7 @@ VERSIONS = {
     "datasets": "5.2.0",
     "math-verify": "0.9.0",
     "rich": "14.0.0",
+    "jsonschema": "4.25.1",
 }
 SYSTEM = SystemFacts(
     python="3.12.3",
