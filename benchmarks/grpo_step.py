@@ -2,7 +2,8 @@
 
 256 samples of 128 + 512 tokens (on a CPU a tiny model and shorter ones): weights go to vLLM, it samples with EOS
 ignored, then rewards, old log-probs, one update. TRL's GRPOTrainer does the same work in the same run where it is
-installed; whether it did is checked. The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
+installed; whether it did is checked. With --syncs 10 the same run measures weight syncs (B1), too.
+The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from common import default_device, facts, result_path, write_json
 from compare import run_sides
 from floor import Work, floor_seconds
 from ours import add_arguments, passed_on
+from weight_sync import write_report
 
 
 def main() -> None:
@@ -21,6 +23,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds per side")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
     options = parser.parse_args()
     sides = run_sides(passed_on(options), options.peer, options.timeout)
     ours, theirs = sides["ours"], sides.get("trl")
@@ -35,6 +38,8 @@ def main() -> None:
         "times_floor": ours["step_s"]["median"] / floor["step"],
         "speedup_over_trl": theirs["step_s"]["median"] / ours["step_s"]["median"] if theirs else None,
     }
+    if options.syncs:
+        write_report(sides, options.device, result_path("weight_sync", options.device, options.sync_out))
     path = result_path("grpo_step", options.device, options.out)
     write_json(path, result)
     plot(result, path.with_suffix(".png"))

@@ -69,7 +69,7 @@ def rows(split: Any, options: argparse.Namespace) -> Any:
 
 
 def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Train by SFT until the held-out loss is below the threshold; write the model to ``work/sft``."""
+    """Train by SFT until the held-out loss is below the threshold; write the model to ``work/warm``."""
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.data.sft import SFTDataModule
@@ -99,7 +99,7 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         options, max_steps=options.sft_steps, val_check_interval=options.sft_check, callbacks=[stop], logger=logger
     )
     trainer.fit(module, data)
-    module.save_pretrained(work / "sft")
+    module.save_pretrained(work / "warm")
     losses = column(read_metrics(Path(logger.log_dir) / "metrics.csv"), "val/loss")
     parameters = sum(parameter.numel() for parameter in module.model.parameters())
     return {
@@ -111,7 +111,7 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Train by GRPO from ``work/sft``; return accuracies and every logged step."""
+    """Train by GRPO from ``work/warm``; return accuracies and every logged step."""
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -122,7 +122,7 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
 
     module = GRPOModule(
-        str(work / "sft"),
+        str(work / "warm"),
         rewards=[ExactMatch()],
         num_generations=8,
         updates_per_rollout=2,
@@ -144,7 +144,7 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     data = PromptDataModule(
         train=rows("train", options),
         val={"arithmetic": rows("val", options)},
-        tokenizer=str(work / "sft"),
+        tokenizer=str(work / "warm"),
         batch_size=options.prompts,
         val_batch_size=options.held_out,
         max_prompt_length=32,

@@ -24,18 +24,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sides = run_sides(passed_on(options), options.peer, options.timeout)
+    write_report(sides, options.device, result_path("weight_sync", options.device, options.out))
+
+
+def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
+    """Write and print what the syncs of two sides took; grpo_step.py calls it, too, to save a start of each."""
     bandwidth = sides["ours"]["peaks"]["measured_bytes_per_s"]
     rates = {
         name: rate(side["sync"], bandwidth) for name, side in sides.items() if name != "different_work" and side["sync"]
     }
     result = {
-        **facts(options.device),
+        **facts(device),
         "benchmark": "B1 weight sync",
         **sides,
         "rates": rates,
         "speedup_over_trl": rates["trl"]["seconds"] / rates["ours"]["seconds"] if "trl" in rates else None,
     }
-    path = result_path("weight_sync", options.device, options.out)
     write_json(path, result)
     plot(result, path.with_suffix(".png"))
     for name, found in rates.items():

@@ -103,7 +103,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     """
     header, *lines = _ANSI.sub("", text).splitlines() or [""]
     count = len(re.findall(r"\bGPU\d+\b", header))  # behind the GPUs come network cards and affinities
-    links = {}
+    links: dict[tuple[int, int], str] = {}
     for line in lines:
         name, *cells = line.split() or [""]
         if re.fullmatch(r"GPU\d+", name):

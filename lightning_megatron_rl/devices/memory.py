@@ -214,7 +214,7 @@ def trainer_parts(
     parts.append(Part(ACTIVATIONS, kept, arithmetic, remedy))
     if frozen_copies:
         copies = parameters * weights * frozen_copies
-        remedy = "offload the reference (reference={offload: true}), or kl_coef=0"
+        remedy = "set reference.offload=true, or loss.kl_coef=0"
         parts.append(Part("trainer: reference", copies, f"{frozen_copies} x {text} x {weights:g} bytes", remedy))
     return tuple(parts)
 
