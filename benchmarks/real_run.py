@@ -30,7 +30,7 @@ from report import column, last_value, read_metrics
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
 SIZES = {  # 100 million parameters on a GPU; on a CPU the demo's
     "cuda": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
-    | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64},
+    | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128},
     "cpu": {},
 }
 ACCURACY = "val/arithmetic/mean_at_1"
