@@ -14,6 +14,7 @@ commands:
   test           run the test loop once
   predict        run the predict loop once
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
+  doctor         say what this machine has, what it lacks, and what helps (doctor --help)
 
 Each command takes Lightning's arguments: --config FILE (repeat it for overlays, later ones win), --trainer.*,
 --model.*, --data.*, --ckpt_path PATH, --print_config. `lightning-megatron-rl fit --help` lists them, and
@@ -48,6 +49,10 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.verify.command import main as verify_layout
 
         sys.exit(verify_layout(arguments[1:]))
+    if arguments[0] == "doctor":
+        from lightning_megatron_rl.doctor.command import main as doctor
+
+        sys.exit(doctor(arguments[1:]))
     from lightning_megatron_rl.cli import run
 
     run(args)

@@ -24,6 +24,8 @@ from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
+from lightning_megatron_rl.devices.checks import check_cuda, check_device_count
+from lightning_megatron_rl.devices.measure import measure_devices
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -106,13 +108,18 @@ class CommandLine(LightningCLI):
         super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a GPU that is not there before anything is built."""
-        accelerator = self._get(self.config, "trainer")["accelerator"]
-        if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-            self._fail(
-                f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no CUDA device. Check nvidia-smi"
-                " and CUDA_VISIBLE_DEVICES, or run on the CPU with --trainer.accelerator cpu."
-            )
+        """Refuse GPUs that are not there before anything is built."""
+        trainer = self._get(self.config, "trainer")
+        if trainer["accelerator"] not in ("gpu", "cuda"):
+            return
+        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        try:
+            if available == 0:
+                check_cuda(measure_devices(imports=False))
+            if isinstance(trainer["devices"], int):
+                check_device_count(trainer["devices"], available)
+        except (RuntimeError, ValueError) as error:
+            self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
 
     def instantiate_classes(self) -> None:
         """Build module, data and Trainer; settings that one of them refuses are the user's errors, not ours."""

@@ -29,6 +29,8 @@ QUICK_ROOMS = {
     "rollout",
     "cli",
     "verify",
+    "doctor",
+    "devices",
 }  # imported for the command line's --help
 SLOW_PACKAGES = {"megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib"}
 COME_WITH = {  # declared by a package that is declared here
@@ -39,6 +41,7 @@ COME_WITH = {  # declared by a package that is declared here
     "lightning_utilities": "lightning",
     "shtab": "jsonargparse",
     "jinja2": "torch",
+    "packaging": "lightning",
 }
 
 

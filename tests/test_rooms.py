@@ -14,6 +14,7 @@ FLOORS = {
     "algorithms": 0,
     "rewards": 0,
     "compat": 0,
+    "devices": 0,
     "strategy": 1,
     "models": 1,
     "environments": 1,  # bounded by the same deadlines as rewards
@@ -22,6 +23,7 @@ FLOORS = {
     "callbacks": 3,
     "modules": 4,
     "cli": 5,
+    "doctor": 6,
     "verify": 6,  # reads the configs that the command line reads
     "__init__": 7,
     "__main__": 8,  # tells the version
@@ -30,6 +32,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
     "algorithms": {"megatron", "lightning", "vllm", "transformers"},
     "rewards": {"megatron", "lightning", "vllm", "transformers"},
+    "devices": {"megatron", "lightning", "vllm", "transformers"},
     "strategy": {"algorithms", "rewards", "transformers", "vllm"},
     "models": {"algorithms", "rewards", "vllm"},
     "environments": {"algorithms", "megatron", "lightning", "vllm", "transformers"},

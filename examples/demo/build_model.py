@@ -12,10 +12,18 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-="
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
-def build_model(directory: Path, seed: int = 0, characters: str = CHARACTERS) -> None:
-    """Write model and tokenizer in Hugging Face format."""
+def build_model(directory: Path, seed: int = 0, characters: str = CHARACTERS, **sizes: int) -> None:
+    """Write model and tokenizer in Hugging Face format; `sizes` are fields of `Qwen3Config`."""
     tokens = [*SPECIAL_TOKENS, *characters]  # the demo's 16 divide by the tensor-parallel sizes in use
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -26,12 +34,7 @@ def build_model(directory: Path, seed: int = 0, characters: str = CHARACTERS) ->
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokens),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **{**SIZES, **sizes},
         max_position_embeddings=64,
         tie_word_embeddings=False,
         pad_token_id=0,

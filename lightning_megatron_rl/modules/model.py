@@ -17,7 +17,9 @@ from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
+from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.rollout.engine import RolloutEngine
 from lightning_megatron_rl.strategy.checkpoint import read_layout
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum
 
@@ -51,6 +53,7 @@ class ModelModule(TakesSteps, ReportsSteps):
     """
 
     default_lr = 1e-6
+    logprob_chunk_size = 0  # tokens whose fp32 logits exist at one time; a model without an output layer has none
 
     def __init__(
         self,
@@ -134,6 +137,18 @@ class ModelModule(TakesSteps, ReportsSteps):
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
+        if "model" not in self._modules:
+            check_gpu(self, training=stage == "fit", engine=self.sampler, frozen_copies=self.frozen_copies)
+
+    @property
+    def sampler(self) -> RolloutEngine | None:
+        """The engine that shares the GPU."""
+        return None
+
+    @property
+    def frozen_copies(self) -> int:
+        """Copies of the model that stay on the GPU beside it."""
+        return 0
 
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""

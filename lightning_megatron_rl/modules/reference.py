@@ -138,6 +138,11 @@ class HoldsReference(PolicyModule):
             )
         )
 
+    @property
+    def frozen_copies(self) -> int:
+        """The reference, where it is a model of its own that stays on the GPU."""
+        return int(self.reference_kind == "frozen_copy" and not self.reference_settings.offload)
+
     def configure_model(self) -> None:
         """Build the policy, and the frozen reference if there is to be one; with LoRA the policy holds it."""
         super().configure_model()

@@ -97,6 +97,11 @@ class SamplesResponses(HoldsReference):
         assert self._phase is not None, "setup() makes it"
         return self._phase
 
+    @property
+    def sampler(self) -> RolloutEngine:
+        """The engine that shares the GPU."""
+        return self.engine
+
     def _check_lengths(self) -> None:
         limit = self.engine.max_model_len
         if limit > self.max_tokens_per_microbatch:

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.devices.checks import peer_warnings
+from lightning_megatron_rl.devices.measure import measure_links
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 
@@ -51,3 +55,10 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             f"configure_optimizers returned {names}: MegatronStrategy needs exactly one optimizer, made with"
             " `self.trainer.strategy.build_optimizer(OptimizerConfig(lr=...))`."
         )
+
+
+def warn_of_slow_links(device: torch.device, num_processes: int, local_rank: int) -> None:
+    """Warn once, where the GPUs of the first node reach each other slowly; a CPU run has no links."""
+    if device.type == "cuda" and num_processes > 1 and local_rank == 0:
+        for warning in peer_warnings(measure_links(num_processes)):
+            rank_zero_warn(warning)

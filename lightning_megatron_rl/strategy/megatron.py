@@ -24,7 +24,12 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
-from lightning_megatron_rl.strategy.checks import avoid_inference_tensors, check_optimizers, check_trainer
+from lightning_megatron_rl.strategy.checks import (
+    avoid_inference_tensors,
+    check_optimizers,
+    check_trainer,
+    warn_of_slow_links,
+)
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
@@ -189,6 +194,7 @@ class MegatronStrategy(OffloadsState):
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
+        warn_of_slow_links(self.root_device, self.num_processes, self.local_rank)
         install_cpu_support(self.root_device)
         install_adam(self.root_device)
         self._init_process_group()

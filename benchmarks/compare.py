@@ -1,0 +1,25 @@
+"""Both sides of a comparison: run them, check that they did the same work, and say by how much they differ."""
+
+import importlib.util
+from typing import Any
+
+from common import run_child
+
+
+def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, Any]:
+    """Run ours, then the peer ("trl", "none", or "auto": TRL if it is installed) with the same arguments."""
+    sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
+    found = importlib.util.find_spec("trl") is not None
+    if peer == "trl" or (peer == "auto" and found):
+        sides["trl"] = run_child("trl_peer.py", arguments, timeout_s)
+        sides["different_work"] = different_work(sides["ours"]["work"], sides["trl"]["work"])
+    return sides
+
+
+def different_work(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Return in what the work of two sides differs; empty where it is the same.
+
+    Example:
+        ``different_work({"samples": 256}, {"samples": 128}) == ["samples: 256 and 128"]``
+    """
+    return [f"{name}: {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]

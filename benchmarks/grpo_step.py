@@ -1,0 +1,90 @@
+"""B3: a whole GRPO step, its phases, and the physical floor: ``python benchmarks/grpo_step.py``.
+
+256 samples of 128 + 512 tokens (on a CPU a tiny model and shorter ones): weights go to vLLM, it samples with EOS
+ignored, then rewards, old log-probs, one update. TRL's GRPOTrainer does the same work in the same run where it is
+installed; whether it did is checked. With --syncs 10 the same run measures weight syncs (B1), too.
+The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from common import default_device, facts, result_path, write_json
+from compare import run_sides
+from floor import Work, floor_seconds
+from ours import add_arguments, passed_on
+from weight_sync import write_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, default_device())
+    parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds per side")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
+    options = parser.parse_args()
+    sides = run_sides(passed_on(options), options.peer, options.timeout)
+    ours, theirs = sides["ours"], sides.get("trl")
+    peaks = ours["peaks"]
+    # floors are for the hardware as it was measured: a data sheet's figures are out of anyone's reach
+    floor = floor_seconds(Work(**ours["floor_work"]), peaks["measured_flops"], peaks["measured_bytes_per_s"])
+    result = {
+        **facts(options.device),
+        "benchmark": "B3 GRPO step",
+        **sides,
+        "floor_s": floor,
+        "times_floor": ours["step_s"]["median"] / floor["step"],
+        "speedup_over_trl": theirs["step_s"]["median"] / ours["step_s"]["median"] if theirs else None,
+    }
+    if options.syncs:
+        write_report(sides, options.device, result_path("weight_sync", options.device, options.sync_out))
+    path = result_path("grpo_step", options.device, options.out)
+    write_json(path, result)
+    plot(result, path.with_suffix(".png"))
+    print_table(result)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print each side's step and phases."""
+    for side in ("ours", "trl"):
+        if found := result.get(side):
+            print(f"{found['who']}, {found['shape']}: step {found['step_s']['median']:.3f} s")
+            for name, value in found["phases"].items():
+                share = value["median"] / found["step_s"]["median"]
+                print(f"  {name:16s} {value['median']:8.3f} s  {share:6.1%}")
+    print(f"floor {result['floor_s']['step']:.4f} s: {result['times_floor']:.2f} times it")
+    if result["speedup_over_trl"]:
+        print(f"TRL takes {result['speedup_over_trl']:.2f} times as long")
+    for line in result.get("different_work", ()):
+        print(f"NOT THE SAME WORK: {line}")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw the phases of each side and of the floor, one upon the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = {"floor": {name: value for name, value in result["floor_s"].items() if name != "step"}}
+    for side in ("ours", "trl"):
+        if found := result.get(side):
+            bars[side] = {name: value["median"] for name, value in found["phases"].items()}
+    names = list(dict.fromkeys(name for phases in bars.values() for name in phases))
+    figure, axes = plt.subplots(figsize=(7, 2.6))
+    left = dict.fromkeys(bars, 0.0)
+    for name in names:
+        values = [phases.get(name, 0.0) for phases in bars.values()]
+        axes.barh(list(bars), values, left=[left[bar] for bar in bars], label=name)
+        left = {bar: left[bar] + value for bar, value in zip(bars, values, strict=True)}
+    axes.set(xlabel="seconds", title=f"B3: one GRPO step, {result['ours']['shape']} on {result['device']}")
+    axes.legend(fontsize=7, ncols=3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

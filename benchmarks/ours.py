@@ -1,0 +1,185 @@
+"""This project's side of B1 and B3: a GRPO run on random weights with fixed lengths, measured from callbacks.
+
+Used by weight_sync.py and grpo_step.py, each in a process of its own; prints one line of JSON.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from common import SHAPES, StepLog, TokenPrompts, make_trainer, measure_peaks, summary, timed, token_reward, write_model
+from floor import Work, cache_bytes_per_token
+
+PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
+
+
+def reward(samples: list[Any]) -> list[float]:
+    """Reward samples by their tokens."""
+    return [token_reward(sample.response_ids) for sample in samples]
+
+
+class SyncTimes(pl.Callback):
+    """Times weight syncs before the first step: the plan is made in the warm-ups."""
+
+    def __init__(self, repeats: int, warmup: int, device: torch.device) -> None:
+        self.repeats, self.warmup, self.device = repeats, warmup, device
+        self.seconds: list[float] = []
+        self.num_bytes = 0
+        self.extra_bytes = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in pl_module.export_weights())
+        pl_module.engine.wait_ready()
+        for number in range(self.warmup + self.repeats):
+            if number == self.warmup and self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            self.seconds.append(timed(lambda: pl_module.sync_weights(0), self.device))
+        self.seconds = self.seconds[self.warmup :]
+        if self.device.type == "cuda":
+            self.extra_bytes = torch.cuda.max_memory_allocated() - before
+        pl_module.phase_seconds.clear()  # the first step's own
+
+
+class Samples(pl.Callback):
+    """Takes note of what each step sampled, for the comparison of work."""
+
+    def __init__(self) -> None:
+        self.prompts = hashlib.sha256()
+        self.response_tokens: list[int] = []
+        self.samples: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        samples = pl_module.last_rollout.samples
+        prompts = sorted({tuple(sample.prompt.token_ids) for sample in samples})
+        self.prompts.update(repr(prompts).encode())
+        self.samples.append(len(samples))
+        self.response_tokens.append(sum(len(sample.response_ids) for sample in samples))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run and return times, losses and the work that was done."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.utils import get_model_config
+
+    from lightning_megatron_rl.data.prompts import PromptDataModule
+    from lightning_megatron_rl.models.flops import sequence_flops
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.rollout.engine import SamplingParams
+    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    peaks = measure_peaks(device)
+    steps = options.warmup + options.steps
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    log, sampled = StepLog(device), Samples()
+    syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
+    directory = Path(tempfile.mkdtemp()) / "model"
+    write_model(directory, options.shape)
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    module = GRPOModule(
+        str(directory),
+        rewards=[reward],
+        num_generations=options.generations,
+        engine=VLLMEngine(
+            max_model_len=options.prompt_tokens + options.response_tokens + 1,
+            max_num_seqs=options.prompts * options.generations,
+            kv_cache_memory_gb=options.cache_gb,
+        ),
+        sampling=SamplingParams(temperature=1.0, max_tokens=options.response_tokens, ignore_eos=True),
+        optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
+        max_tokens_per_microbatch=options.max_tokens,
+    )
+    data = PromptDataModule(
+        TokenPrompts(options.prompts * steps, options.prompt_tokens, vocab_size),
+        tokenizer=str(directory),
+        batch_size=options.prompts,
+        answer_column=None,
+        add_special_tokens=False,
+        shuffle=False,
+    )
+    callbacks = [log, sampled, *([syncs] if syncs else [])]
+    trainer = make_trainer(options.device, max_steps=steps, callbacks=callbacks, precision=options.precision)
+    trainer.fit(module, data)
+    linear, quadratic = sequence_flops(get_model_config(module.model[0]), vocab_size)
+    config = module.hf_model.config
+    parameters = sum(parameter.numel() for parameter in module.model.parameters())
+    element = 2 if options.device == "cuda" else 4
+    work = Work(
+        samples=options.prompts * options.generations,
+        prompts=options.prompts,
+        prompt_tokens=options.prompt_tokens,
+        response_tokens=options.response_tokens,
+        parameters=parameters,
+        linear_flops=linear,
+        quadratic_flops=quadratic,
+        cache_bytes_per_token=cache_bytes_per_token(config, element),
+        weight_bytes=element,
+    )
+    module.close_engine()
+    kept = log.steps[options.warmup :]
+    step_s = [step["time/step_s"] for step in kept]
+    return {
+        "who": "lightning-megatron-rl",
+        "shape": options.shape,
+        "step_s": summary(step_s),
+        "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in PHASES},
+        "losses": [step["policy/loss"] for step in log.steps],
+        "rewards": [step["reward/mean"] for step in log.steps],
+        "mismatch": [step["mismatch/abs_logp_diff"] for step in log.steps],
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None,
+        "sync": None
+        if syncs is None
+        else {"seconds": summary(syncs.seconds), "bytes": syncs.num_bytes, "extra_bytes": syncs.extra_bytes},
+        "work": {
+            "samples_per_step": sampled.samples,
+            "response_tokens_per_step": sampled.response_tokens,
+            "prompt_tokens": options.prompt_tokens,
+            "prompts_sha256": sampled.prompts.hexdigest(),
+            "optimizer_steps": trainer.global_step,
+            "compute_dtype": "bfloat16" if options.precision == "bf16-mixed" else "float32",
+            "main_parameters": "float32",
+            "optimizer": "adam",
+        },
+        "floor_work": vars(work),
+        "peaks": peaks,
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
+    """Add what both sides of a comparison are told."""
+    on_cuda = device == "cuda"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="0.6b" if on_cuda else "tiny")
+    parser.add_argument("--precision", default="bf16-mixed" if on_cuda else "32-true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=32 if on_cuda else 8)
+    parser.add_argument("--generations", type=int, default=8 if on_cuda else 4)
+    parser.add_argument("--prompt-tokens", type=int, default=128 if on_cuda else 16)
+    parser.add_argument("--response-tokens", type=int, default=512 if on_cuda else 24)
+    parser.add_argument("--max-tokens", type=int, default=16_384 if on_cuda else 2048, help="per micro-batch")
+    parser.add_argument("--cache-gb", type=float, default=20.0 if on_cuda else 0.25, help="key/value cache. GiB")
+    parser.add_argument("--syncs", type=int, default=0, help="weight syncs to time before the first step")
+    parser.add_argument("--trl-batch", type=int, default=16 if on_cuda else 8, help="sequences per TRL micro-batch")
+
+
+def passed_on(options: argparse.Namespace) -> list[str]:
+    """Return the command line of one side."""
+    names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
+    names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+
+
+if __name__ == "__main__":
+    from common import default_device
+
+    arguments = argparse.ArgumentParser(description=__doc__)
+    add_arguments(arguments, default_device())
+    print(json.dumps(measure(arguments.parse_args())))

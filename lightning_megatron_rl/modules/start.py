@@ -1,0 +1,125 @@
+"""What is checked on a GPU before a run loads anything: capability, builds, and whether trainer and sampler fit."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lightning_megatron_rl.devices import checks
+from lightning_megatron_rl.devices.facts import DeviceFacts
+from lightning_megatron_rl.devices.measure import import_engine, installed_vllm, measure_gpu, parse_version
+from lightning_megatron_rl.devices.memory import MemoryPlan, Part, Split, sampler_parts, trainer_parts
+from lightning_megatron_rl.models.backend import resolve_layer_backend
+from lightning_megatron_rl.models.size import model_size
+from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.rollout.engine import RolloutEngine
+from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.models.lora import LoRASettings
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+
+class Starts(Protocol):
+    """What of a module decides whether it fits on a GPU."""
+
+    max_tokens_per_microbatch: int
+    logprob_chunk_size: int
+    layer_backend: Any
+    model_config: dict[str, Any]
+    lora: "LoRASettings | None"
+
+    @property
+    def strategy(self) -> "MegatronStrategy": ...  # noqa: D102
+    @property
+    def hf_model(self) -> Any: ...  # noqa: D102
+
+
+def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = None, frozen_copies: int = 0) -> None:
+    """Refuse a run that this rank's GPU cannot do or cannot hold; on a CPU there is nothing to refuse.
+
+    Args:
+        module: The module that is about to load its weights.
+        training: Whether gradients and optimizer state will be there.
+        engine: Its sampler, if it has one and that is on the same GPU.
+        frozen_copies: Reference policies that stay on the GPU.
+
+    Raises:
+        ValueError: The GPU lacks a number format or memory; with the arithmetic.
+        RuntimeError: Transformer Engine or vLLM does not fit the installed torch.
+    """
+    strategy = module.strategy
+    device = strategy.root_device
+    if device.type != "cuda":
+        return
+    precision = strategy.precision_plugin
+    gpu = measure_gpu(device.index)
+    facts = DeviceFacts(torch.__version__, parse_version(torch.version.cuda), gpus=(gpu,), vllm=installed_vllm())
+    checks.check_precision(facts, precision.precision)
+    fields = module.model_config
+    checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
+    backend = resolve_layer_backend(
+        module.layer_backend,
+        device,
+        params_dtype=precision.params_dtype,
+        context_parallel_size=strategy.layout.context_parallel_size,
+    )
+    if backend == "transformer_engine":
+        checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
+    if isinstance(engine, VLLMEngine):
+        checks.check_vllm(facts)
+    plan = make_plan(
+        module,
+        training=training,
+        engine=engine,
+        frozen_copies=frozen_copies,
+        free=gpu.free_bytes,
+        total=gpu.total_bytes,
+    )
+    run_on_all_ranks(plan.check)  # a GPU that is fuller than the others must not leave their ranks waiting
+
+
+def make_plan(
+    module: Starts, *, training: bool, engine: RolloutEngine | None, frozen_copies: int, free: int, total: int
+) -> MemoryPlan:
+    """Return what `module` and its engine take of a GPU with so many bytes in `total`, `free` before they start."""
+    strategy = module.strategy
+    layout, world = strategy.layout, strategy.world_size
+    size = model_size(module.hf_model.config, CheckpointLayout.read(module.hf_model.path).shapes)
+    tensor = layout.tensor_model_parallel_size
+    split = Split(
+        tensor=tensor,
+        pipeline=layout.pipeline_model_parallel_size,
+        context=layout.context_parallel_size,
+        expert=layout.expert_model_parallel_size,
+        expert_tensor=layout.expert_tensor_parallel_size or tensor,
+        replicas=layout.data_parallel_size(world) * layout.context_parallel_size,
+        sharded=strategy.use_distributed_optimizer,
+    )
+    parts = trainer_parts(
+        size,
+        split,
+        precision=strategy.precision_plugin.precision,
+        tokens=module.max_tokens_per_microbatch,
+        logprob_chunk=module.logprob_chunk_size,
+        recompute=module.model_config.get("recompute_granularity") == "full",
+        frozen_copies=frozen_copies,
+        training=training,
+        adapters=module.lora is not None,
+    )
+    return MemoryPlan(parts, _sampler(engine, size, total), free=free)
+
+
+def _sampler(engine: RolloutEngine | None, size: Any, total: int) -> tuple[Part, ...]:
+    if not isinstance(engine, VLLMEngine):
+        return ()
+    cache_gb = engine.kv_cache_memory_gb
+    return sampler_parts(
+        size,
+        tensor=engine.tensor_parallel_size,
+        total=total,
+        utilization=engine.gpu_memory_utilization,
+        cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
+        element_bytes=4 if engine.dtype == "float32" else 2,
+    )

@@ -1,0 +1,169 @@
+"""Write the tables of measured results into docs/performance.md and README.md: `python scripts/performance_table.py`.
+
+Every figure comes from a JSON file in benchmarks/results; a test holds the documents to what this writes.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("docs/performance.md", "README.md")
+Result = dict[str, Any]
+
+
+def load(pattern: str, results: Path = RESULTS) -> list[tuple[str, Result]]:
+    """Return the results whose file names match, by name: GPUs before CPUs."""
+    files = sorted(results.glob(pattern), key=lambda file: ("cpu" in file.stem, file.stem))
+    return [(file.stem, json.loads(file.read_text())) for file in files]
+
+
+def share(value: dict[str, Any] | None) -> str:
+    """Return a share as per cent, a dash where there is none."""
+    return "–" if value is None else f"{value['median']:.1%}"
+
+
+def spread(value: dict[str, Any], digits: int) -> str:
+    """Return a median with the half-width of the measurements' range."""
+    return f"{value['median']:,.{digits}f} ± {value['spread']:.0%}"
+
+
+def throughput(results: Path = RESULTS) -> str:
+    """Return the table of B2."""
+    lines = [
+        "| device | model | layout | update, tokens/s | MFU (measured peak) | MFU (data sheet) | log-probs, tokens/s |"
+        " peak memory, GiB | planned, GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("throughput_*.json", results):
+        for row in result["rows"]:
+            update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
+            precision = row["precision"] + (", recomputed" if row["recompute"] else "")
+            lines.append(
+                f"| {result['device']} | {row['shape']}, {precision} | {row['layout']}"
+                f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
+                f" | {share(update['mfu_spec'])} | {spread(logprobs['tokens_per_s_per_gpu'], 0)}"
+                f" | {'–' if memory is None else f'{memory:.1f}'}"
+                f" | {'–' if memory is None else format(row['planned_memory_gib'], '.1f')} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def weight_sync(results: Path = RESULTS) -> str:
+    """Return the table of B1."""
+    lines = [
+        "| device | model | who | seconds | GB/s | share of the limit | extra memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("weight_sync_*.json", results):
+        for name, rate in result["rates"].items():
+            sync = result[name]["sync"]
+            lines.append(
+                f"| {result['device']} | {result['ours']['shape']} | {result[name]['who']}"
+                f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
+                f" | {rate['extra_gib']:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def grpo_step(results: Path = RESULTS) -> str:
+    """Return the table of B3."""
+    lines = [
+        "| device | model | who | step, s | sync | rollout | old log-probs | update | times the floor | against TRL |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("grpo_step_*.json", results):
+        for name in ("ours", "trl"):
+            if name not in result:
+                continue
+            side, floor = result[name], result["floor_s"]["step"]
+            step = side["step_s"]["median"]
+            phases = [side["phases"].get(phase) for phase in ("weight_sync", "rollout", "old_logp", "update")]
+            cells = " | ".join("–" if phase is None else f"{phase['median'] / step:.0%}" for phase in phases)
+            peer = "trl" in result and result["trl"]["step_s"]["median"] / step
+            lines.append(
+                f"| {result['device']} | {side['shape']} | {side['who']} | {spread(side['step_s'], 2)} | {cells}"
+                f" | {step / floor:.2f} | {f'{peer:.2f} x' if peer else '–'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def real_run(results: Path = RESULTS) -> str:
+    """Return the table of real runs."""
+    lines = [
+        "| device | model | layout | rollouts | accuracy before | after | mismatch, mean | seconds of GRPO |"
+        " sync | rollout | log-probs | update |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("real_run_*.json", results):
+        phases = result["phase_seconds"]
+        seconds = (phases["weight_sync"], phases["rollout"], phases["old_logp"] + phases["ref_logp"], phases["update"])
+        lines.append(
+            f"| {result['device']} | {result['parameters'] / 1e6:.1f} M | {result['layout']} | {result['rollouts']}"
+            f" | {result['accuracy_before']:.3f} | {result['accuracy_after']:.3f} | {result['mismatch_mean']:.5f}"
+            f" | {result['grpo_seconds']:.0f} | " + " | ".join(f"{value:.1f} s" for value in seconds) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def headline(results: Path = RESULTS) -> str:
+    """Return the README's table: the first result of each benchmark, GPUs first."""
+    lines = ["| what | where | result |", "|---|---|---|"]
+    for _, result in load("throughput_*.json", results):
+        for row in result["rows"]:
+            tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
+            lines.append(
+                f"| update, {row['shape']}, {row['precision']} | {result['device']}"
+                f" | {tokens['median']:,.0f} tokens/s, {mfu['median']:.0%} of the measured matrix-product peak |"
+            )
+    for _, result in load("grpo_step_*.json", results):
+        side = result["ours"]
+        peer = (
+            f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
+        )
+        lines.append(
+            f"| GRPO step, {side['shape']} | {result['device']}"
+            f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
+        )
+    for _, result in load("weight_sync_*.json", results):
+        rate = result["rates"]["ours"]
+        lines.append(
+            f"| weights to the sampler, {result['ours']['shape']} | {result['device']}"
+            f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
+        )
+    for _, result in load("real_run_*.json", results):
+        lines.append(
+            f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
+            f" | {result['device']} | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"
+            f" {result['grpo_seconds']:.0f} s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "throughput": throughput,
+    "weight sync": weight_sync,
+    "grpo step": grpo_step,
+    "real run": real_run,
+    "performance": headline,
+}
+
+
+def with_tables(text: str) -> str:
+    """The document with the current tables between their marks; tables that it has no marks for are left out."""
+    for name, table in TABLES.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        if start not in text:
+            continue
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = before + start + table() + end + after
+    return text
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        path = ROOT / document
+        path.write_text(with_tables(path.read_text()))

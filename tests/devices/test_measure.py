@@ -1,0 +1,96 @@
+"""Facts are read right: real files of this machine where there are any, listings of others as text."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
+from lightning_megatron_rl.devices.facts import Extension
+from lightning_megatron_rl.devices.measure import (
+    import_engine,
+    installed_engine,
+    installed_vllm,
+    measure_devices,
+    parse_topology,
+    parse_version,
+)
+
+TOPOLOGY = """\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-15\t0\t\tN/A
+GPU1\tNV18\t X \tPHB\tSYS\t0-15\t0\t\tN/A
+GPU2\tSYS\tPHB\t X \tSYS\t0-15\t0\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+"""
+
+
+def test_topology_gives_the_link_of_each_pair():
+    assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
+    assert parse_topology("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [("580.159.04", (580, 159, 4)), ("13.0", (13, 0)), ("2.11.0+cu130", (2, 11, 0)), (None, None)]
+)
+def test_versions_are_numbers(text, version):
+    assert parse_version(text) == version
+
+
+def test_libraries_of_a_real_extension_are_read():
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
+    libraries = needed_libraries(torch_library)
+    assert {"libc.so.6", "libtorch.so"} <= set(libraries)
+    with pytest.raises(ValueError, match="is no 64-bit"):
+        needed_libraries(Path(__file__))
+
+
+def test_cuda_is_told_by_its_runtime():
+    assert cuda_major(["libc.so.6", "libcudart.so.12"]) == 12
+    assert cuda_major(["libc.so.6"]) is None
+
+
+def test_installed_vllm_is_told_without_importing_it():
+    before = "vllm" in sys.modules
+    found = installed_vllm()
+    assert ("vllm" in sys.modules) == before
+    if importlib.util.find_spec("vllm") is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.version[0].isdigit()
+
+
+def test_this_machines_facts_agree_with_torch():
+    facts = measure_devices(imports=False)
+    assert facts.torch == torch.__version__
+    assert len(facts.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert facts.torch_cuda == parse_version(torch.version.cuda)
+
+
+@pytest.fixture
+def broken_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `transformer_engine` whose extension was compiled for another torch, first on the path of this process."""
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pytorch" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("broken_engine")
+def test_engine_of_another_torch_is_found_out():
+    error = "undefined symbol: _ZN3c10"
+    assert import_engine() == Extension("(no version)", error=error)
+    in_a_process = installed_engine(imports=True)
+    assert in_a_process is not None
+    assert in_a_process.error == f"ImportError: {error}"
+    assert installed_engine(imports=False) == Extension("(no version)")

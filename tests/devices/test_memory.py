@@ -1,0 +1,134 @@
+"""The memory plan: each formula by hand, and refusals with the arithmetic and what to lower."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_megatron_rl.devices.memory import (
+    GIB,
+    MemoryPlan,
+    ModelSize,
+    Part,
+    Split,
+    activation_bytes,
+    parameters_per_gpu,
+    sampler_parts,
+    state_bytes,
+    trainer_parts,
+)
+
+SMALL = ModelSize(
+    dense=440_000_000,
+    experts=0,
+    embeddings=151_936 * 1024,
+    hidden=1024,
+    layers=28,
+    query_width=2048,
+    key_value_width=2048,
+    ffn_width=3072,
+    vocabulary=151_936,
+)
+MIXTURE = replace(SMALL, experts=4_000_000_000)
+
+
+def size_of(parts, name: str) -> float:
+    (found,) = [part.size for part in parts if part.name == name]
+    return found
+
+
+def test_parameters_are_divided_by_the_layout():
+    assert parameters_per_gpu(SMALL, Split()) == (SMALL.dense + SMALL.embeddings, 0)
+    untied = replace(SMALL, embeddings=2 * SMALL.embeddings)
+    dense, _ = parameters_per_gpu(untied, Split(tensor=2, pipeline=2))
+    assert dense == (SMALL.dense / 2 + SMALL.embeddings) / 2  # each stage has one of the two embeddings
+    _, experts = parameters_per_gpu(MIXTURE, Split(tensor=2, pipeline=2, expert=4, expert_tensor=1))
+    assert experts == MIXTURE.experts / 8
+
+
+@pytest.mark.parametrize(
+    ("precision", "sharded", "replicas", "total"),
+    [
+        # the table of docs/precision.md
+        ("32-true", True, 1, 16),
+        ("bf16-mixed", True, 1, 18),
+        ("16-mixed", False, 4, 18),
+        ("bf16-mixed", True, 4, 6 + 12 / 4),
+        ("32-true", True, 8, 8 + 8 / 8),
+        ("bf16-true", False, 4, 8),
+    ],
+)
+def test_bytes_per_parameter_are_those_of_the_documents(precision, sharded, replicas, total):
+    assert sum(state_bytes(precision, sharded=sharded, replicas=replicas)) == total
+
+
+def test_activations_by_hand():
+    # 4 x 1024 + 3 x 2048 + 2 x 2048 + 3 x 3072 = 23552 numbers per token and layer
+    whole = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=False)
+    assert whole == 28 * 23552 * 2 * 8192
+    recomputed = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=True)
+    assert recomputed == (28 * 1024 + 23552) * 2 * 8192
+    over_ranks = activation_bytes(SMALL, Split(tensor=2, context=2), tokens=8192, element_bytes=2, recompute=False)
+    assert over_ranks == 28 * (4096 + 19456 / 2) * 2 * 4096
+
+
+def test_trainer_and_sampler_that_fit_pass():
+    plan = MemoryPlan(
+        trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=8192, logprob_chunk=1024),
+        sampler_parts(SMALL, tensor=1, total=80 * GIB, utilization=0.4, cache_bytes=None, element_bytes=2),
+        free=79 * GIB,
+    )
+    plan.check()
+    assert size_of(plan.sampler, "sampler: weights and cache") == 0.4 * 80 * GIB
+    assert size_of(plan.trainer, "trainer: weights") == 2 * (SMALL.dense + SMALL.embeddings)
+
+
+def test_plan_that_does_not_fit_is_refused_with_its_arithmetic():
+    plan = MemoryPlan(
+        trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=65_536, logprob_chunk=1024),
+        sampler_parts(SMALL, tensor=1, total=80 * GIB, utilization=0.5, cache_bytes=None, element_bytes=2),
+        free=79 * GIB,
+    )
+    with pytest.raises(ValueError, match=r"needs 1\d\d\.\d GiB of a GPU that has 79\.0 GiB free") as error:
+        plan.check()
+    text = str(error.value)
+    assert "65536 tokens, 28 layers" in text
+    assert "gpu_memory_utilization 0.5 x 80.0 GiB" in text
+    assert "0.596e9 parameters x 12 bytes (1 replicas share it)" in text
+    remedies = text[text.index("What lowers it") :]
+    assert remedies.index("max_tokens_per_microbatch") < remedies.index("gpu_memory_utilization")  # the largest first
+
+
+def test_optimizer_state_is_shared_by_the_replicas():
+    alone, shared = (
+        trainer_parts(SMALL, Split(replicas=n), precision="bf16-mixed", tokens=1, logprob_chunk=1) for n in (1, 8)
+    )
+    assert size_of(alone, "trainer: optimizer state") == 8 * size_of(shared, "trainer: optimizer state")
+    assert size_of(alone, "trainer: gradients") == size_of(shared, "trainer: gradients")
+
+
+def test_adapters_and_scoring_need_no_state_of_the_model():
+    for options in ({"adapters": True}, {"training": False}):
+        parts = trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=8192, logprob_chunk=1024, **options)
+        assert {part.name for part in parts} == {"trainer: process", "trainer: weights", "trainer: activations"}
+    scoring = size_of(parts, "trainer: activations")
+    assert scoring == 3 * 4 * 1024 * SMALL.vocabulary  # one chunk of logits
+
+
+def test_reference_is_a_second_set_of_weights():
+    parts = trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=1, logprob_chunk=1, frozen_copies=1)
+    assert size_of(parts, "trainer: reference") == size_of(parts, "trainer: weights")
+
+
+def test_cache_of_a_given_size_counts_beside_the_weights():
+    parts = sampler_parts(SMALL, tensor=2, total=80 * GIB, utilization=0.9, cache_bytes=4 * GIB, element_bytes=2)
+    assert size_of(parts, "sampler: key/value cache") == 4 * GIB
+    assert size_of(parts, "sampler: weights") == SMALL.dense + SMALL.embeddings
+
+
+def test_sampler_that_sleeps_counts_only_while_it_is_awake():
+    trainer = (Part("trainer: weights", 30 * GIB, "", ""), Part("trainer: activations", 40 * GIB, "", ""))
+    sampler = (Part("sampler: weights and cache", 40 * GIB, "", ""),)
+    assert MemoryPlan(trainer, sampler, free=80 * GIB).needed == 110 * GIB
+    plan = MemoryPlan(trainer, sampler, free=80 * GIB, apart=True)
+    assert plan.needed == 70 * GIB
+    plan.check()

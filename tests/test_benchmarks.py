@@ -1,0 +1,147 @@
+"""The benchmarks' own arithmetic, that each runs on a CPU, and that the documents say what the results say."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.command_line import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "scripts"))
+floor: Any = importlib.import_module("floor")
+tables: ModuleType = importlib.import_module("performance_table")
+
+ONE_TOKEN = floor.Work(
+    samples=1,
+    prompts=1,
+    prompt_tokens=1,
+    response_tokens=1,
+    parameters=10**9,
+    linear_flops=2e9,
+    quadratic_flops=0.0,
+    cache_bytes_per_token=0,
+)
+
+
+def test_floor_by_hand():
+    phases = floor.floor_seconds(ONE_TOKEN, flops_per_s=1e15, bytes_per_s=2e12)
+    assert phases["weight_sync"] == pytest.approx(2e-3)  # 2 GB read, 2 GB written
+    assert phases["rollout"] == pytest.approx(2e-6 + 1e-3)  # prefill computes, decoding reads 2 GB
+    assert phases["old_logp"] == pytest.approx(4e-6)
+    assert phases["update"] == pytest.approx(12e-6 + 15e-3)  # 30 bytes per parameter
+    assert phases["step"] == pytest.approx(sum(value for name, value in phases.items() if name != "step"))
+
+
+def test_floor_of_decoding_is_what_takes_longer():
+    from dataclasses import replace
+
+    many = replace(ONE_TOKEN, samples=10_000, cache_bytes_per_token=1000)
+    slow_memory = floor.floor_seconds(many, flops_per_s=1e18, bytes_per_s=1e12)["rollout"]
+    assert slow_memory == pytest.approx((2e9 + 10_000 * 1000) / 1e12 + 2e9 / 1e18)
+    slow_units = floor.floor_seconds(many, flops_per_s=1e13, bytes_per_s=1e15)["rollout"]
+    assert slow_units == pytest.approx((10_000 * 2e9 + 2e9) / 1e13)
+
+
+def test_cache_of_a_token_by_hand():
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(num_hidden_layers=28, num_key_value_heads=8, head_dim=128)
+    assert floor.cache_bytes_per_token(config) == 114_688
+
+
+def test_work_that_differs_is_named():
+    compare: Any = importlib.import_module("compare")
+    same = {"samples": 256, "prompts_sha256": "ab"}
+    assert compare.different_work(same, dict(same)) == []
+    assert compare.different_work(same, {**same, "samples": 128}) == ["samples: 256 and 128"]
+
+
+def test_rate_of_a_sync_by_hand():
+    weight_sync: Any = importlib.import_module("weight_sync")
+    sync = {"seconds": {"median": 0.1}, "bytes": 10**9, "extra_bytes": 2**30}
+    assert weight_sync.rate(sync, bytes_per_s=2e12) == pytest.approx(
+        {"seconds": 0.1, "gb_per_s": 10.0, "limit_seconds": 1e-3, "share_of_limit": 0.01, "extra_gib": 1.0}
+    )
+
+
+@pytest.mark.parametrize("document", tables.DOCUMENTS)
+def test_tables_in_the_documents_are_those_of_the_results(document):
+    text = (ROOT / document).read_text()
+    assert text == tables.with_tables(text), "run: python scripts/performance_table.py"
+    assert "<!-- performance -->" in text or "<!-- throughput -->" in text
+
+
+def test_results_say_where_they_come_from():
+    for name in ("throughput", "weight_sync", "grpo_step", "real_run"):
+        found = tables.load(f"{name}_*.json")
+        assert found, f"no results of {name}"
+        for stem, result in found:
+            for key in ("command", "device", "versions", "python", "date"):
+                assert result[key], f"{stem}: {key}"
+            assert result["command"].startswith("python benchmarks/")
+
+
+def run_benchmark(script: str, *arguments: str) -> str:
+    """Run a benchmark in a process of its own and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), "--device=cpu", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.deadline(250)
+def test_throughput_runs_on_a_cpu(tmp_path: Path):
+    out = tmp_path / "throughput.json"
+    arguments = ["--steps=2", "--warmup=1", "--sequences=4", "--shortest=8", "--longest=16", "--max-tokens=64"]
+    shown = run_benchmark("throughput.py", *arguments, "--out", str(out))
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["update"]["seconds"]["count"] == 2
+    assert row["losses"][-1] < row["losses"][0]  # it trains: the same batch three times
+    assert row["plan"][0].startswith("trainer: process")
+    assert "tok/s" in shown
+    assert out.with_suffix(".png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_real_run_runs_on_a_cpu(tmp_path: Path):
+    out = tmp_path / "real_run.json"
+    sizes = ["--digits=1", "--problems=40", "--held-out=10", "--sft-steps=4", "--sft-batch=8", "--sft-check=2"]
+    shown = run_benchmark("real_run.py", *sizes, "--rollouts=2", "--prompts=4", "--check=1", "--out", str(out))
+    result = json.loads(out.read_text())
+    assert result["rollouts"] == 2
+    assert result["sft"]["steps"] == 4
+    assert result["samples_per_rollout"] == 32
+    assert result["mismatch_worst"] < 1e-3  # fp32 on both sides
+    assert all(result["phase_seconds"][phase] > 0 for phase in ("rollout", "update", "weight_sync", "old_logp"))
+    assert "accuracy" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+@pytest.mark.parametrize("script", ["grpo_step.py", "weight_sync.py"])
+def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
+    out = tmp_path / "result.json"
+    sizes = ["--steps=1", "--warmup=1", "--prompts=2", "--generations=2", "--prompt-tokens=4", "--response-tokens=4"]
+    run_benchmark(script, *sizes, "--peer=none", "--out", str(out))
+    result = json.loads(out.read_text())
+    assert result["ours"]["work"]["response_tokens_per_step"] == [16, 16]  # EOS is ignored
+    assert max(result["ours"]["mismatch"]) < 1e-3  # the weights arrived
+    if script == "weight_sync.py":
+        assert result["rates"]["ours"]["share_of_limit"] < 1
+    else:
+        assert result["times_floor"] > 1
