@@ -136,7 +136,7 @@ def merge(out: Path, seeds: Sequence[int], results: Path) -> None:
     figures = {
         "command": "python benchmarks/learning_curves.py",
         "environment": environment,
-        "precision": "fp32, torch without TF32; vLLM's Triton attention on CUDA leaves its products to Triton's default",
+        "precision": "fp32, torch without TF32; vLLM's Triton attention on CUDA multiplies as Triton does by default",
         "seeds": list(seeds),
         "threshold": THRESHOLD,
         "comparison": compare(runs),

@@ -44,9 +44,16 @@ def jobs(out: Path, model: Path, methods: Sequence[str], rollouts: int, device: 
         overlays = [] if method == "ppo" else [CONFIGS / "algorithms" / f"{method}.yaml"]
         found.append(
             own_job(
-                f"method_{method}", out, model, base=base, overlays=overlays, seed=seed, rollouts=rollouts,
-                device=device, stop_at=THRESHOLD,
-            )  # fmt: skip
+                f"method_{method}",
+                out,
+                model,
+                base=base,
+                overlays=overlays,
+                seed=seed,
+                rollouts=rollouts,
+                device=device,
+                stop_at=THRESHOLD,
+            )
         )
     return found
 
@@ -59,7 +66,7 @@ def summarise(run: dict[str, Any]) -> dict[str, Any]:
     return {
         "rollouts": reached,
         "samples": int(last * PROMPTS * GENERATIONS + refills * GENERATIONS),
-        "accuracy": dict((int(step), value) for step, value in run["accuracy"])[last],
+        "accuracy": {int(step): value for step, value in run["accuracy"]}[last],
         "best_accuracy": max(value for _, value in run["accuracy"]),
         "worst_abs_logp_diff": max(value for _, value in run["abs_logp_diff"]),
         "curve": run["accuracy"],

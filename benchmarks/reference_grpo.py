@@ -213,9 +213,7 @@ def train(directory: Path, settings: Settings, device: str) -> dict[str, Any]:
         batch = [rows[index] for index in batch_rows(number, settings)]
         responses = sample(model, tokenizer, [row["prompt"] for row in batch], settings, greedy=False)
         rewards = torch.tensor(exact_match(responses.texts, batch, settings.generations), device=device)
-        metrics = update(
-            model, optimizer, reference_model, responses, rewards.view(-1, settings.generations), settings
-        )
+        metrics = update(model, optimizer, reference_model, responses, rewards.view(-1, settings.generations), settings)
         scheduler.step()
         steps.append({"reward": rewards.mean().item(), **metrics})
         if (number + 1) % settings.val_every == 0:

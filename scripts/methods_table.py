@@ -15,12 +15,13 @@ START, END = "<!-- methods -->\n", "<!-- end of methods -->\n"
 
 def table(figures: dict[str, Any]) -> str:
     """The rows, in the order in which methods get there, below a line that says what was run."""
-    environment = figures["environment"]
+    machine, torch = (figures["environment"][name] for name in ("machine", "torch"))
+    threshold, per_rollout, limit = (figures[name] for name in ("threshold", "samples_per_rollout", "max_rollouts"))
     lines = [
-        f"Measured by `python benchmarks/methods.py` on {environment['machine']} with torch {environment['torch']}, fp32, one"
-        f" run per method, seed {figures['seed']};\n{figures['samples_per_rollout']} samples per rollout, at most"
-        f" {figures['max_rollouts']} rollouts, a look at the 500 held-out problems every 5.\n\n",
-        f"| method | rollouts to ≥ {figures['threshold']} | samples | accuracy there | worst \\|log π_old − log π_roll\\| |\n",
+        f"Measured by `python benchmarks/methods.py` on {machine} with torch {torch}, fp32, one run per method, seed"
+        f" {figures['seed']};\n{per_rollout} samples per rollout, at most {limit} rollouts, a look at the 500 held-out"
+        " problems every 5.\n\n",
+        f"| method | rollouts to ≥ {threshold} | samples | accuracy there | worst \\|log π_old − log π_roll\\| |\n",
         "|---|---|---|---|---|\n",
     ]
     rows = figures["methods"].items()

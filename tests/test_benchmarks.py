@@ -218,7 +218,7 @@ def test_every_method_has_learnt():
     for name, row in figures["methods"].items():
         assert row["rollouts"] is not None, name
         assert row["rollouts"] <= figures["max_rollouts"] == methods.MAX_ROLLOUTS, name
-        assert dict((int(step), value) for step, value in row["curve"])[row["rollouts"]] >= methods.THRESHOLD, name
+        assert {int(step): value for step, value in row["curve"]}[row["rollouts"]] >= methods.THRESHOLD, name
 
 
 def test_table_of_the_document_is_that_of_the_figures():
