@@ -30,15 +30,14 @@ class RowBlocks:
     step: int
     count: int
 
-    def take(self, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the rows in `shape`: a view if they are one block, otherwise a copy."""
+    def view(self, parameter: Tensor) -> Tensor:
+        """Return the rows of a parameter ``[rows, ...]``, as they lie there: ``[count, size, ...]``."""
         row = parameter.stride(0)
-        blocks = parameter.as_strided(
+        return parameter.as_strided(
             (self.count, self.size, *parameter.shape[1:]),
             (self.step * row, *parameter.stride()),
             parameter.storage_offset() + self.start * row,
         )
-        return blocks.reshape(shape)
 
 
 def find_blocks(rows: Tensor) -> RowBlocks | None:
@@ -79,12 +78,18 @@ class ExportViews:
 
     @torch.no_grad()
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return names and tensors in the parameters' dtype: views of them, and copies of rows that lie apart."""
-        return [(plan.name, plan.rows.take(plan.parameter.detach(), plan.shape)) for plan in self._planned]
+        """Return names and tensors in the parameters' dtype: views of them, and copies of rows that lie apart.
 
-    def parameters(self) -> Iterator[Tensor]:
-        """The parameters that were planned with."""
-        return (plan.parameter for plan in self._planned)
+        The copies lie in one piece of memory, whose handle another process opens once.
+        """
+        views = [plan.rows.view(plan.parameter.detach()) for plan in self._planned]
+        apart = [number for number, plan in enumerate(self._planned) if plan.rows.count > 1]
+        if apart and len({views[number].dtype for number in apart}) == 1:
+            sizes = [views[number].numel() for number in apart]
+            memory = views[apart[0]].new_empty(sum(sizes)).split(sizes)
+            for number, piece in zip(apart, memory, strict=True):
+                views[number] = piece.view(views[number].shape).copy_(views[number])
+        return [(plan.name, view.reshape(plan.shape)) for plan, view in zip(self._planned, views, strict=True)]
 
 
 @torch.no_grad()
@@ -112,7 +117,7 @@ def plan_views(tasks: Sequence[Any], convert: Convert, exported: Iterable[tuple[
         plan = by_name.get(name)
         if plan is None or plan.shape != tuple(tensor.shape) or plan.shape[1:] != tuple(plan.parameter.shape[1:]):
             return None
-        if not torch.equal(plan.rows.take(plan.parameter, plan.shape).to(tensor.dtype), tensor):
+        if not torch.equal(plan.rows.view(plan.parameter).reshape(plan.shape).to(tensor.dtype), tensor):
             return None
         count += 1
     return ExportViews(planned) if count == len(by_name) == len(planned) else None

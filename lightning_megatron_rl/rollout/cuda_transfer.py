@@ -41,23 +41,26 @@ class Post(Protocol):
 class IPCTransport:
     """CUDA IPC: workers of the same machine map the trainer's memory.
 
-    The tensors of a list are read where they are, without a copy on the trainer's side. Those of an iterator go through
-    one buffer of `bucket_bytes`, which is filled again when the workers have copied out of it.
+    The tensors of a list are read where they are, without a copy on the trainer's side. Those of an iterator, and all
+    for workers on several GPUs, go through one buffer of `bucket_bytes`, which is filled again when the workers have
+    copied out of it; workers on other GPUs than the trainer's have one, too.
 
     Args:
         device: Number of the trainer's GPU among those that the workers see.
+        num_workers: vLLM's workers, on as many GPUs.
         bucket_bytes: Size of that buffer.
     """
 
     name = "CUDA IPC"
 
-    def __init__(self, device: int = 0, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(self, device: int = 0, num_workers: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.device = device
+        self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
-        if isinstance(tensors, list):
+        if isinstance(tensors, list) and self.reads_in_place:
             blocks, placements = place(tensors)
             torch.cuda.current_stream().synchronize()  # what computed the tensors is done
             post(_part(placements, handles=[_handle(block, self.device) for block in blocks], keep=True))

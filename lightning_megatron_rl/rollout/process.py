@@ -1,6 +1,7 @@
 """One child process with calls over a socket pair: it never outlives its parent, and no call waits for ever."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import IO, Any
 LOG_LINES = 200  # of the child's output that are kept
 TAIL_LINES = 30  # of them that go into an error
 LINE_BYTES = 4096
+_NAMED_MEMORY = re.compile(r"/dev/shm/psm_\w+")  # as Python's multiprocessing names it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 # What a launcher tells a rank about its process group; vLLM would believe that it is a rank of the trainer.
@@ -76,6 +78,7 @@ class WorkerProcess:
         # The death signal is tied to the *thread* that starts the child, so only the main thread may ask for it.
         by_signal = threading.current_thread() is threading.main_thread()
         arguments = [childs_end.fileno(), os.getpid(), int(by_signal), *inherited_fds]
+        self._named_memory: set[Path] = set()  # of processes that were killed and could not remove it
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *map(str, arguments)],
             env=environment,
@@ -139,6 +142,7 @@ class WorkerProcess:
 
     def close(self, grace_s: float = 5.0) -> None:
         """End the process by end of file, then SIGTERM, then SIGKILL, with `grace_s` seconds after each."""
+        self._note_named_memory()
         self._connection.close()
         if not self.is_gone and not self._has_exited(grace_s):
             self._signal_group(signal.SIGTERM)
@@ -150,6 +154,9 @@ class WorkerProcess:
         if not self.is_gone:
             self._signal_group(signal.SIGKILL)  # before the leader is collected: its id cannot belong to others yet
             self._process.wait()
+        for path in self._named_memory:
+            path.unlink(missing_ok=True)
+        self._named_memory.clear()
         self._reader.join(timeout=2)
         self._connection.close()
 
@@ -198,7 +205,19 @@ class WorkerProcess:
 
     def _signal_group(self, signal_number: int) -> None:
         if not self.is_gone:
+            if signal_number == signal.SIGKILL:
+                self._note_named_memory()
             os.killpg(self.pid, signal_number)
+
+    def _note_named_memory(self) -> None:
+        """Remember what tensor-parallel workers talk through: killed, they leave it in /dev/shm."""
+        for process in () if self.is_gone else Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getpgid(int(process.name)) == self.pid:
+                    maps = (process / "maps").read_text()
+                    self._named_memory.update(map(Path, _NAMED_MEMORY.findall(maps)))
+            except OSError:  # ended in between
+                continue
 
 
 def _keep_output(stream: IO[bytes], lines: deque[str], echo: bool) -> None:

@@ -170,7 +170,7 @@ class VLLMEngine(SupervisedEngine):
                 " for an engine that shares the trainer's GPU, NCCL for one that does not; use weight_transfer='auto'"
             )
         if wanted == "ipc":
-            self._transport = IPCTransport(devices.index(own), self.bucket_mb * 2**20)
+            self._transport = IPCTransport(devices.index(own), len(devices), self.bucket_mb * 2**20)
         elif wanted == "nccl":
             self._transport = NCCLTransport(len(devices), self.call_timeout_s, self.bucket_mb * 2**20)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.multiprocessing.reductions import StorageWeakRef, rebuild_cuda_tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -54,7 +54,8 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         super().__init__(config, vllm_config, device, model)
         self.loader = WeightLoader(model, vllm_config.model_config)
         self._group: dist.ProcessGroup | None = None
-        self._blocks: list[Tensor] = []
+        self._blocks: list[Tensor] = []  # what is loaded from
+        self._lent: list[Tensor] = []  # the trainer's memory, perhaps on another GPU
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join the trainer's group."""
@@ -83,15 +84,18 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
             block = torch.empty(info.num_bytes, dtype=torch.uint8, device=self.device)
             self._group.broadcast([block], dist.BroadcastOptions()).wait()
             return [block]
-        if info.handles is None:
-            return self._blocks
-        return [rebuild_cuda_tensor(*handle) for handle in info.handles]
+        if info.handles is not None:
+            self._lent = [rebuild_cuda_tensor(*handle) for handle in info.handles]
+        # from another GPU by way of memory here: what sleeps can be written by its own GPU alone
+        return [block.to(self.device) for block in self._lent]
 
     def finish_weight_update(self) -> None:
         """Finish the update and let the trainer's memory go."""
         self.loader.end()
-        self._blocks = []
-        gc.collect()
+        lent = [StorageWeakRef(block.untyped_storage()) for block in self._lent]
+        self._blocks, self._lent = [], []
+        if not all(storage.expired() for storage in lent):
+            gc.collect()  # takes longer than the whole update otherwise, but the trainer waits for its memory
         torch.cuda.ipc_collect()
 
     def shutdown(self) -> None:

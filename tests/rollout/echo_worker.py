@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 
 
 def main() -> None:
@@ -31,6 +32,9 @@ def main() -> None:
             case "sleep":
                 time.sleep(value)
                 connection.send(("ok", None))
+            case "share":
+                memory = SharedMemory(create=True, size=value)
+                connection.send(("ok", memory.name))
             case "spawn":
                 connection.send(("ok", subprocess.Popen(["sleep", "300"]).pid))
             case "ignore_sigterm":

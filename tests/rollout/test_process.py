@@ -31,6 +31,19 @@ def test_answers_come_back(worker):
     assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
 
 
+@pytest.mark.parametrize("end", ["kill", "close", "deadline"])
+def test_named_shared_memory_goes_with_the_process(worker, end):
+    """Killed together with Python's resource tracker, its owner cannot remove it."""
+    path = Path("/dev/shm") / worker.request("share", ("share", 4096), 60)
+    assert path.exists()
+    if end == "deadline":
+        with pytest.raises(EngineTimeoutError):
+            worker.request("generate", ("sleep", 100), 0.3)
+    else:
+        getattr(worker, end)()
+    assert not path.exists()
+
+
 def test_exit_is_named_with_code_and_output(worker):
     with pytest.raises(
         EngineDiedError, match=rf"(?s)process {worker.pid} exited with code 3 during boom.*about to end"
