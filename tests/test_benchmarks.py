@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from benchmarks import learning_curves, methods, reference_grpo
-from benchmarks.arithmetic_runs import ACCURACY, Job, first_reaching, own_job, run_jobs
+from benchmarks.arithmetic_runs import ACCURACY, Job, first_reaching, own_job, read_run, run_jobs, write_json
 from lightning_megatron_rl.algorithms.kl import kl_penalty
 from lightning_megatron_rl.algorithms.policy_losses import ppo_clip
 from lightning_megatron_rl.data.loader import GlobalBatches
@@ -187,6 +187,25 @@ def test_summary_of_a_method_counts_refilled_groups():
     assert (never["rollouts"], never["accuracy"]) == (None, 0.6)
 
 
+def test_curves_are_read_off_the_log(tmp_path):
+    """An accuracy of 0.9, logged in fp32, has reached 0.9."""
+    path = tmp_path / "metrics.csv"
+    logged = torch.tensor(0.9).item()
+    assert logged < 0.9
+    path.write_text(f"step,reward/mean,{ACCURACY}\n0,0.25,\n1,0.5,\n1,,{logged}\n")
+    run = read_run(path, 7.0)
+    assert (run["accuracy"], run["reward"], run["seconds"]) == ([[2, 0.9]], [[1, 0.25], [2, 0.5]], 7.0)
+    assert first_reaching(run["accuracy"], 0.9) == 2
+
+
+def test_points_of_a_curve_are_lines(tmp_path):
+    value = {"curve": [[5, 0.5], [10, 1e-07]], "others": [1, 2, 3], "text": "[ 1, 2 ]", "none": [], "pair": ["a", None]}
+    write_json(tmp_path / "out.json", value)
+    text = (tmp_path / "out.json").read_text()
+    assert json.loads(text) == value
+    assert "    [5, 0.5],\n    [10, 1e-07]\n" in text
+
+
 def test_first_reaching():
     assert first_reaching([[0, 0.3], [5, 0.9], [10, 0.8], [15, 0.95]], 0.85) == 5
     assert first_reaching([[0, 0.3]], 0.85) is None
@@ -221,10 +240,11 @@ def test_every_method_has_learnt():
         assert {int(step): value for step, value in row["curve"]}[row["rollouts"]] >= methods.THRESHOLD, name
 
 
-def test_table_of_the_document_is_that_of_the_figures():
+def test_tables_of_the_document_are_those_of_the_figures():
     text = methods_table.DOCUMENT.read_text()
-    assert methods_table.START in text
-    assert text == methods_table.with_table(text), "run scripts/methods_table.py"
+    for name in methods_table.TABLES:
+        assert text.count(f"<!-- {name} -->\n") == text.count(f"<!-- end of {name} -->\n") == 1
+    assert text == methods_table.with_tables(text), "run scripts/methods_table.py"
 
 
 @pytest.mark.slow
