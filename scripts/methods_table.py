@@ -20,7 +20,8 @@ def methods_table(figures: dict[str, Any]) -> str:
         f"Measured by `python benchmarks/methods.py` on {machine} with torch {torch}, fp32, one run per method, seed"
         f" {figures['seed']};\n{per_rollout} samples per rollout, at most {limit} rollouts, a look at the 500 held-out"
         " problems every 5.\n\n",
-        f"| method | rollouts to ≥ {threshold} | samples | accuracy there | mean \\|log π_old − log π_roll\\|, worst rollout |\n",
+        f"| method | rollouts to ≥ {threshold} | samples | accuracy there | mean \\|log π_old − log π_roll\\|, worst"
+        " rollout |\n",
         "|---|---|---|---|---|\n",
     ]
     rows = figures["methods"].items()
