@@ -259,7 +259,8 @@ def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     text = json.dumps(value, indent=2)
-    text = re.sub(r"\[\s+([^\s\[\]{}]+),\s+([^\s\[\]{}]+)\s+\]", r"[\1, \2]", text)  # a curve's point is a line
+    # a curve's point becomes one line; no string holds a newline
+    text = re.sub(r"\[\n +([^\s\[\]{}]+),\n +([^\s\[\]{}]+)\n +\]", r"[\1, \2]", text)
     partial.write_text(text + "\n")
     partial.replace(path)
 

@@ -1,6 +1,6 @@
-"""Write the table of how fast each method learns into docs/algorithms.md: `python scripts/methods_table.py`.
+"""Write the tables of how fast methods learn into docs/algorithms.md: `python scripts/methods_table.py`.
 
-The figures are those of benchmarks/results/methods.json.
+The figures are those of benchmarks/results/methods.json and benchmarks/results/learning_curves.json.
 """
 
 import json
@@ -9,11 +9,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "algorithms.md"
-FIGURES = ROOT / "benchmarks" / "results" / "methods.json"
-START, END = "<!-- methods -->\n", "<!-- end of methods -->\n"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def table(figures: dict[str, Any]) -> str:
+def methods_table(figures: dict[str, Any]) -> str:
     """The rows, in the order in which methods get there, below a line that says what was run."""
     machine, torch = (figures["environment"][name] for name in ("machine", "torch"))
     threshold, per_rollout, limit = (figures[name] for name in ("threshold", "samples_per_rollout", "max_rollouts"))
@@ -21,7 +20,8 @@ def table(figures: dict[str, Any]) -> str:
         f"Measured by `python benchmarks/methods.py` on {machine} with torch {torch}, fp32, one run per method, seed"
         f" {figures['seed']};\n{per_rollout} samples per rollout, at most {limit} rollouts, a look at the 500 held-out"
         " problems every 5.\n\n",
-        f"| method | rollouts to ≥ {threshold} | samples | accuracy there | worst \\|log π_old − log π_roll\\| |\n",
+        f"| method | rollouts to ≥ {threshold} | samples | accuracy there | mean \\|log π_old − log π_roll\\|, worst"
+        " rollout |\n",
         "|---|---|---|---|---|\n",
     ]
     rows = figures["methods"].items()
@@ -35,12 +35,43 @@ def table(figures: dict[str, Any]) -> str:
     return "".join(lines)
 
 
-def with_table(text: str) -> str:
-    """The document with the current table between its marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return before + START + table(json.loads(FIGURES.read_text())) + END + after
+def curves_table(figures: dict[str, Any]) -> str:
+    """Mean and spread of both sides, below a line that says what was run."""
+    machine, torch = (figures["environment"][name] for name in ("machine", "torch"))
+    comparison, per_side = figures["comparison"], len(figures["seeds"])
+    names = {
+        "mean_accuracy": ("accuracy, mean over the whole curve", ".4f"),
+        "final_accuracy": ("accuracy, mean of the last five looks", ".4f"),
+        "samples_to_threshold": (f"samples to {figures['threshold']} accuracy", ",.0f"),
+    }
+    lines = [
+        f"Measured by `python benchmarks/learning_curves.py` on {machine} with torch {torch}, fp32, {per_side} seeds a"
+        " side, mean ± standard deviation;\np is the share of all ways to deal the runs out to two sides that differ at"
+        " least as much.\n\n",
+        "| | `GRPOModule` | `reference_grpo.py` | p |\n",
+        "|---|---|---|---|\n",
+    ]
+    for name, (title, digits) in names.items():
+        row = comparison[name]
+        ours, reference = (
+            f"{row[side]['mean']:{digits}} ± {row[side]['std']:{digits}}" for side in ("ours", "reference")
+        )
+        lines.append(f"| {title} | {ours} | {reference} | {row['p_value']:.2f} |\n")
+    return "".join(lines)
+
+
+TABLES = {"methods": (methods_table, "methods.json"), "curves": (curves_table, "learning_curves.json")}
+
+
+def with_tables(text: str) -> str:
+    """The document with the current tables between their marks."""
+    for name, (table, file) in TABLES.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = before + start + table(json.loads((RESULTS / file).read_text())) + end + after
+    return text
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.models.hf_files import fingerprint
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.lora import LoRASettings, initial_weight
 from lightning_megatron_rl.models.peft_files import merge_adapter, write_adapter
 from tests.models.conftest import hf_logprobs
 from tests.models.lora_runs import (
@@ -140,6 +140,15 @@ def incomplete(checkpoint, tmp_path_factory) -> Path:
     del tensors["model.layers.3.mlp.down_proj.weight"]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def test_initial_values_do_not_depend_on_the_default_device():
+    """Lightning builds models with the GPU as the default device; "meta" stands for any that is not the CPU."""
+    expected = initial_weight((4, 9), "0/layer")
+    with torch.device("meta"):
+        weight = initial_weight((4, 9), "0/layer")
+    assert torch.equal(weight, expected)
+    assert 0.25 < weight.abs().max() <= 1 / 3
 
 
 def test_loading_an_incomplete_checkpoint_fails(worker_pool, incomplete):

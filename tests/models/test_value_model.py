@@ -31,6 +31,14 @@ def test_export_has_the_base_and_the_new_head_in_every_layout(
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
+def test_new_head_does_not_depend_on_the_default_device():
+    """Lightning builds models with the GPU as the default device; "meta" stands for any that is not the CPU."""
+    expected = new_weight(8)
+    with torch.device("meta"):
+        head = new_weight(8)
+    assert torch.equal(head, expected)
+
+
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model that Transformers made."""
