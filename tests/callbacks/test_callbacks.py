@@ -88,7 +88,7 @@ def test_export_directory_is_checked_before_training(worker_pool, qwen3_dir, tmp
 
 def test_samples_of_all_replicas_are_kept(worker_pool, qwen3_dir, tmp_path):
     run(worker_pool, qwen3_dir, "dp2", steps=2, callbacks=[RolloutSamples(dirpath=str(tmp_path))])
-    files = sorted(tmp_path.glob("*.jsonl"))
+    files = sorted(tmp_path.glob("rollouts-*.jsonl"))
     assert [file.name for file in files] == ["rollouts-dp0.jsonl", "rollouts-dp1.jsonl"]
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(records) == 2 * 4 * NUM_GENERATIONS
