@@ -51,8 +51,9 @@ def place(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], list[Pla
         number = numbers.setdefault(storage.data_ptr(), len(blocks))
         if number == len(blocks):
             blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))  # type: ignore[call-overload]
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        placements.append(Placement(name, number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset))
+        offset = tensor.storage_offset() * tensor.itemsize
+        stride = tuple(int(step) for step in tensor.stride())
+        placements.append(Placement(name, number, tensor.dtype, tuple(tensor.shape), stride, offset))
     return blocks, placements
 
 
