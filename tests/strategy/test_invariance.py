@@ -71,7 +71,7 @@ def test_no_layout_changes_a_number(worker_pool, qwen3_dir, layout):
     assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@{budget}" for budget in (40, 96)]))
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp_pp2", "pp2_cp2", "cp2_dp2"])
+@pytest.mark.parametrize("layout", ["tp2_pp2_sp", "pp2_cp2", "cp2_dp2"])
 def test_no_product_of_layouts_changes_a_number(worker_pool, qwen3_dir, layout):
     """Three micro-batches; all products, budgets and eight processes take minutes on two cores."""
     assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@72"]))
