@@ -51,7 +51,7 @@ def place(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], list[Pla
         number = numbers.setdefault(storage.data_ptr(), len(blocks))
         if number == len(blocks):
             blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))  # type: ignore[call-overload]
-        offset = tensor.storage_offset() * tensor.itemsize
+        offset = int(tensor.storage_offset()) * tensor.itemsize
         stride = tuple(int(step) for step in tensor.stride())
         placements.append(Placement(name, number, tensor.dtype, tuple(tensor.shape), stride, offset))
     return blocks, placements
