@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
@@ -116,6 +117,11 @@ class ModelModule(TakesSteps, ReportsSteps):
         """Find the model, check that the layout can hold it and the optimizer's settings, before weights are loaded."""
         if stage == "fit":
             self.strategy.resolve_optimizer_config(self._optimizer_config())
+        if self.strategy.offloads and not self.samples_responses:
+            rank_zero_warn(
+                f"offload_while_sampling={list(self.strategy.offloads)} does nothing: {type(self).__name__} has no"
+                " sampler to make room for; leave it out."
+            )
         if self._hf_model is None:
             self._hf_model = self.find_model()
         self.resolve_moe(self._hf_model.config, self.model_config)

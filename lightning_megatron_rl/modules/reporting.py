@@ -22,6 +22,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
 
     metrics_prefix = "policy"  # of the logged loss, gradient norm and learning rate
 
+    samples_responses = False  # whether an engine works in turn with the trainer
     model_path: str
     packing: bool
 

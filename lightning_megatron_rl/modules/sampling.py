@@ -29,6 +29,7 @@ _DEFAULT_SEED = 1234
 class SamplesResponses(HoldsReference):
     """A policy module with a sampler and rewards: starts the engine, pushes weights, samples, rewards and validates."""
 
+    samples_responses = True
     engine: RolloutEngine
     rewards: list[Reward]
     reward_weights: list[float] | None

@@ -1,5 +1,6 @@
 """Storages are emptied and filled again; on the CPU the bookkeeping is the same as on a GPU."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.offload import Offloader
 from tests.modules.runs import fit_grpo
-from tests.training import Run
+from tests.training import Run, fit_sft
 
 CPU = torch.device("cpu")
 
@@ -72,3 +73,15 @@ def test_run_that_offloads_computes_the_same(worker_pool, qwen3_dir, precision):
     assert "time/offload_s" in moved.steps[-1]
     assert "time/offload_s" not in stayed.steps[-1]
     assert moved.steps[-1]["perf/offloaded_gb"] > 0
+
+
+def warnings_of_sft(model: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit_sft(model, ALL, 1, steps=1)
+    return [str(warning.message) for warning in found]
+
+
+def test_warns_where_nobody_samples(worker_pool, qwen3_dir):
+    found = worker_pool.run(warnings_of_sft, qwen3_dir, world_size=1, init_process_group=False)[0]
+    assert any("offload_while_sampling=['optimizer', 'gradients', 'parameters'] does nothing" in text for text in found)
