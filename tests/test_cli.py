@@ -59,7 +59,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
         ("optimizer", {"lr": 1.0}, "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed"),
         # refused by the classes themselves, in their words
-        ("model.init_args.loss.advantage", "grpoo", "unknown advantage estimator 'grpoo': choose one of dr_grpo, grpo,"),
+        (
+            "model.init_args.loss.advantage",
+            "grpoo",
+            "unknown advantage estimator 'grpoo': choose one of dr_grpo, grpo,",
+        ),
         ("model.init_args.loss.correction", "tiss", "unknown correction 'tiss': choose one of geo_mask, icepop, tis"),
         ("model.init_args.loss.aggregation", "mean", "unknown aggregation 'mean': choose one of"),
         ("model.init_args.num_generations", 1, "num_generations=1"),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_this_machines_facts_agree_with_torch():
 
 
 @pytest.fixture
-def broken_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A `transformer_engine` whose extension was compiled for another torch, first on the path of this process."""
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
@@ -84,6 +85,8 @@ def broken_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
+    yield
+    sys.modules.pop("transformer_engine", None)  # the import of its part failed, that of the package did not
 
 
 @pytest.mark.usefixtures("broken_engine")
