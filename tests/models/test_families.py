@@ -14,6 +14,7 @@ from scripts import model_table
 from tests.distributed import WorkerPool
 from tests.models.conftest import TOLERANCE, hf_logprobs, worst_difference
 from tests.models.workers import families_under_layout
+from tests.selection import by_default
 from tests.tiny_models import tiny_config
 
 # model_type -> tiny models of the family
@@ -75,10 +76,8 @@ def test_the_table_says_what_the_tests_run():
     assert document == model_table.with_table(document), "run scripts/model_table.py"
 
 
-SLOW = ("tp2xpp2+sp", "tp2xcp2+sp", "ep4")  # four processes for all families: most of a minute on two cores
-
-
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
+# all families in all layouts are minutes on two cores
+@pytest.mark.parametrize("layout", by_default(["tp1", "tp2+sp", "pp2", "cp2", "ep2", "tp2xetp1+sp"], LAYOUTS))
 def test_logprobs_and_export(
     layout: str, checkpoint: Callable[[str], Path], sequences: list[list[int]], worker_pool: WorkerPool
 ):

@@ -171,7 +171,7 @@ def test_checkpoint_holds_adapters_alone(saved):
     assert json.loads((path / "layout.json").read_text())["trained_on_top_of"]["lora.rank"] == 4
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "single"])
+@pytest.mark.parametrize("layout", by_default(["tp2_sp", "single"], ["tp2_sp", "pp2", "single"]))
 def test_resumed_run_is_the_uninterrupted_one(worker_pool, qwen3_dir, saved, layout):
     """Bitwise in the layout it was saved in, within rounding in others."""
     path, whole = saved
