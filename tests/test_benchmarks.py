@@ -63,6 +63,12 @@ def test_work_that_differs_is_named():
     assert compare.different_work(same, {**same, "samples": 128}) == ["samples: 256 and 128"]
 
 
+def test_commands_in_results_leave_out_where_files_went():
+    common: Any = importlib.import_module("common")
+    given = ["--steps", "3", "--out", "a.json", "--work=b", "--syncs=4"]
+    assert common.measured_arguments(given) == ["--steps", "3", "--syncs=4"]
+
+
 def test_rate_of_a_sync_by_hand():
     weight_sync: Any = importlib.import_module("weight_sync")
     sync = {"seconds": {"median": 0.1}, "bytes": 10**9, "extra_bytes": 2**30}
