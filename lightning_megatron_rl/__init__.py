@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport
+    from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
     from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
     from lightning_megatron_rl.callbacks.weight_sync import WeightSync
     from lightning_megatron_rl.data.preference import PreferenceDataModule
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.ppo import PPOModule
     from lightning_megatron_rl.modules.reward_model import RewardModule
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
     from lightning_megatron_rl.sample import Prompt, Sample
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ColocatedVLLMEngine": "rollout.colocated",
     "DPOModule": "modules.dpo",
     "GRPOModule": "modules.grpo",
     "HFExport": "callbacks.hf_export",
     "MegatronStrategy": "strategy.megatron",
+    "MemorySnapshot": "callbacks.memory_snapshot",
     "PPOModule": "modules.ppo",
     "PolicyModule": "modules.policy",
     "PreferenceDataModule": "data.preference",
@@ -45,10 +49,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "ColocatedVLLMEngine",
     "DPOModule",
     "GRPOModule",
     "HFExport",
     "MegatronStrategy",
+    "MemorySnapshot",
     "PPOModule",
     "PolicyModule",
     "PreferenceDataModule",

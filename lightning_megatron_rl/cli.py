@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
+from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
@@ -30,6 +31,7 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
@@ -37,7 +39,9 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
-_CLASSES = (*_MODELS, *_DATA, MegatronStrategy, VLLMEngine, HFExport, RolloutSamples, WeightSync)
+_ENGINES = (VLLMEngine, ColocatedVLLMEngine)
+_CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, WeightSync)
+_CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed

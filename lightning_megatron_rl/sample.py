@@ -1,4 +1,4 @@
-"""The two records that travel through every room: a prompt on its way in, a sample on its way out."""
+"""The records that travel through every room: a prompt on its way in, a sample on its way out, turn by turn."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,39 @@ class Prompt:
 
 
 @dataclass
+class Turn:
+    """What the policy wrote in one turn of an episode: tokens `start` to `stop` of the response.
+
+    Example:
+        ``Turn(start=0, stop=2, text="3*4=", reward=0.1)``
+    """
+
+    start: int  # of the first token, in the response
+    stop: int  # behind the last one
+    text: str = ""  # decoded, special tokens left out
+    reward: float = 0.0  # that the environment gave for it
+
+
+@dataclass
+class Outcome:
+    """How an episode ended.
+
+    Example:
+        ``Outcome("done", reward=1.0, success=True)``
+    """
+
+    reason: str  # "done", "max_turns", "length" when the token limits left no room, "error"
+    reward: float = 0.0  # given at the end, beside those of the turns; of an error what the sample gets in all
+    success: bool | None = None  # None: the environment does not say
+    error: str = ""  # what the environment did wrong
+
+
+@dataclass
 class Sample:
     """One response to one prompt, with all that later phases add to it.
+
+    A response of several turns is one transcript: what the policy wrote and, between its turns, what the environment
+    replied. `turns` says which is which; a response without `turns` is all the policy's.
 
     Example:
         ``Sample(prompt=prompt, response_ids=[7, 2], response_logprobs=[-0.1, -0.3], response="2")``
@@ -30,7 +61,7 @@ class Sample:
 
     prompt: Prompt
     response_ids: list[int]  # [response tokens], the end-of-sequence token included if it was sampled
-    response_logprobs: list[float]  # [response tokens], log-probs of the sampler's own (tempered) distribution
+    response_logprobs: list[float]  # [response tokens], of the sampler's own (tempered) distribution; 0 on replies
     response: str = ""  # decoded, special tokens left out
     finish_reason: str = "stop"  # "stop", or "length" when cut by the token limit
     weight_version: int = 0  # version of the weights that sampled it
@@ -38,8 +69,35 @@ class Sample:
     reward: float = 0.0  # weighted sum of the components
     reward_errors: dict[str, str] = field(default_factory=dict)  # by reward: why its component is the default
     advantage: float = 0.0
+    turns: list[Turn] = field(default_factory=list)  # of an episode, in order; empty: the response is one turn
+    outcome: Outcome | None = None  # of an episode
+
+    @property
+    def response_mask(self) -> list[bool]:
+        """Per response token, whether the policy wrote it: these are trained on, an environment's replies are not.
+
+        Example:
+            ``Sample(prompt, [7, 8, 9], [-0.1, 0.0, -0.2], turns=[Turn(0, 1), Turn(2, 3)]).response_mask`` is
+            ``[True, False, True]``.
+        """
+        if not self.turns:
+            return [True] * len(self.response_ids)
+        mask = [False] * len(self.response_ids)
+        for turn in self.turns:
+            mask[turn.start : turn.stop] = [True] * (turn.stop - turn.start)
+        return mask
+
+    @property
+    def policy_ids(self) -> list[int]:
+        """The response tokens that the policy wrote."""
+        return [token for token, own in zip(self.response_ids, self.response_mask, strict=True) if own]
+
+    @property
+    def final_text(self) -> str:
+        """The text of the last turn, where the policy's answer is; without turns the whole response."""
+        return self.turns[-1].text if self.turns else self.response
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the token limit cut the response."""
+        """Whether a token limit cut the response."""
         return self.finish_reason == "length"

@@ -16,12 +16,13 @@ from tests.command_line import ROOT, Built, build
 DEMO = sorted((ROOT / "configs" / "demo").glob("*.yaml"))
 LAYOUTS = sorted((ROOT / "configs" / "layouts").glob("*.yaml"))
 LORA = ROOT / "configs" / "lora.yaml"
+DISTILLATION = ROOT / "configs" / "distillation.yaml"
 ALGORITHMS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 
 
 def test_all_configs_are_known_here():
-    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, *ALGORITHMS, LORA])
+    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, *ALGORITHMS, LORA, DISTILLATION])
     assert len(DEMO) >= 2
     assert len(LAYOUTS) >= 3
 
@@ -59,6 +60,15 @@ def test_lora_overlay_adds_adapters_and_nothing_else(config: Path):
     ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, adapted))
     assert {name for name in ours if ours[name] != theirs[name]} == {"lora"}
     assert ours.keys() == theirs.keys()
+
+
+def test_distillation_overlay_names_a_teacher_and_weighs_no_reward():
+    plain, distilled = build("fit", "--config", GRPO), build("fit", "--config", GRPO, "--config", DISTILLATION)
+    assert distilled.model.reference_settings.model == "runs/demo/grpo/hf/last"
+    assert distilled.model.reward_weights == [0.0]
+    assert distilled.model.loss.config.kl_estimator == "k2"
+    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, distilled))
+    assert {name for name in ours if ours[name] != theirs[name]} == {"loss", "reference", "reward_weights"}
 
 
 class Scaling:

@@ -1,5 +1,6 @@
 """The examples run: the script on a tiny model with real vLLM and two ranks, the user's own parts also from YAML."""
 
+import csv
 import importlib
 import json
 import os
@@ -8,9 +9,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_megatron_rl.environments import Action, Calculator, Ending, Reply
 from lightning_megatron_rl.rewards import compute_rewards, reward_name
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.command_line import ROOT, build
@@ -76,6 +79,48 @@ def test_preferences_script(qwen3_dir, tmp_path, method):
     assert re.search(rf"{method}: held-out pairs the right way round after 1 steps: [01]\.\d{{3}}\n", output)
     assert "preference/accuracy" in (tmp_path / method / "metrics.csv").read_text()
     assert (tmp_path / method / "hf" / "last" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "game",
+    ["grid", *(pytest.param(game, marks=pytest.mark.slow) for game in ("calculator", "guessing", "countdown"))],
+)
+def test_environments_script(qwen3_dir, tmp_path, game):
+    """Real vLLM over several turns; log-probs of trainer and sampler agree on the policy's tokens of all of them."""
+    arguments = ("--model", qwen3_dir, "--game", game, "--steps", "1", "--prompts", "8", "--out", tmp_path)
+    output = run(EXAMPLES / "environments_script.py", *arguments)
+    assert re.search(rf"{game}: after 1 steps reward -?\d\.\d+, success [01]\.\d+, \d\.\d+ turns\n", output)
+    with (tmp_path / game / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["mismatch/abs_logp_diff"]) < 1e-4  # fp32 on both sides
+    assert float(row["reward/environment_failed_frac"]) == 0
+    lines = (tmp_path / game / "samples" / "rollouts-dp0.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 8 * 8
+    assert all(sample["turns"] and sample["outcome"]["reason"] in ("done", "max_turns", "length") for sample in samples)
+    if game in ("grid", "guessing"):
+        assert float(row["episode/turns_max"]) > 1
+
+
+def test_environment_of_the_documents_plays(tmp_path):
+    """The code and the YAML of docs/environments.md."""
+    text = (ROOT / "docs" / "environments.md").read_text()
+    first, second = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "first.yaml").write_text(first)
+    (tmp_path / "second.yaml").write_text(second)
+    demo = ROOT / "configs" / "demo" / "grpo.yaml"
+    cli = build("fit", "--config", demo, "--config", tmp_path / "first.yaml", "--config", tmp_path / "second.yaml")
+    assert isinstance(cli.model.environment, Calculator)
+    assert cli.model.rewards == []
+    assert (cli.model.episodes.max_turns, cli.model.sampling.stop) == (3, ("]",))
+    assert cli.model.episodes.reply_template == "\n<|im_start|>user\n{reply}<|im_end|>\n<|im_start|>assistant\n"
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(code, names)
+    episode = names["Echo"]().start(Prompt([1], "say it", answer="yes"), 0)
+    assert episode.step(Action("no", [1])) == Reply("Not quite: no", reward=-0.1)
+    assert episode.step(Action("oh yes", [1])) == Reply(done=True)
+    assert episode.finish("done") == Ending(1.0, True)
 
 
 @pytest.fixture

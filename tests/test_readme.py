@@ -16,7 +16,7 @@ from tests.command_line import ROOT, build
 
 README = (ROOT / "README.md").read_text()
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
-NAMESPACES = "reward|reward_model|preference|policy|mismatch|rollout|time|perf|moe|critic|val|test"
+NAMESPACES = "reward|reward_model|episode|preference|policy|mismatch|rollout|time|perf|moe|critic|val|test"
 NAME = r"(?:[a-z0-9_]|<[a-z]+>)+"
 
 

@@ -22,6 +22,7 @@ LONG_FILES: set[str] = set()  # files over MAX_LINES that are better left whole,
 
 QUICK_ROOMS = {
     "rewards",
+    "environments",
     "data",
     "modules",
     "callbacks",

@@ -17,6 +17,7 @@ FLOORS = {
     "devices": 0,
     "strategy": 1,
     "models": 1,
+    "environments": 1,  # bounded by the same deadlines as rewards
     "data": 2,
     "rollout": 2,
     "callbacks": 3,
@@ -34,6 +35,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "devices": {"megatron", "lightning", "vllm", "transformers"},
     "strategy": {"algorithms", "rewards", "transformers", "vllm"},
     "models": {"algorithms", "rewards", "vllm"},
+    "environments": {"algorithms", "megatron", "lightning", "vllm", "transformers"},
     "data": {"algorithms", "vllm"},
     "rollout": {"algorithms"},
 }

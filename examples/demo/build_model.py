@@ -1,4 +1,7 @@
-"""Write a small random Qwen3 and its character tokenizer: ``build_model.py DIRECTORY``. Nothing is downloaded."""
+"""Write a small random Qwen3 and its character tokenizer: ``build_model.py DIRECTORY``. Nothing is downloaded.
+
+With ``--characters "0123456789+-*=[];"`` it knows those of other tasks than the demo's.
+"""
 
 import argparse
 from pathlib import Path
@@ -19,9 +22,9 @@ SIZES = {
 }
 
 
-def build_model(directory: Path, seed: int = 0, **sizes: int) -> None:
+def build_model(directory: Path, seed: int = 0, characters: str = CHARACTERS, **sizes: int) -> None:
     """Write model and tokenizer in Hugging Face format; `sizes` are fields of `Qwen3Config`."""
-    tokens = [*SPECIAL_TOKENS, *CHARACTERS]  # 16: the vocabulary divides by the tensor-parallel sizes in use
+    tokens = [*SPECIAL_TOKENS, *characters]  # the demo's 16 divide by the tensor-parallel sizes in use
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
@@ -45,4 +48,6 @@ def build_model(directory: Path, seed: int = 0, **sizes: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a small random Qwen3 and its character tokenizer.")
     parser.add_argument("directory", type=Path, help="where to write them")
-    build_model(parser.parse_args().directory)
+    parser.add_argument("--characters", default=CHARACTERS, help="of the tokenizer")
+    options = parser.parse_args()
+    build_model(options.directory, characters=options.characters)

@@ -15,6 +15,7 @@ from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
+from lightning_megatron_rl.models.export_views import ExportViews, plan_views
 from lightning_megatron_rl.models.families import num_experts
 from lightning_megatron_rl.models.hf_files import CheckpointWriter, fingerprint, local_checkpoint, raise_everywhere
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
@@ -208,15 +209,21 @@ class HFModel:
         """
         from lightning_megatron_rl.models.adapter_weights import MergedTasks
 
-        padded = self._padded_names
         with torch.no_grad():
-            tasks = MergedTasks(self._conversion_tasks(chunks), chunks)
-            for name, tensor in self._bridge.export_hf_weights(
-                chunks, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
-            ):
-                if not name.endswith(KEPT_IN_FP32):
-                    tensor = tensor.to(dtype or self.dtype)
-                yield name, tensor[: self.config.vocab_size] if name in padded else tensor
+            for name, tensor in self._convert(chunks, MergedTasks(self._conversion_tasks(chunks), chunks)):
+                yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype or self.dtype)
+
+    def plan_export_views(self, chunks: list[Any]) -> ExportViews | None:
+        """Plan to export the chunks' own memory, for a rank that has the whole model; None if that cannot be."""
+        tasks = list(self._conversion_tasks(chunks))
+        return plan_views(tasks, lambda numbered: self._convert(chunks, numbered), self.export_weights(chunks))
+
+    def _convert(self, chunks: list[Any], tasks: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield what Megatron-Bridge makes of the tasks, without padding of the vocabulary."""
+        for name, tensor in self._bridge.export_hf_weights(
+            chunks, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+        ):
+            yield name, tensor[: self.config.vocab_size] if name in self._padded_names else tensor
 
     @cached_property
     def _padded_names(self) -> set[str]:

@@ -203,12 +203,19 @@ def _initialize(adapter: Any, name: str, settings: LoRASettings) -> None:
     dimension = 1 if adapter.input_is_parallel else 0  # the one that is split
     shape = list(weight.shape)
     shape[dimension] *= adapter.tp_group.size()
-    digest = hashlib.sha256(f"{settings.seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    bound = 1 / math.sqrt(shape[1])
-    whole = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    whole = initial_weight(shape, f"{settings.seed}/{name}")
     weight.copy_(whole.chunk(adapter.tp_group.size(), dimension)[adapter.tp_group.rank()])
     adapter.linear_out.weight.zero_()
+
+
+def initial_weight(shape: Sequence[int], key: str) -> Tensor:
+    """Return fp32 uniform in +-1/sqrt(``shape[1]``) on the CPU, a function of the key alone."""
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    bound = 1 / math.sqrt(shape[1])
+    # Lightning builds the model with its GPU as the default device, and a CPU generator draws on the CPU alone
+    whole = torch.empty(*shape, dtype=torch.float32, device="cpu")
+    return whole.uniform_(-bound, bound, generator=generator)
 
 
 def _linear_layers(chunk: nn.Module) -> dict[str, str]:

@@ -65,7 +65,8 @@ def new_weight(hidden_size: int) -> Tensor:
     As in Stiennon et al., arXiv:2009.01325. The same on every rank and in every run.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.randn(1, hidden_size, generator=generator) / math.sqrt(hidden_size + 1)
+    # Lightning builds the model with its GPU as the default device, and a CPU generator draws on the CPU alone
+    return torch.randn(1, hidden_size, generator=generator, device="cpu") / math.sqrt(hidden_size + 1)
 
 
 def untie_output_layer(chunk: Any) -> None:

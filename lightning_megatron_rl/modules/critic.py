@@ -114,13 +114,21 @@ class ValueLoss:
         return 0.5 * torch.maximum(squares, clipped)
 
 
-def token_rewards(rewards: Tensor, masks: Sequence[Tensor], penalties: Sequence[Tensor] = ()) -> list[Tensor]:
+def token_rewards(
+    rewards: Tensor,
+    masks: Sequence[Tensor],
+    penalties: Sequence[Tensor] = (),
+    of_turns: Sequence[dict[int, float]] = (),
+) -> list[Tensor]:
     """Return each sample's reward on the last token that counts, float64 ``[tokens]``; nothing where none counts.
+
+    The parts of the reward that were given for earlier turns of an episode stand on the last tokens of these.
 
     Args:
         rewards: ``[samples]``.
         masks: Per sample, which tokens count.
         penalties: Per sample, what is added to each token's; nothing if empty.
+        of_turns: Per sample, the part of its reward that was given for a turn, by the turn's last token.
 
     Example:
         ``token_rewards(torch.tensor([2.0]), [torch.tensor([False, True, True])])`` is [[0, 0, 2]].
@@ -131,6 +139,9 @@ def token_rewards(rewards: Tensor, masks: Sequence[Tensor], penalties: Sequence[
         counted = mask.nonzero()
         if len(counted):
             row[counted[-1]] += rewards[number]
+            for token, part in of_turns[number].items() if of_turns else ():
+                row[token] += part
+                row[counted[-1]] -= part
         placed.append(row)
     return placed
 

@@ -37,6 +37,7 @@ class DPOModule(PairModule, PolicyModule):
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
         ValueError: An unknown loss; a beta or a label smoothing out of range, or smoothing that the loss has not.
@@ -60,6 +61,7 @@ class DPOModule(PairModule, PolicyModule):
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]  # PairModule's is PolicyModule's here
             model=model,
@@ -72,6 +74,7 @@ class DPOModule(PairModule, PolicyModule):
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
+            init_from=init_from,
         )
         if beta <= 0:
             raise ValueError(f"beta={beta}: it must be positive; 0.1 is usual, a smaller one ties less.")

@@ -114,14 +114,16 @@ class Evaluation:
 
     Args:
         settings: What is reported.
+        has_episodes: Whether samples come from an environment.
 
     Example:
         ``evaluation.add(samples); evaluation.finish("val", all_reduce, union)`` gives ``{"val/gsm8k/mean_at_1": 0.41,
         ...}``
     """
 
-    def __init__(self, settings: EvaluationSettings = EvaluationSettings()) -> None:
+    def __init__(self, settings: EvaluationSettings = EvaluationSettings(), has_episodes: bool = False) -> None:
         self.settings = settings
+        self.has_episodes = has_episodes
         self.samples: list[Sample] = []  # of this replica, until the next epoch begins
         self._tally = Tally()
         self._sets: set[str] = set()
@@ -150,13 +152,20 @@ class Evaluation:
                 self._tally.add_mean(f"{dataset}/{name}", [sample.rewards[name] for sample in samples])
             self._tally.add_mean(f"{dataset}/truncated_frac", [float(sample.is_truncated) for sample in samples])
             self._tally.add_mean(f"{dataset}/failed_frac", [float(bool(sample.reward_errors)) for sample in samples])
+            if self.has_episodes:
+                self._add_episodes(dataset, samples)
             return
         right = [[sample.reward > settings.right_above for sample in group] for group in groups]
         for k in settings.ks:
             self._add(f"{dataset}/pass_at_{k}", [pass_at_k(n, sum(verdicts), k) for verdicts in right])
-        votes = [[vote(sample.response, settings.answer_pattern) for sample in group] for group in groups]
+        votes = [[vote(sample.final_text, settings.answer_pattern) for sample in group] for group in groups]
         majorities = [majority_vote(answers, verdicts) for answers, verdicts in zip(votes, right, strict=True)]
         self._add(f"{dataset}/maj_at_{n}", majorities)
+
+    def _add_episodes(self, dataset: str, samples: list[Sample]) -> None:
+        known = [s.outcome.success for s in samples if s.outcome is not None and s.outcome.success is not None]
+        self._tally.add_mean(f"{dataset}/success_frac", [float(success) for success in known])
+        self._tally.add_mean(f"{dataset}/turns_mean", [float(len(sample.turns)) for sample in samples])
 
     def _add(self, name: str, values: list[float], bounded: bool = True) -> None:
         """Add one value per prompt to a mean and to both ends of its interval."""

@@ -1,7 +1,7 @@
 """How a policy's weights leave the trainer: to an engine, as a Hugging Face directory, as an adapter."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings
 
 if TYPE_CHECKING:
+    from lightning_megatron_rl.models.export_views import ExportViews
     from lightning_megatron_rl.models.hf_model import HFModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
@@ -25,6 +26,7 @@ class ExportsWeights(pl.LightningModule):
     model: nn.ModuleList
     lora: LoRASettings | None
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
+    _planned_views: "tuple[list[int], ExportViews | None] | None" = None  # with the identities of its chunks
     exports_classifier: bool = False  # whether exports are Transformers' sequence classifiers, else language models
 
     @property
@@ -45,6 +47,23 @@ class ExportsWeights(pl.LightningModule):
         """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
         self.strategy.gather_parameters()
         return self.hf_model.export_weights(list(self.model), dtype)
+
+    def weights_to_push(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the policy's weights for an engine, which takes them in any precision.
+
+        Where this rank has the whole model, a list: views of its parameters, planned at the first call. Otherwise the
+        iterator of `export_weights`, a collective.
+        """
+        self.strategy.gather_parameters()
+        chunks = list(self.model)
+        if self.lora is not None or not self.strategy.layout.is_whole:
+            return self.hf_model.export_weights(chunks)
+        planned = self._planned_views
+        if planned is None or planned[0] != [id(chunk) for chunk in chunks]:
+            planned = ([id(chunk) for chunk in chunks], self.hf_model.plan_export_views(chunks))
+            self._planned_views = planned
+        views = planned[1]
+        return self.hf_model.export_weights(chunks) if views is None else views.tensors()
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.advantages import group_advantages
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
@@ -24,7 +25,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
     check_split,
     to_sequence,
 )
-from lightning_megatron_rl.modules.sampling import SamplesResponses, run_seed
+from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
@@ -44,6 +45,9 @@ class GRPOModule(SamplesResponses):
         rewards: Functions or objects from samples to rewards; see `Reward`, and `GuardedReward` for deadlines.
         reward_weights: Weight of each reward in the sum; 1 each if not given.
         engine: Samples the responses; vLLM in a child process of its own by default.
+        environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top
+            of those of `rewards`, which may be empty then.
+        episodes: Limits of an episode, and what becomes of one whose environment fails.
         num_generations: Responses per prompt (the group).
         updates_per_rollout: Optimizer steps per rollout; each takes an equal share of its prompts.
         sampling: Temperature and limits of training rollouts.
@@ -62,6 +66,7 @@ class GRPOModule(SamplesResponses):
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
         evaluation: What validation samples and reports besides one response per prompt.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -80,6 +85,8 @@ class GRPOModule(SamplesResponses):
         rewards: list[Reward],
         reward_weights: list[float] | None = None,
         engine: RolloutEngine | None = None,
+        environment: Environment | None = None,
+        episodes: EpisodeSettings | None = None,
         num_generations: int = 8,
         updates_per_rollout: int = 1,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
@@ -98,6 +105,7 @@ class GRPOModule(SamplesResponses):
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -110,8 +118,10 @@ class GRPOModule(SamplesResponses):
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
+            init_from=init_from,
         )
         config = loss or GRPOLossConfig()
+        check_episodes(environment, episodes, engine)
         check_batch_arithmetic(
             num_generations,
             updates_per_rollout,
@@ -120,10 +130,13 @@ class GRPOModule(SamplesResponses):
             sampling,
             advantage=config.advantage if self.compares_groups else None,
             compares_responses=dynamic_sampling is not None,
+            has_environment=environment is not None,
         )
         self.rewards = rewards
         self.reward_weights = reward_weights
         self.engine: RolloutEngine = engine if engine is not None else VLLMEngine()
+        self.environment = environment
+        self.episodes = episodes or EpisodeSettings()
         self.num_generations = num_generations
         self.updates_per_rollout = updates_per_rollout
         self.sampling = sampling
@@ -138,7 +151,7 @@ class GRPOModule(SamplesResponses):
         self.reference_settings = reference or ReferenceSettings()
         self.reference_kind = self.reference_settings.resolve(kl_coef=config.kl_coef, has_adapters=lora is not None)
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
-        self.evaluation = Evaluation(evaluation or EvaluationSettings())
+        self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
     def check_prompts(self, stage: str) -> None:
         """Refuse a batch that does not divide into updates, and dynamic sampling without a set of prompts."""
@@ -174,6 +187,7 @@ class GRPOModule(SamplesResponses):
         samples = self.sample(prompts)
         if self.dynamic_sampling is not None:
             samples = self.refill(samples, self.dynamic_sampling, tally)
+        self.finish_sampling()
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         self.score_rollout(rollout)
         self.assign_advantages(rollout, tally)
@@ -248,8 +262,9 @@ class GRPOModule(SamplesResponses):
             ),
             ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
+            *self.describe_episodes(),
             *self.loss.config.describe(),
-            ("reference", self.reference_kind.replace("_", " ")),
+            ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),
         ]
 
     def log_rollout(self, rollout: Rollout, tally: Tally) -> None:

@@ -1,6 +1,7 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -19,6 +20,7 @@ from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
 from lightning_megatron_rl.rollout.engine import RolloutEngine
+from lightning_megatron_rl.strategy.checkpoint import read_layout
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ class ModelModule(TakesSteps, ReportsSteps):
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
+
+    Raises:
+        ValueError: Adapters on the weights of a distributed checkpoint.
     """
 
     default_lr = 1e-6
@@ -60,9 +66,15 @@ class ModelModule(TakesSteps, ReportsSteps):
         model_config: dict[str, Any] | None = None,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__()
         check_num_tokens("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        if init_from is not None and lora is not None:
+            raise ValueError(
+                f"init_from={init_from!r} with lora: adapters belong to the weights of a model directory. Export the"
+                " checkpoint's model (HFExport) and give the directory as `model`."
+            )
         self.model_path = model
         self.optimizer_config = optimizer
         self.lr_scheduler = lr_scheduler
@@ -72,6 +84,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         self.model_config = model_config or {}
         self.moe = moe
         self.lora = lora
+        self.init_from = init_from
         self._hf_model: HFModel | None = None
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
@@ -116,6 +129,8 @@ class ModelModule(TakesSteps, ReportsSteps):
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        if self.init_from is not None:
+            read_layout(Path(self.init_from))
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
@@ -149,17 +164,21 @@ class ModelModule(TakesSteps, ReportsSteps):
             self.model = nn.ModuleList(chunks)
 
     def build_chunks(self) -> list[nn.Module]:
-        """Return freshly built chunks holding the weights of `model_path`."""
-        return list(
+        """Return freshly built chunks holding the weights of `model_path`, or of the checkpoint `init_from`."""
+        chunks = list(
             self.hf_model.build_chunks(
                 params_dtype=self.strategy.precision_plugin.params_dtype,
                 layer_backend=self.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
+                load_weights=self.init_from is None,
                 config_overrides=self.model_config | self.moe_fields(),
                 lora=self.lora,
             )
         )
+        if self.init_from is not None:
+            self.strategy.load_weights(Path(self.init_from), chunks)
+        return chunks
 
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
@@ -287,6 +306,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             self.strategy.root_device,
             packed=self.packing,
             cost=SequenceCost(*sequence_flops(config, self.hf_model.config.vocab_size)),
+            fp8=config.fp8 is not None,
         )
 
     def _run_schedule(

@@ -41,6 +41,7 @@ class PolicyModule(ModelModule):
         logprob_chunk_size: Tokens whose fp32 logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class PolicyModule(ModelModule):
         logprob_chunk_size: int = 1024,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -66,16 +68,17 @@ class PolicyModule(ModelModule):
             model_config=model_config,
             moe=moe,
             lora=lora,
+            init_from=init_from,
         )
         check_num_tokens("logprob_chunk_size", logprob_chunk_size)
         self.logprob_chunk_size = logprob_chunk_size
 
-    def output_processor(self) -> OutputProcessor:
-        """Return what makes log-probs and entropies of hidden states."""
+    def output_processor(self, vocab_size: int | None = None) -> OutputProcessor:
+        """Return what makes log-probs and entropies of hidden states, of the policy's vocabulary or another model's."""
         from lightning_megatron_rl.models.logprobs import logprob_processor
 
         return logprob_processor(
-            vocab_size=self.hf_model.config.vocab_size,
+            vocab_size=vocab_size or self.hf_model.config.vocab_size,
             temperature=self.temperature,
             chunk_size=self.logprob_chunk_size,
             with_entropy=True,
@@ -87,13 +90,14 @@ class PolicyModule(ModelModule):
         chunks: list[nn.Module] | None = None,
         *,
         routing: "RoutingMode" = "free",
+        vocab_size: int | None = None,
     ) -> Scores:
         """Return log-probs and entropies of `sequences` under the policy, or under other `chunks`.
 
         Every rank of the replica gets them. Log-probs are of the distribution that is sampled: logits divided by
         `temperature`. `routing` says whether the policy's choice of experts is recorded or each sequence's replayed.
         """
-        rows, chosen = self.score_rows(sequences, chunks, routing=routing)
+        rows, chosen = self.score_rows(sequences, chunks, processor=self.output_processor(vocab_size), routing=routing)
         return Scores([both[0] for both in rows], [both[1] for both in rows], chosen)
 
     def export_outputs(self, sequences: list[TokenSequence]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.gae import gae
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import whiten
+from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.families import num_experts
 from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
@@ -21,7 +22,7 @@ from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
-from lightning_megatron_rl.modules.rollout_batch import Rollout
+from lightning_megatron_rl.modules.rollout_batch import Rollout, turn_rewards
 from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
@@ -43,6 +44,9 @@ class PPOModule(GRPOModule):
         critic: Where the critic starts, and how values become advantages.
         critic_optimizer: Megatron's own `OptimizerConfig` of the critic.
         engine: Samples the responses; vLLM in a child process of its own by default.
+        environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top
+            of those of `rewards`, which may be empty then.
+        episodes: Limits of an episode, and what becomes of one whose environment fails.
         num_generations: Responses per prompt.
         updates_per_rollout: Optimizer steps per rollout, of the actor and of the critic; each takes an equal share of
             its prompts.
@@ -61,6 +65,7 @@ class PPOModule(GRPOModule):
         moe: How the routers of a mixture-of-experts actor are trained.
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
         evaluation: What validation samples and reports besides one response per prompt.
+        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
         ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
@@ -79,6 +84,8 @@ class PPOModule(GRPOModule):
         critic: CriticSettings | None = None,
         critic_optimizer: Optional["OptimizerConfig"] = None,
         engine: RolloutEngine | None = None,
+        environment: Environment | None = None,
+        episodes: EpisodeSettings | None = None,
         num_generations: int = 4,
         updates_per_rollout: int = 1,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
@@ -96,12 +103,15 @@ class PPOModule(GRPOModule):
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             model=model,
             rewards=rewards,
             reward_weights=reward_weights,
             engine=engine,
+            environment=environment,
+            episodes=episodes,
             num_generations=num_generations,
             updates_per_rollout=updates_per_rollout,
             sampling=sampling,
@@ -119,8 +129,14 @@ class PPOModule(GRPOModule):
             moe=moe,
             lora=lora,
             evaluation=evaluation,
+            init_from=init_from,
         )
         self.critic_settings = critic or CriticSettings()
+        if init_from is not None and self.critic_settings.model is None:
+            raise ValueError(
+                f"init_from={init_from!r} without critic.model: the critic would start from the weights of {model!r},"
+                " not from the actor's. Give critic.model."
+            )
         self.critic_optimizer_config = critic_optimizer
         self.value_loss = ValueLoss(self.critic_settings.value_clip)
         self.critic: Critic | None = None  # no submodule: the strategy trains `model`, this module trains the critic
@@ -247,6 +263,7 @@ class PPOModule(GRPOModule):
             penalised_rewards(rollout, self.overlong, max_response_length=self.sampling.max_tokens, tally=tally),
             [sequence.loss_mask for sequence in sequences],
             kl_penalties(rollout, self.loss.config, tally),
+            [turn_rewards(sample) for sample in rollout.samples],
         )
         advantages, returns = [], []
         for reward, sequence, value in zip(rewards, sequences, values, strict=True):

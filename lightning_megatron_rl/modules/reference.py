@@ -1,8 +1,8 @@
-"""The reference policy that KL is measured to: none, a frozen copy, or the policy without its adapters."""
+"""The reference policy that KL is measured to: none, a frozen copy, a teacher, or the policy without its adapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -10,6 +10,9 @@ from torch import nn
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import adapters_off
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.models.hf_model import HFModel
 
 
 @dataclass
@@ -20,17 +23,21 @@ class ReferenceSettings:
         kind: "frozen_copy" is a second model with the weights of `model`; "adapters_off" is the policy without its LoRA
             adapters; "none" is none. "auto" takes the cheapest that is right: none without `loss.kl_coef`, else the
             policy without its adapters if it has any, else a copy.
+        model: Another model with the same tokenizer, hub name or directory, which then is the reference: KL to it is
+            on-policy distillation from a teacher. Unset: the model that training starts from.
         refresh_every_n_steps: Give the copy the policy's weights every so many `global_step`s; unset: never.
         offload: Keep the copy in the host's memory while it is not used (on CUDA; two transfers per rollout).
 
     Raises:
-        ValueError: A number of steps below 1, or a refresh of something that is no copy.
+        ValueError: A number of steps below 1, a refresh of something that is no copy, or a teacher that would not be
+            used.
 
     Example:
         ``ReferenceSettings(refresh_every_n_steps=100)``
     """
 
     kind: Literal["auto", "none", "frozen_copy", "adapters_off"] = "auto"
+    model: str | None = None
     refresh_every_n_steps: int | None = None
     offload: bool = True
 
@@ -43,12 +50,20 @@ class ReferenceSettings:
                 f"refresh_every_n_steps={steps} with kind={self.kind}: only a frozen copy can be given new weights."
             )
 
+        if self.model is not None and (steps is not None or self.kind in ("none", "adapters_off")):
+            raise ValueError(
+                f"reference.model={self.model!r} with kind={self.kind}, refresh_every_n_steps={steps}: a teacher is a"
+                " model of its own that stays as it is. Set kind=auto and no refresh, or leave reference.model out."
+            )
+
     def resolve(self, *, kl_coef: float, has_adapters: bool) -> Literal["none", "frozen_copy", "adapters_off"]:
         """Return the kind that is in force.
 
         Raises:
             ValueError: KL without a reference, adapters off without adapters, a copy of a model with adapters.
         """
+        if self.model is not None:  # with kl_coef=0, to log the KL without a penalty
+            return "frozen_copy"
         kind = self.kind
         if kind == "auto":
             kind = "none" if not kl_coef else "adapters_off" if has_adapters else "frozen_copy"
@@ -82,6 +97,46 @@ class HoldsReference(PolicyModule):
     reference_settings: ReferenceSettings
     reference_kind: Literal["none", "frozen_copy", "adapters_off"]
     reference: list[nn.Module] | None = None  # the frozen copy; a list, not a submodule: it is not trained
+    _teacher: "HFModel | None" = None  # where the reference comes from, if not from the policy's start
+
+    def setup(self, stage: str) -> None:
+        """Check the policy and, if there is one, the teacher, before weights are loaded."""
+        super().setup(stage)
+        if self.reference_settings.model is not None and self._teacher is None:
+            self._teacher = self._find_teacher(self.reference_settings.model)
+
+    def _find_teacher(self, model: str) -> "HFModel":
+        from lightning_megatron_rl.models.hf_model import HFModel
+
+        teacher = HFModel(model)
+        theirs, ours = teacher.config.vocab_size, self.hf_model.config.vocab_size
+        if theirs < ours or teacher.tokenizer.get_vocab() != self.hf_model.tokenizer.get_vocab():
+            raise ValueError(
+                f"reference.model={model!r} has a vocabulary of {theirs} tokens, {self.model_path!r} of {ours}: a"
+                " teacher scores the policy's tokens, so it must have the same tokenizer and at least as many of them."
+            )
+        layout = self.strategy.layout
+        teacher.check_layout(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        return teacher
+
+    def _build_reference(self) -> list[nn.Module]:
+        if self._teacher is None:
+            return self.build_chunks()
+        return list(
+            self._teacher.build_chunks(
+                params_dtype=self.strategy.precision_plugin.params_dtype,
+                layer_backend=self.layer_backend,
+                device=self.strategy.root_device,
+                sequence_parallel=self.strategy.layout.sequence_parallel,
+            )
+        )
 
     @property
     def frozen_copies(self) -> int:
@@ -94,20 +149,21 @@ class HoldsReference(PolicyModule):
         if self.reference_kind != "frozen_copy":
             return
         if self.reference is None:
-            self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
+            self.reference = [chunk.requires_grad_(False).eval() for chunk in self._build_reference()]
             self._offload()
         if self.reference_settings.refresh_every_n_steps is not None:
             self.strategy.saved_with_model = {**self.strategy.saved_with_model, "reference": self.reference}
 
     def score_reference(self, sequences: list[TokenSequence]) -> Scores:
-        """Score under the reference policy: the frozen copy, or with LoRA the policy without its adapters."""
+        """Score under the reference policy: the frozen copy, the teacher, or the policy without its adapters."""
         if self.reference is None:
             with adapters_off(self.model):
                 return self.score(sequences)
         for chunk in self.reference:
             chunk.to(self.strategy.root_device)
         try:
-            return self.score(sequences, self.reference)
+            teacher = self._teacher
+            return self.score(sequences, self.reference, vocab_size=teacher.config.vocab_size if teacher else None)
         finally:
             self._offload()
 

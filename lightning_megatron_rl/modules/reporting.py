@@ -14,6 +14,8 @@ from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
 
+SYNC_PHASES = ("weight_sync", "sleep", "offload")  # what may come before the step's own clock starts
+
 
 class ReportsSteps(TrainsRouters, ExportsWeights):
     """The part of `ModelModule` that prints, logs and measures."""
@@ -27,6 +29,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         super().__init__()
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
+        self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
 
     @contextmanager
@@ -44,6 +47,8 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         if not self._described:
             self._described = True
             self._print_start_table(batch)
+        # the sync before the rollout belongs to the step, but callbacks run before this module's clock starts
+        self._sync_seconds = sum(self.phase_seconds.get(name, 0.0) for name in SYNC_PHASES)
         self._step_started = time.perf_counter()
 
     def describe_batch(self, batch: Any) -> list[tuple[str, str]]:
@@ -72,10 +77,9 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         """Log what is known only after the optimizer step: gradient norm, learning rate and times."""
         optimizer = self.trainer.strategy.optimizers[0]
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
-        # the sync before the rollout belongs to the step, but callbacks run before this module's clock starts
-        sync_s = self.phase_seconds.get("weight_sync", 0.0)
-        local["time/step_s"] = time.perf_counter() - self._step_started + sync_s
+        local["time/step_s"] = time.perf_counter() - self._step_started + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
+        local |= self.memory_metrics()
         tokens = self.reduce_on_device(torch.tensor([self._step_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
         self._step_tokens = 0
@@ -89,6 +93,10 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
                 **largest,
             }
         )
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Return what more there is to say about memory; the largest of all ranks is logged."""
+        return {}
 
     def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self.strategy.root_device)

@@ -88,10 +88,13 @@ class Rollout:
 
 
 def to_sequence(sample: Sample) -> TokenSequence:
-    """Return prompt and response as one sequence with the sampler's log-probs and the advantage as fields."""
+    """Return prompt and response as one sequence with the sampler's log-probs and the advantage as fields.
+
+    The loss mask covers the tokens that the policy wrote: neither the prompt nor an environment's replies.
+    """
     num_prompt, num_response = len(sample.prompt.token_ids), len(sample.response_ids)
     mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
-    mask[num_prompt:] = True
+    mask[num_prompt:] = torch.tensor(sample.response_mask)
     rollout_logprobs = torch.zeros(len(mask))
     rollout_logprobs[num_prompt:] = torch.tensor(sample.response_logprobs)
     return TokenSequence(
@@ -99,6 +102,18 @@ def to_sequence(sample: Sample) -> TokenSequence:
         loss_mask=mask,
         fields={"rollout_logprobs": rollout_logprobs, "advantages": torch.full((len(mask),), sample.advantage)},
     )
+
+
+def turn_rewards(sample: Sample) -> dict[int, float]:
+    """Return what an episode's turns were given, by the place of each turn's last token in the sequence.
+
+    Example:
+        A turn of tokens 0 to 2 of the response that was worth 0.1, after a prompt of 3 tokens: ``{4: 0.1}``.
+    """
+    if sample.outcome is None or sample.outcome.error:  # the default takes the place of all that the turns were worth
+        return {}
+    start = len(sample.prompt.token_ids)
+    return {start + turn.stop - 1: turn.reward for turn in sample.turns if turn.stop > turn.start}
 
 
 def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int) -> None:
@@ -111,12 +126,27 @@ def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int
     add_reward_metrics(tally, samples)
     tally.add_mean("reward/zero_spread_frac", zero_spread(groups).double())
     tally.add_mean("reward/pass_at_k", (groups > 0).any(dim=1).double())
-    lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+    written = [sample.policy_ids for sample in samples]
+    lengths = torch.tensor([len(token_ids) for token_ids in written], dtype=torch.float64)
     tally.add_mean("rollout/response_len_mean", lengths)
     tally.add_max("rollout/response_len_max", lengths)
     tally.add_mean("rollout/truncated_frac", [float(sample.is_truncated) for sample in samples])
-    tally.add_mean("rollout/repetition_frac", [repetition(sample.response_ids) for sample in samples])
+    tally.add_mean("rollout/repetition_frac", [repetition(token_ids) for token_ids in written])
     tally.add_min("rollout/weight_version", [float(sample.weight_version) for sample in samples])
+    if samples[0].outcome is not None:
+        add_episode_metrics(tally, samples)
+
+
+def add_episode_metrics(tally: Tally, samples: list[Sample]) -> None:
+    """Add `episode/*`, see docs/metrics.md."""
+    turns = [float(len(sample.turns)) for sample in samples]
+    outcomes = [sample.outcome for sample in samples if sample.outcome is not None]
+    tally.add_mean("episode/turns_mean", turns)
+    tally.add_max("episode/turns_max", turns)
+    tally.add_mean("episode/success_frac", [float(o.success) for o in outcomes if o.success is not None])
+    tally.add_mean("episode/max_turns_frac", [float(outcome.reason == "max_turns") for outcome in outcomes])
+    replies = [float(len(sample.response_ids) - sum(sample.response_mask)) for sample in samples]
+    tally.add_mean("episode/reply_tokens_mean", replies)
 
 
 def add_sequence_metrics(tally: Tally, sequences: Sequence[TokenSequence]) -> None:
@@ -161,8 +191,11 @@ def check_batch_arithmetic(
     *,
     advantage: object = "grpo",
     compares_responses: bool = False,
+    has_environment: bool = False,
 ) -> None:
-    """Refuse settings that no rollout could be trained with; `compares_responses` says that dynamic sampling is on.
+    """Refuse settings that no rollout could be trained with.
+
+    `compares_responses` says that dynamic sampling is on, `has_environment` that rewards also come from elsewhere.
 
     Raises:
         ValueError: With the value, why, and the remedy.
@@ -181,7 +214,8 @@ def check_batch_arithmetic(
         )
     if updates_per_rollout < 1:
         raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")
-    reward_names(rewards, reward_weights)
+    if rewards or reward_weights or not has_environment:
+        reward_names(rewards, reward_weights)
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0: greedy responses to one prompt are all equal. Use e.g. 1.0.")
     if sampling.top_p < 1 or sampling.top_k != -1:

@@ -2,20 +2,25 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.reference import HoldsReference
+from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
-from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
+from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.generate import generate_samples
+from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 
 _DEFAULT_SEED = 1234
@@ -27,12 +32,17 @@ class SamplesResponses(HoldsReference):
     engine: RolloutEngine
     rewards: list[Reward]
     reward_weights: list[float] | None
+    environment: Environment | None  # None: a response is one turn
+    episodes: EpisodeSettings
     num_generations: int  # responses per prompt in training
     sampling: SamplingParams
     validation_sampling: SamplingParams
     evaluation: Evaluation
     synced_version: int | None = None  # weights that the engine samples with
+    last_sync: SyncReport | None = None  # of the leader's engine
     _engine_started = False
+    _guarded: GuardedEnvironment | None = None
+    _phase: SamplingPhase | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -42,13 +52,50 @@ class SamplesResponses(HoldsReference):
         # kept for the whole run: a guard knows of its calls that still hang
         self.rewards = list(guard_all(self.rewards, self.strategy.timeout_s))
         self._check_lengths()
+        self._guarded = None  # kept for the whole run, as the rewards' guards are
+        if self.environment is not None:
+            vocab_size, timeout_s = self.hf_model.config.vocab_size, self.strategy.timeout_s
+            self._guarded = GuardedEnvironment(
+                self.environment, self.episodes, vocab_size=vocab_size, timeout_s=timeout_s
+            )
         self.check_prompts(stage)
         self.synced_version = None  # another Trainer counts its steps from 0 again
-        assert self.strategy.replica is not None
+        self._phase = SamplingPhase(self.engine, self.strategy, self.phase)
         if not self._engine_started:
             atexit.register(self.engine.close)
-            self.strategy.replica.run_on_leader(lambda: self.engine.start(self.hf_model.path))
+            self._phase.run(self._start_engine)
             self._engine_started = True
+
+    def _start_engine(self) -> None:
+        replica = self.strategy.replica
+        assert replica is not None
+        if self.engine.is_collective and len(replica.ranks) != self.engine.tensor_parallel_size:
+            raise ValueError(
+                f"{type(self.engine).__name__}(tensor_parallel_size={self.engine.tensor_parallel_size}) in replicas of"
+                f" {len(replica.ranks)} rank(s) (tensor x pipeline x context): an engine in the trainer's processes has"
+                " one worker on each rank of a replica. Set its tensor_parallel_size to that, or use VLLMEngine."
+            )
+        if self.engine.is_collective and len(replica.ranks) > 1 and self.environment is not None:
+            raise ValueError(
+                f"environment={type(self.environment).__name__} with {type(self.engine).__name__} on"
+                f" {len(replica.ranks)} ranks: each would play the episodes by itself, and one late reply would leave"
+                " the others waiting. Use VLLMEngine."
+            )
+        if self.engine.is_collective and replica.ranks[-1] - replica.ranks[0] != len(replica.ranks) - 1:
+            raise ValueError(
+                f"the ranks {replica.ranks} of a replica are not neighbours, which an engine in the trainer's processes"
+                " needs: use VLLMEngine, or a layout without pipeline parallelism."
+            )
+        self.engine.start(self.hf_model.path)
+        if self.engine.sleep_level:  # the model is built in the memory that it leaves
+            self.engine.wait_ready()
+            self.engine.sleep(self.engine.sleep_level)
+
+    @property
+    def sampling_phase(self) -> SamplingPhase:
+        """Who has the memory."""
+        assert self._phase is not None, "setup() makes it"
+        return self._phase
 
     @property
     def sampler(self) -> RolloutEngine:
@@ -72,6 +119,13 @@ class SamplesResponses(HoldsReference):
     def check_prompts(self, stage: str) -> None:
         """Check what the Trainer's data are, before weights are loaded; subclasses say what they need."""
 
+    def describe_episodes(self) -> list[tuple[str, str]]:
+        """Return rows for the table at start: the environment, if there is one."""
+        if self.environment is None:
+            return []
+        turns = f"at most {self.episodes.max_turns} turns, {self.sampling.max_tokens} tokens in all of them"
+        return [("environment", f"{type(self.environment).__name__}, {turns}")]
+
     def configure_callbacks(self) -> list[Callback]:
         """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
         present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
@@ -81,6 +135,8 @@ class SamplesResponses(HoldsReference):
         """End the engine; the next phase that samples starts it anew."""
         self.engine.close()
         self._engine_started, self.synced_version = False, None
+        if self._phase is not None:
+            self._phase.reload()  # a checkpoint may be saved of what is there
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""
@@ -91,6 +147,7 @@ class SamplesResponses(HoldsReference):
 
     def sample(self, prompts: list[Prompt]) -> list[Sample]:
         """Return rewarded samples of `prompts`."""
+        self.sampling_phase.prepare_sampling()
         with self.phase("rollout"):
             samples = self.generate(prompts, self.sampling, self.num_generations)
         with self.phase("reward"):
@@ -98,21 +155,45 @@ class SamplesResponses(HoldsReference):
         return samples
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
-        """Return the replica's samples of its prompts; the leader samples, every rank gets them."""
-        assert self.strategy.replica is not None
+        """Return the replica's samples of its prompts, or its episodes; the leader samples, every rank gets them."""
         if not prompts:  # the last validation batch of this replica
             return []
-        return self.strategy.replica.run_on_leader(
-            lambda: generate_samples(
-                self.engine,
-                prompts,
-                params,
-                num_generations=num_generations,
-                tokenizer=self.hf_model.tokenizer,
-                seed=run_seed(),
-                step=self.trainer.global_step,
-            )
-        )
+        while True:
+            self.sampling_phase.prepare_sampling()
+            samples = self.sampling_phase.run(lambda: self._try_generate(prompts, params, num_generations))
+            if samples is not None:
+                return samples
+            self.synced_version = None
+            self.sync_weights(self.trainer.global_step)
+
+    def _try_generate(self, prompts: list[Prompt], params: SamplingParams, count: int) -> list[Sample] | None:
+        """Sample; None if the engine's process was replaced and has no weights to sample with."""
+        options: dict[str, Any] = {
+            "num_generations": count,
+            "tokenizer": self.hf_model.tokenizer,
+            "seed": run_seed(),
+            "step": self.trainer.global_step,
+        }
+        try:
+            if self._guarded is None:
+                return generate_samples(self.engine, prompts, params, **options)
+            return play_episodes(self.engine, self._guarded, prompts, params, **options)
+        except WeightsLostError:
+            return None
+
+    def finish_sampling(self) -> None:
+        """Let the engine sleep, if it does, and take back what the trainer needs."""
+        if not self.sampling_phase.finish():
+            self.synced_version = None
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Return what changed hands around the last rollout: memory of this rank's trainer and of its sampler."""
+        metrics = {}
+        if self.strategy.offloads:
+            metrics["perf/offloaded_gb"] = self.sampling_phase.offloaded_bytes / 1e9
+        if self.engine.sleep_level:
+            metrics["perf/sleep_freed_gb"] = self.sampling_phase.freed_bytes / 1e9
+        return metrics
 
     def reward(self, samples: list[Sample]) -> None:
         """Fill in the rewards; the leader computes them, every rank gets them."""
@@ -121,7 +202,10 @@ class SamplesResponses(HoldsReference):
             return
 
         def compute() -> list[tuple[dict[str, float], float, dict[str, str]]]:
-            compute_rewards(samples, self.rewards, self.reward_weights)
+            if self.rewards:
+                compute_rewards(samples, self.rewards, self.reward_weights)
+            if self._guarded is not None:
+                add_episode_rewards(samples)
             return [(sample.rewards, sample.reward, sample.reward_errors) for sample in samples]
 
         for sample, results in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
@@ -146,21 +230,60 @@ class SamplesResponses(HoldsReference):
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
+        self.finish_sampling()
         self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/<set>/mean_at_1`` for every data set."""
+        self.finish_sampling()
         self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
+
+    def on_predict_epoch_end(self) -> None:
+        """Let the engine sleep."""
+        self.finish_sampling()
 
     # ---- what WeightSync needs -------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to this replica's engine; a collective."""
-        assert self.strategy.replica is not None
-        weights = self.export_weights()
+        self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
-            self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=weights)
-        self.synced_version = version
+            report = None
+            while report is None:  # at most as often as the engine may be restarted
+                weights = self.weights_to_push()
+                others = () if isinstance(weights, list) else weights
+                report = self._push(weights, others, version)
+        self.last_sync, self.synced_version = report, version
+
+    def _push(self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int) -> SyncReport | None:
+        """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""
+        if self.engine.is_collective:
+            return self.engine.update_weights(weights, version)
+        assert self.strategy.replica is not None
+        return self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=others)
+
+
+def check_episodes(
+    environment: Environment | None, episodes: EpisodeSettings | None, engine: RolloutEngine | None
+) -> None:
+    """Refuse settings of episodes without an environment, and an environment for responses that are recorded already.
+
+    Raises:
+        ValueError: Either of them.
+    """
+    if environment is None:
+        if episodes is not None:
+            raise ValueError(
+                f"episodes={episodes} without an environment: a response is one turn. Give environment, or leave"
+                " episodes out."
+            )
+        return
+    if isinstance(engine, ReplayEngine):
+        raise ValueError(
+            f"environment={type(environment).__name__} with engine=ReplayEngine: recorded episodes hold the"
+            " environment's replies already, and it would be asked about turns that nobody took. Leave environment"
+            " out, or use another engine."
+        )
 
 
 def run_seed() -> int:
@@ -168,9 +291,12 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
-def _push(engine: RolloutEngine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+def _push(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport | None:
     try:
-        engine.update_weights(weights, version)
+        return engine.update_weights(weights, version)
+    except WeightsLostError:
+        return None
     finally:
-        for _ in weights:  # the other ranks are in the middle of the export's collectives
-            pass
+        if isinstance(weights, Iterator):
+            for _ in weights:  # the other ranks are in the middle of the export's collectives
+                pass

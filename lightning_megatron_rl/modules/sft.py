@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+
+_LARGEST = 709.0  # e^710 is no float64
 
 
 class SFTModule(PolicyModule):
@@ -35,18 +38,23 @@ class SFTModule(PolicyModule):
         ]
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums of the epoch; a replica without a sequence knows the name as well."""
+        """Start the sums of the epoch; a replica without a sequence knows the names as well."""
         self._tally = Tally()
-        self._tally.add_mean("loss", torch.empty(0))
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self._sets = data.val_names if isinstance(data, RowDataModule) else []
+        for name in ["loss", *(f"{dataset}/loss" for dataset in self._sets)]:
+            self._tally.add_mean(name, torch.empty(0))
 
     def validation_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the batch's negative log-likelihood."""
         scores = self.score(sequences)
         for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
             self._tally.add_mean("loss", -logprobs, sequence.loss_mask)
+            if self._sets:
+                self._tally.add_mean(f"{self._sets[dataloader_idx]}/loss", -logprobs, sequence.loss_mask)
 
     def on_validation_epoch_end(self) -> None:
-        """Log ``val/loss`` and ``val/perplexity`` over all target tokens."""
+        """Log ``val/loss`` and ``val/perplexity`` over all target tokens, and of each set by its name."""
         self._log_likelihood("val")
 
     def on_test_epoch_start(self) -> None:
@@ -58,7 +66,7 @@ class SFTModule(PolicyModule):
         self.validation_step(sequences, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Log ``test/loss`` and ``test/perplexity``."""
+        """Log the same as after validation, under ``test/``."""
         self._log_likelihood("test")
 
     def predict_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> Scores:
@@ -66,8 +74,19 @@ class SFTModule(PolicyModule):
         return self.score(sequences)
 
     def _log_likelihood(self, stage: str) -> None:
-        loss = self._tally.reduce(self.reduce_on_device).compute()["loss"]
-        self.log_metrics({f"{stage}/loss": loss, f"{stage}/perplexity": math.exp(loss)})
+        losses = self._tally.reduce(self.reduce_on_device).compute()
+        for name, loss in losses.items():
+            prefix = f"{stage}/{name.removesuffix('loss')}"
+            self.log_metrics({f"{prefix}loss": loss, f"{prefix}perplexity": perplexity(loss)})
+
+
+def perplexity(loss: float) -> float:
+    """Return e^loss, infinite where that is too large for a float.
+
+    Example:
+        ``perplexity(0.0) == 1.0``
+    """
+    return math.inf if loss > _LARGEST else math.exp(loss)
 
 
 def token_nll(batch: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally) -> Tensor:

@@ -69,7 +69,7 @@ def penalised_rewards(
     rewards = torch.tensor([sample.reward for sample in rollout.samples], dtype=torch.float64)
     if overlong is None or not overlong.penalty:
         return rewards
-    lengths = torch.tensor([len(sample.response_ids) for sample in rollout.samples])
+    lengths = torch.tensor([len(sample.policy_ids) for sample in rollout.samples])
     penalties = overlong_penalty(
         lengths, max_length=max_response_length, buffer=overlong.buffer, penalty=overlong.penalty
     )

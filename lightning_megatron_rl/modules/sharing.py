@@ -1,5 +1,6 @@
 """The sequences of all replicas shared out anew for each pass, so that every rank has the same work to do."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,18 +40,24 @@ class Share:
         return [returned[index] for index in range(self.num_own)]
 
 
-def microbatch_rules(layout: ParallelLayout) -> MicroBatchRules:
-    """Return what `layout` asks of micro-batches.
+FP8_TOKENS = 16  # fp8 matrix products want a multiple of so many tokens
+
+
+def microbatch_rules(layout: ParallelLayout, *, fp8: bool = False) -> MicroBatchRules:
+    """Return what `layout` asks of micro-batches, and layers that compute in fp8.
 
     Context parallelism cuts each sequence in 2 x CP chunks, sequence parallelism splits a context-parallel rank's row,
     and the interleaved schedule wants micro-batches of one shape, a multiple of the number of stages.
     """
     cp = layout.context_parallel_size
     sequence_multiple = 1 if cp == 1 else 2 * cp
+    row_multiple = layout.tensor_model_parallel_size * sequence_multiple
+    if fp8:
+        row_multiple = math.lcm(row_multiple, FP8_TOKENS * layout.tensor_model_parallel_size * cp)
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     return MicroBatchRules(
         sequence_multiple=sequence_multiple,
-        row_multiple=layout.tensor_model_parallel_size * sequence_multiple,
+        row_multiple=row_multiple,
         count_multiple=layout.pipeline_model_parallel_size if interleaved else 1,
         same_shape=interleaved,
     )
@@ -64,6 +71,7 @@ def share_sequences(
     *,
     packed: bool,
     cost: SequenceCost,
+    fp8: bool = False,
 ) -> Share:
     """Plan the micro-batches of all replicas together and fetch what this replica will work on; a collective.
 
@@ -74,11 +82,12 @@ def share_sequences(
         device: Of this rank; the micro-batches live there.
         packed: Whether sequences are packed or padded.
         cost: Work of a sequence.
+        fp8: Whether layers compute in fp8.
 
     Raises:
         ValueError: A sequence is longer than `max_tokens`; replicas whose sequences have different fields.
     """
-    rules = microbatch_rules(layout)
+    rules = microbatch_rules(layout, fp8=fp8)
     own = ([len(sequence) for sequence in sequences], sorted(sequences[0].fields) if sequences else None)
     everywhere: list[tuple[list[int], list[str] | None]] = data_parallel_gather(own)
     lengths = [length for replica, _ in everywhere for length in replica]

@@ -9,7 +9,16 @@ from typing import Protocol
 
 from lightning_megatron_rl.sample import Sample
 
-RESERVED_NAMES = {"mean", "std", "min", "max", "zero_spread_frac", "pass_at_k", "failed_frac"}  # metrics of the sum
+RESERVED_NAMES = {
+    "mean",
+    "std",
+    "min",
+    "max",
+    "zero_spread_frac",
+    "pass_at_k",
+    "failed_frac",
+    "environment",
+}  # metrics of the sum
 
 
 class RewardSetupError(ValueError):

@@ -23,7 +23,7 @@ def math_equal(samples: list[Sample]) -> list[float]:
     """
     answers = [prompt_answer(sample, "math_equal").strip() for sample in samples]
     return [
-        float(answer == sample.response.strip() or _math_verifier().equal(answer, sample.response))
+        float(answer == sample.final_text.strip() or _math_verifier().equal(answer, sample.final_text))
         for sample, answer in zip(samples, answers, strict=True)
     ]
 
@@ -48,7 +48,7 @@ class ExactMatch:
     def __call__(self, samples: list[Sample]) -> list[float]:
         """Return 1.0 or 0.0 per sample; a prompt without an answer is a RewardSetupError."""
         return [
-            float(self._normalise(sample.response) == self._normalise(prompt_answer(sample, self.name)))
+            float(self._normalise(sample.final_text) == self._normalise(prompt_answer(sample, self.name)))
             for sample in samples
         ]
 

@@ -93,7 +93,7 @@ class CodeTests:
         if not self._checked:
             self._check_protections()
         with ThreadPoolExecutor(min(self.concurrency, max(len(samples), 1))) as pool:
-            shares = list(pool.map(self._share_passed, [extract_code(sample.response) for sample in samples], tests))
+            shares = list(pool.map(self._share_passed, [extract_code(sample.final_text) for sample in samples], tests))
         return shares if self.partial else [float(share == 1.0) for share in shares]
 
     def _check_protections(self) -> None:

@@ -152,7 +152,8 @@ class HTTPReward(ServiceReward):
                     "dataset": sample.prompt.dataset,
                     "index": sample.prompt.index,
                     "columns": sample.prompt.columns,
-                    "num_tokens": len(sample.response_ids),
+                    "num_tokens": len(sample.policy_ids),
+                    "turns": [turn.text for turn in sample.turns],
                     "truncated": sample.is_truncated,
                 }
                 for sample in samples

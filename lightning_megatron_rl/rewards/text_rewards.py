@@ -147,7 +147,7 @@ class LengthPenalty:
     def __call__(self, samples: list[Sample]) -> list[float]:
         """Return a number in [-1, 0] per sample."""
         span = self.max_tokens - self.free_tokens
-        return [-min(max((len(sample.response_ids) - self.free_tokens) / span, 0.0), 1.0) for sample in samples]
+        return [-min(max((len(sample.policy_ids) - self.free_tokens) / span, 0.0), 1.0) for sample in samples]
 
 
 def prompt_answer(sample: Sample, name: str) -> str:
@@ -180,7 +180,7 @@ def _checked_pattern(pattern: str, name: str) -> str:
 
 def _ask(kind: str, rule: Any, sample: Sample, name: str) -> Any:
     try:
-        return text_child().ask([kind, rule, sample.response])
+        return text_child().ask([kind, rule, sample.final_text])
     except RequestError as error:
         warnings.warn(f"the reward {name!r} on {describe_sample(sample)} {error}: 0", RuntimeWarning, stacklevel=3)
         return None

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_megatron_rl.sample import Outcome, Turn
+
 MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
 
 
@@ -69,6 +71,7 @@ class GenerationRequest:
     token_ids: list[int]  # [prompt tokens]
     seed: int
     num_samples: int = 1
+    max_tokens: int | None = None  # of this request, below that of the sampling parameters; None: as there
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,38 @@ class Generation:
     token_ids: list[int]  # [response tokens], the end-of-sequence token included if it was sampled
     logprobs: list[float]  # [response tokens], of the distribution they were drawn from (temperature, top-p, top-k)
     finish_reason: str  # "stop", or "length" when cut by max_tokens
+    turns: tuple[Turn, ...] = ()  # of an episode that is replayed whole; its other tokens are the environment's
+    outcome: Outcome | None = None  # of such an episode
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one update of an engine's weights took.
+
+    Example:
+        ``report.num_bytes / report.seconds / 1e9`` is the rate in GB/s.
+    """
+
+    num_bytes: int  # of the weights as they came
+    seconds: float  # from the call to weights that sample
+    extra_bytes: int  # most memory of the trainer's device that the transfer itself held at one time
+    transport: str  # "shared memory", "CUDA IPC", "NCCL", "in process" or "none"
+    replayed: bool = False  # whether the engine replayed the copies that it recorded in an earlier update
+
+
+class WeightsLostError(RuntimeError):
+    """The engine has no weights to sample with: they went with its process or with a deep sleep, and nobody kept them.
+
+    `update_weights` with a full set makes the engine whole again.
+    """
 
 
 class RolloutEngine(Protocol):
     """Samples from a policy whose weights can be replaced; every call has a deadline.
+
+    An engine that shares GPUs with the trainer can sleep while the trainer works. It wakes in two parts, because
+    weights and cache may not fit beside what the trainer still holds while it exports: ``wake(["weights"])``,
+    ``update_weights(...)``, ``wake(["kv_cache"])``.
 
     Example:
         ``engine.start(path); engine.update_weights(weights, version=1); engine.generate(requests, SamplingParams())``
@@ -93,6 +124,9 @@ class RolloutEngine(Protocol):
 
     weight_version: int  # version of the weights that sample; 0 is what `start` loaded
     max_model_len: int  # longest prompt plus response. # [tokens]
+    sleep_level: int  # how it sleeps between rollouts: 0 not at all, 1 weights go to the host, 2 weights are dropped
+    tensor_parallel_size: int  # workers that share the model
+    is_collective: bool  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""
@@ -103,8 +137,17 @@ class RolloutEngine(Protocol):
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         """Return `num_samples` responses for each request, in the order of the requests."""
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them."""
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them.
+
+        Tensors of a list all exist at once and may be read where they are; those of an iterator are taken one by one.
+        """
+
+    def sleep(self, level: int = 1) -> int:
+        """Give the device's memory back, and return the bytes; asleep already, it does nothing."""
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take the memory of "weights", "kv_cache" or, with no tags, both; what is awake stays as it is."""
 
     def close(self) -> None:
         """End the engine and free what it holds; calling it twice is fine."""
@@ -141,10 +184,13 @@ def check_requests(
                     f"request {index}: token id {token_id} at position {position} is outside the vocabulary of "
                     f"{vocab_size}; was the prompt tokenised with another model's tokenizer?"
                 )
-        if length + params.max_tokens > max_model_len:
+        max_tokens = params.max_tokens if request.max_tokens is None else request.max_tokens
+        if not 1 <= max_tokens <= params.max_tokens:
+            raise ValueError(f"request {index}: max_tokens={max_tokens} must be in [1, {params.max_tokens}]")
+        if length + max_tokens > max_model_len:
             raise ValueError(
-                f"request {index}: prompt ({length}) + max_tokens ({params.max_tokens}) = "
-                f"{length + params.max_tokens} > max_model_len ({max_model_len}); "
+                f"request {index}: prompt ({length}) + max_tokens ({max_tokens}) = "
+                f"{length + max_tokens} > max_model_len ({max_model_len}); "
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
         if request.num_samples < 1:

@@ -46,6 +46,8 @@ def generate_samples(
             response=str(tokenizer.decode(generation.token_ids, skip_special_tokens=True)),
             finish_reason=generation.finish_reason,
             weight_version=engine.weight_version,
+            turns=list(generation.turns),
+            outcome=generation.outcome,
         )
         for prompt, group in zip(prompts, engine.generate(requests, params), strict=True)
         for generation in group

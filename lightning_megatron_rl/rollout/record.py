@@ -1,10 +1,11 @@
 """Samples as JSON lines and back: token ids out, token ids in, so that a recorded rollout can be trained on again."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 
 
 def record_line(sample: Sample, step: int) -> str:
@@ -25,11 +26,13 @@ def record_line(sample: Sample, step: int) -> str:
         "reward_errors": sample.reward_errors,
         "advantage": sample.advantage,
         "finish_reason": sample.finish_reason,
-        "num_tokens": len(sample.response_ids),
+        "num_tokens": len(sample.policy_ids),
         "weight_version": sample.weight_version,
         "prompt_ids": sample.prompt.token_ids,
         "response_ids": sample.response_ids,
         "response_logprobs": sample.response_logprobs,
+        "turns": [asdict(turn) for turn in sample.turns],
+        "outcome": None if sample.outcome is None else asdict(sample.outcome),
     }
     return json.dumps(record) + "\n"
 
@@ -113,4 +116,26 @@ def _sample(record: dict[str, Any], where: str) -> Sample:
         reward_errors=record.get("reward_errors", {}),
         reward=float(record["reward"]),
         advantage=record.get("advantage", 0.0),
+        turns=_turns(record.get("turns", []), len(record["response_ids"]), where),
+        outcome=_outcome(record.get("outcome"), where),
     )
+
+
+def _turns(rows: Any, num_tokens: int, where: str) -> list[Turn]:
+    """Return the turns of an episode, which follow each other within the response."""
+    try:
+        turns = [Turn(**row) for row in rows]
+        borders = [border for turn in turns for border in (turn.start, turn.stop)]
+        ordered = borders == sorted(borders) and all(type(border) is int for border in borders)
+        if not ordered or not all(0 <= border <= num_tokens for border in borders):
+            raise ValueError(f"turns at {borders} of {num_tokens} tokens")
+        return turns
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: turns is not a list of turns that follow each other: {error}.") from error
+
+
+def _outcome(row: Any, where: str) -> Outcome | None:
+    try:
+        return None if row is None else Outcome(**row)
+    except TypeError as error:
+        raise ValueError(f"{where}: outcome is not that of an episode: {error}.") from error

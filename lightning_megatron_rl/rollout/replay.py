@@ -1,18 +1,20 @@
 """`ReplayEngine`: answers with samples that exist already, so that a rollout is the same for every layout and run."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
+from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Sample
 
 
 class ReplayEngine:
     """Answers each prompt with its recorded responses, whatever the weights.
 
-    It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids.
+    It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids. An
+    episode is answered whole, with the environment's recorded replies: the module has no environment then.
 
     Args:
         samples: Responses to replay; those to one prompt in the order in which they will be given.
@@ -26,10 +28,19 @@ class ReplayEngine:
 
     def __init__(self, samples: list[Sample]) -> None:
         self.weight_version = 0
+        self.sleep_level = 0
+        self.tensor_parallel_size = 1
+        self.is_collective = False
         self.max_model_len = max(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
         for sample in samples:
-            generation = Generation(sample.response_ids, sample.response_logprobs, sample.finish_reason)
+            generation = Generation(
+                sample.response_ids,
+                sample.response_logprobs,
+                sample.finish_reason,
+                tuple(sample.turns),
+                sample.outcome,
+            )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
 
     def start(self, model_path: str | Path) -> None:
@@ -52,11 +63,19 @@ class ReplayEngine:
             answers.append(known[: request.num_samples])
         return answers
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Run through the weights, whose export is a collective of the trainer's ranks, and take their version."""
-        for _ in weights:
-            pass
+        started = time.perf_counter()
+        num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in weights)
         self.weight_version = version
+        return SyncReport(num_bytes, time.perf_counter() - started, extra_bytes=0, transport="none")
+
+    def sleep(self, level: int = 1) -> int:
+        """Nothing to free."""
+        return 0
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Awake at all times."""
 
     def close(self) -> None:
         """Nothing to end."""

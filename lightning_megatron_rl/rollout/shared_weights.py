@@ -107,3 +107,7 @@ class SharedWeightsReceiver:
     def load_shared_weights(self, path: str, plan: list[Slot]) -> None:
         """Load the weights layer by layer: on CPU vLLM repacks them, so that plain `load_weights` cannot."""
         self.model_runner.reload_weights(weights_iterator=read_weights(path, plan))
+
+    def memory_facts(self) -> dict[str, int]:
+        """Bytes free on a GPU, and bytes that sleeping can free: none here, vLLM on CPU keeps its memory."""
+        return {"free": 0, "pooled": 0}

@@ -1,6 +1,7 @@
 """The engine's own process (`python -m`): vLLM in it, one call at a time from the trainer."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import LLM, RequestOutput
     from vllm.logprobs import Logprob
 
@@ -43,11 +45,12 @@ def die_with_parent(parent_pid: int, *, by_signal: bool) -> None:
 class Worker:
     """Answers the trainer's messages; the state is vLLM's and the plan of the shared weights."""
 
-    def __init__(self, weights_fd: int) -> None:
+    def __init__(self, weights_fd: int | None) -> None:
         # By process id, not /proc/self: with tensor parallelism other processes open it, too.
-        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"
+        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process nobody opens it
         self._plan: list[Slot] = []
         self._llm: LLM | None = None
+        self._version = 0
 
     def start(self, arguments: dict[str, Any]) -> dict[str, int]:
         """Load the model; return what requests are checked against."""
@@ -57,18 +60,75 @@ class Worker:
         config = self._llm.model_config
         return {"vocab_size": config.get_vocab_size(), "max_model_len": config.max_model_len}
 
-    def update(self, plan: "list[Slot] | None") -> None:
+    def update(self, plan: "list[Slot] | None", version: int) -> None:
         """Load the shared weights (`None`: laid out as last time) and forget everything computed with the old ones."""
         assert self._llm is not None
         if plan is not None:
             self._plan = plan
         self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
+        self._finish(version)
+
+    def reload(self, weights: "list[tuple[str, Tensor]]", version: int) -> None:
+        """Load weights of the same process layer by layer, as `update` does."""
+        assert self._llm is not None
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._finish(version)
+
+    def connect(self, info: dict[str, Any]) -> None:
+        """Meet the trainer in a group of NCCL."""
+        assert self._llm is not None
+        self._llm.init_weight_transfer_engine({"init_info": info})
+
+    def begin(self) -> None:
+        """Start an update that comes in parts."""
+        assert self._llm is not None
+        self._llm.start_weight_update()
+
+    def load(self, part: dict[str, Any]) -> None:
+        """Load one part; when this returns, the trainer may use its memory for the next."""
+        assert self._llm is not None
+        self._llm.update_weights({"update_info": part})
+
+    def end(self, version: int) -> bool:
+        """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
+        assert self._llm is not None
+        self._llm.finish_weight_update()
+        self._finish(version)
+        return all(self._llm.collective_rpc("was_replayed"))
+
+    def _finish(self, version: int) -> None:
+        assert self._llm is not None
+        self._version = version
         # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
-    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Sample, token ids in and token ids out."""
+    def sleep(self, level: int) -> tuple[int, int]:
+        """Free the GPU's memory; return the bytes that came free on all GPUs, and those that should have."""
+        assert self._llm is not None
+        before = self._memory_facts()
+        self._llm.sleep(level)
+        after = self._memory_facts()
+        freed = sum(late["free"] - early["free"] for early, late in zip(before, after, strict=True))
+        return freed, sum(facts["pooled"] for facts in before)
+
+    def wake(self, tags: list[str]) -> None:
+        """Take the GPU's memory again, in the order of `tags`."""
+        assert self._llm is not None
+        for tag in tags:
+            self._llm.wake_up([tag])
+
+    def stop(self) -> None:
+        """Free the model in this process."""
+        self._llm = None
+        gc.collect()
+
+    def _memory_facts(self) -> list[dict[str, int]]:
+        assert self._llm is not None
+        return self._llm.collective_rpc("memory_facts")
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> tuple[int, list[list[Generation]]]:
+        """Sample, token ids in and token ids out; the version of the weights comes with them."""
         import vllm
 
         assert self._llm is not None
@@ -81,7 +141,7 @@ class Worker:
                     temperature=params.temperature,
                     top_p=params.top_p,
                     top_k=params.top_k,
-                    max_tokens=params.max_tokens,
+                    max_tokens=params.max_tokens if request.max_tokens is None else request.max_tokens,
                     stop=list(params.stop),
                     ignore_eos=params.ignore_eos,
                     logprobs=0,  # of the sampled token alone
@@ -91,10 +151,11 @@ class Worker:
             ],
             use_tqdm=False,
         )
-        return [_to_generations(output) for output in outputs]
+        return self._version, [to_generations(output) for output in outputs]
 
 
-def _to_generations(output: "RequestOutput") -> list[Generation]:
+def to_generations(output: "RequestOutput") -> list[Generation]:
+    """Return the responses to one request."""
     generations = []
     for sample in output.outputs:
         if sample.finish_reason not in ("stop", "length"):
@@ -115,7 +176,8 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     connection = Connection(connection_fd)
     worker = Worker(weights_fd)
-    calls: dict[str, Callable[..., Any]] = {"start": worker.start, "update": worker.update, "generate": worker.generate}
+    names = ("start", "update", "connect", "begin", "load", "end", "sleep", "wake", "generate")
+    calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in names}
     while True:
         try:
             name, *values = connection.recv()

@@ -25,6 +25,7 @@ from torch import distributed as dist
 
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks, run_on_rank_zero
 
+EXTRA_STATE = "_extra_state"  # end of the names under which Transformer Engine keeps more than parameters
 FORMAT_VERSION = 1
 LAYOUT_FILE = "layout.json"
 _TRAINER_FILE = "trainer.pt"
@@ -153,7 +154,7 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     _check_same_model(path, sharded)
-    return dist_checkpointing.load(sharded, str(path / _SHARDED))
+    return dist_checkpointing.load(_without_missing_extras(path, sharded), str(path / _SHARDED))
 
 
 def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:
@@ -246,6 +247,23 @@ def _check_same_model(path: Path, sharded: dict[str, Any]) -> None:
             f"{_first(missing)}, {len(shapes)} have another shape (checkpoint != model){_first(shapes)}."
             " Use the checkpoint with the model it was trained from."
         )
+
+
+def _without_missing_extras(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the extra state of Transformer Engine's layers (fp8 scales) where torch layers wrote the checkpoint."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    saved = dist_checkpointing.serialization.load_sharded_metadata(str(path / _SHARDED))
+
+    def is_there(key: Any, value: Any) -> bool:
+        extra = isinstance(value, ShardedObject) and str(key).endswith(EXTRA_STATE)
+        return not extra or value.unique_key in saved
+
+    return {
+        part: {key: value for key, value in state.items() if is_there(key, value)} if isinstance(state, dict) else state
+        for part, state in sharded.items()
+    }
 
 
 def _first(items: list[str], count: int = 3) -> str:

@@ -48,6 +48,11 @@ class ReplicaGroup:
         dist.broadcast_object_list(box, src=self.ranks[0] if source is None else source, group=self._group)
         return box[0]
 
+    def wait_for_all(self) -> None:
+        """Return when every rank of the replica has come here."""
+        if len(self.ranks) > 1:
+            dist.barrier(group=self._group)
+
     def run_on_leader(self, function: Callable[[], T], others: Iterable[Any] = ()) -> T:
         """Call `function` on the leader and return its result on every rank of the replica.
 

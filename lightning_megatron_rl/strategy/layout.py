@@ -57,6 +57,12 @@ class ParallelLayout:
         """Ranks that hold one replica of the model: tensor x pipeline x context."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the model's weights."""
+        split = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.expert_model_parallel_size)
+        return split == (1, 1, 1) and self.expert_tensor_parallel_size in (None, 1)
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of model replicas in `world_size` ranks.
 

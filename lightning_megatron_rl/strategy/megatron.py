@@ -32,9 +32,10 @@ from lightning_megatron_rl.strategy.checks import (
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
+from lightning_megatron_rl.strategy.offloading import OffloadsState
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
-from lightning_megatron_rl.strategy.saving import DistributedCheckpointStrategy
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.termination import TerminationNotice
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 
 @StrategyRegistry.register("megatron", description="Megatron-core: tensor, pipeline and data parallelism")
-class MegatronStrategy(DistributedCheckpointStrategy):
+class MegatronStrategy(OffloadsState):
     """Train a LightningModule whose `model` is an `nn.ModuleList` of Megatron model chunks.
 
     The module builds its chunks in `configure_model` (unwrapped, for this rank), makes its optimizer with
@@ -69,6 +70,8 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         sequence_parallel: Split activations between tensor-parallel regions along the sequence.
         use_distributed_optimizer: Shard optimizer state and main parameters over the data-parallel ranks.
         ddp_config: Megatron's own `DistributedDataParallelConfig`, for everything else about gradient reduction.
+        offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients"
+            (dropped: none is needed then) and "parameters"; nothing if not given.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 
@@ -90,6 +93,7 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         sequence_parallel: bool = False,
         use_distributed_optimizer: bool = True,
         ddp_config: Optional["DistributedDataParallelConfig"] = None,
+        offload_while_sampling: list[OffloadPart] | None = None,
         timeout_s: float = 1800.0,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
@@ -108,6 +112,7 @@ class MegatronStrategy(DistributedCheckpointStrategy):
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
+        self.offloads = check_parts(offload_while_sampling)
         self.num_nodes = 1
         self.replica: ReplicaGroup | None = None
         self.phase_name = "setup"

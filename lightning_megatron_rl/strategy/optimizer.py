@@ -93,13 +93,13 @@ class MegatronOptimizer(Optimizer):
         for the log.
         """
         threshold = max_norm if max_norm > 0 else math.inf
-        for optimizer in self._parts():
+        for optimizer in self.parts():
             optimizer.config.clip_grad = threshold
         self.megatron.config.clip_grad = threshold
 
     def sharded_state_dict(self, model_state: dict[str, Any], metadata: dict[str, Any], is_loading: bool) -> Any:
         """Return the optimizer state as Megatron's sharded tensors, for distributed checkpoints."""
-        for part in self._parts():
+        for part in self.parts():
             # before the first step that is not skipped there are no moments, which loading would look for
             if part.init_state_fn is not None:
                 part.init_state_fn(part.optimizer, part.config)
@@ -113,7 +113,7 @@ class MegatronOptimizer(Optimizer):
                 optimizers as this layout does not have.
         """
         if self.megatron.config.use_distributed_optimizer:
-            state = arrange_for_parts(state, [part.param_groups for part in self._parts()])
+            state = arrange_for_parts(state, [part.param_groups for part in self.parts()])
         else:
             check_parts(state)
         with torch.no_grad():
@@ -135,7 +135,8 @@ class MegatronOptimizer(Optimizer):
             else:
                 self._followers.append((group, leader))
 
-    def _parts(self) -> list["CoreOptimizer"]:
+    def parts(self) -> list["CoreOptimizer"]:
+        """Return Megatron's optimizers: one, or one more for experts."""
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]

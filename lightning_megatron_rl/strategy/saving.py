@@ -176,6 +176,21 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 )
             return checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
 
+    def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
+        """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+            ValueError: It is not a checkpoint, of another model, or of adapters.
+        """
+        with self.phase("checkpoint load"):
+            _check_base(path, checkpoint_io.read_layout(path).get("trained_on_top_of"), None)
+            metadata = checkpoint_io.content_metadata()
+            state = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}  # type: ignore[operator]
+            loaded = checkpoint_io.load_sharded(path, state)
+            for index, chunk in enumerate(chunks):
+                chunk.load_state_dict(loaded[f"model{index}"])
+
     def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
             return False
@@ -187,7 +202,10 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
         for index, chunk in enumerate(unwrap_model(list(self.chunks))):
             state = loaded[f"model{index}"]
             if self.trained_on_top_of is None:
-                chunk.load_state_dict(state)
+                found = chunk.load_state_dict(state, strict=False)
+                lacking = [name for name in found.missing_keys if not name.endswith(checkpoint_io.EXTRA_STATE)]
+                assert not lacking, lacking
+                assert not found.unexpected_keys, found.unexpected_keys
                 continue
             result = chunk.load_state_dict(state, strict=False)  # frozen weights are there already
             assert state.keys() == _trainable(chunk)

@@ -150,7 +150,8 @@ def prepare(module: PolicyModule, batch: FrozenBatch, layout: Layout, max_tokens
         assert batch.samples is not None
         module.engine = ReplayEngine(batch.samples)
         module.rewards, module.reward_weights = [RecordedReward(batch.samples)], None
-        longest = max(len(sample.response_ids) for sample in batch.samples)
+        module.environment = None  # the record holds its replies
+        longest = max(len(sample.policy_ids) for sample in batch.samples)
         module.dynamic_sampling = None  # it would draw other prompts than the frozen ones
         module.sampling = replace(module.sampling, max_tokens=max(longest, 1))
 

@@ -263,6 +263,7 @@ def _run_job(job: _Job) -> Any:
         os.environ.update(environment)
         gc.collect()  # a model is a web of cycles
         if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # and what was lent to processes that are gone
             torch.cuda.empty_cache()
 
 

@@ -88,6 +88,14 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path: Pa
     assert texts(tokenizer, sequence) == ("user:1+1=;assistant:2;", "2;")
 
 
+def test_chat_without_a_template_is_refused(tokenizer, tmp_path: Path):
+    tokenizer = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"train row 0 of .*: the tokenizer '.*plain' has no chat template"):
+        load([{"messages": TALK}], str(tmp_path / "plain"), messages_column="messages")
+
+
 def _saved(tokenizer, directory: Path) -> str:
     tokenizer.save_pretrained(directory)
     return str(directory)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_megatron_rl.rollout import replay
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.engine import SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
@@ -27,11 +27,11 @@ class ReplayEngine(replay.ReplayEngine):
         self.versions: list[int] = []
         self.names: set[str] = set()
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Take note of what came."""
         self.names = {name for name, _ in weights}
         self.versions.append(version)
-        super().update_weights((), version)
+        return super().update_weights((), version)
 
 
 def recorded_samples(count: int = 16) -> list[Sample]:

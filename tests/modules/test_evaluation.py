@@ -11,7 +11,7 @@ from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings, vote
 from lightning_megatron_rl.rollout.engine import SamplingParams
-from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from tests.distributed import WorkerError
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts
 from tests.strategy.test_megatron import LAYOUTS
@@ -50,6 +50,26 @@ def test_hand_made_epoch():
     assert len(evaluation.samples) == 3 + 4 + 8
     evaluation.add(group("a", [1.0]))
     assert len(evaluation.samples) == 1, "the next epoch begins with its first samples"
+
+
+def test_episodes_say_whether_they_succeeded_and_vote_with_their_last_turn():
+    evaluation = Evaluation(EvaluationSettings(num_samples=3), has_episodes=True)
+    first, second = group("a", [1.0], index=1) + group("a", [0.0], index=2)
+    first.turns, first.outcome = [Turn(0, 1, "7"), Turn(0, 0, "9")], Outcome("done", success=True)
+    second.turns, second.outcome = [Turn(0, 1, "8")], Outcome("error", error="no")  # says nothing about success
+    evaluation.add([first, second])
+    several = group("a", [1.0, 1.0, 0.0], "111")  # the transcripts end alike
+    for sample, text in zip(several, "778", strict=True):
+        sample.turns, sample.outcome = [Turn(0, 1, text)], Outcome("done", success=text == "7")
+    evaluation.add(several, 3)
+    metrics = evaluation.finish("val", same, list)
+    assert metrics["val/a/success_frac"] == 1.0
+    assert metrics["val/a/turns_mean"] == 1.5
+    assert metrics["val/a/maj_at_3"] == 1.0  # of the transcripts it would be 2 / 3
+
+    only = Evaluation(EvaluationSettings(), has_episodes=True)  # a replica without a prompt
+    names: list[str] = list(only.finish("val", same, lambda mine: mine or ["a"]))
+    assert {"val/a/success_frac", "val/a/turns_mean"} <= set(names)
 
 
 def test_replica_without_prompts_of_a_set_knows_its_metrics():

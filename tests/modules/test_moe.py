@@ -10,6 +10,7 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.moe import MoESettings
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
+from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE, assert_same_run
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Run, fit_sft
@@ -84,12 +85,7 @@ def reference(worker_pool, qwen3_moe_dir) -> Run:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("tp2_sp_ep2", "tp2_sp_pp2")))  # four processes
-        for name in LAYOUTS
-        if name != "single"
-    ],
+    "layout", by_default(["dp2", "ep2", "tp2_sp", "pp2_vpp2"], [name for name in LAYOUTS if name != "single"])
 )
 def test_router_losses_do_not_see_the_layout(worker_pool, qwen3_moe_dir, reference, layout):
     """Fails with Megatron's own losses: they count padding, and weigh with positions over target tokens."""
@@ -253,7 +249,9 @@ def test_second_update_replays_what_it_would_not_choose(replayed, worker_pool, q
     assert free.steps[1]["policy/grad_norm"] != pytest.approx(replayed.steps[1]["policy/grad_norm"], rel=RELATIVE)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "ep2", "tp2_sp", "pp2", "cp2", "pp2_vpp2", "ep2_cp2"])
+@pytest.mark.parametrize(
+    "layout", by_default(["dp2", "ep2", "tp2_sp"], ["dp2", "ep2", "tp2_sp", "pp2", "cp2", "pp2_vpp2", "ep2_cp2"])
+)
 def test_replay_does_not_see_the_layout(worker_pool, qwen3_moe_dir, replayed, layout):
     runs = grpo(worker_pool, qwen3_moe_dir, layout, module={"moe": R2})
     assert_same_rollouts(runs[0], replayed)
@@ -275,7 +273,7 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
-@pytest.mark.parametrize("layout", ["single", "pp2", "pp2_vpp2"])
+@pytest.mark.parametrize("layout", by_default(["pp2_vpp2"], ["single", "pp2", "pp2_vpp2"]))
 @pytest.mark.parametrize("model_config", [FULL_RECOMPUTE, MOE_RECOMPUTE], ids=["full", "moe"])
 def test_replay_with_recomputation(worker_pool, qwen3_moe_dir, replayed, layout, model_config):
     """Trap 16: in the pipeline, micro-batches are entered between a forward pass and its recomputation."""

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from lightning_megatron_rl.modules.reference import ReferenceSettings
-from tests.modules.runs import fit_grpo, prompts
+from lightning_megatron_rl.modules.rollout_batch import to_sequence
+from tests.distributed import WorkerError
+from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts, recorded_samples
+from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.training import SequenceDataModule
 
 
@@ -19,6 +22,9 @@ from tests.training import SequenceDataModule
         ({}, 0.1, True, "adapters_off"),
         ({"kind": "frozen_copy"}, 0.0, False, "frozen_copy"),  # to log the KL without a penalty
         ({"kind": "adapters_off"}, 0.0, True, "adapters_off"),
+        ({"model": "teacher"}, 0.1, False, "frozen_copy"),
+        ({"model": "teacher"}, 0.0, False, "frozen_copy"),
+        ({"model": "teacher"}, 0.1, True, "frozen_copy"),  # the adapters learn from it
     ],
 )
 def test_kind_in_force(settings: dict[str, Any], kl_coef: float, has_adapters: bool, kind: str):
@@ -45,6 +51,9 @@ def test_contradictions_are_refused(settings: dict[str, Any], kl_coef: float, ha
     [
         ({"refresh_every_n_steps": 0}, "refresh_every_n_steps=0"),
         ({"kind": "none", "refresh_every_n_steps": 1}, "kind=none"),
+        ({"model": "teacher", "kind": "none"}, "reference.model='teacher' with kind=none"),
+        ({"model": "teacher", "kind": "adapters_off"}, "kind=adapters_off"),
+        ({"model": "teacher", "refresh_every_n_steps": 1}, "refresh_every_n_steps=1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str):
@@ -107,8 +116,6 @@ def test_resumed_run_has_the_refreshed_reference(worker_pool, qwen3_dir, refresh
 def test_checkpoint_without_the_reference_is_refused(worker_pool, qwen3_dir, tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from tests.distributed import WorkerError
-
     saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=1)
     run(worker_pool, 1, qwen3_dir, None, 1, callbacks=[saving], trainer={"enable_checkpointing": True})
     with pytest.raises(WorkerError, match=r"parameters are missing \(reference\."):
@@ -129,3 +136,62 @@ def copies(model: Path) -> bool:
     return all(
         torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
     )
+
+
+def distil(
+    model: Path, strategy: dict[str, Any], world_size: int, teacher: Path, max_steps: int, **options: Any
+) -> list[dict[str, float]]:
+    """Steps on the same two prompts with KL to the teacher for the only objective."""
+    data = SequenceDataModule(prompts(2) * max_steps, 2)
+    module = {"reference": ReferenceSettings(model=str(teacher)), "updates_per_rollout": 1, "reward_weights": [0.0] * 2}
+    loss = {"kl_coef": 1.0, "kl_estimator": "k2", "entropy_coef": 0.0}
+    trainer = {"max_steps": max_steps}
+    return fit_grpo(
+        model, strategy, world_size, module={**module, **options}, trainer=trainer, data=data, loss=loss
+    ).steps
+
+
+def distil_job(pool: Any, layout: str, *args: Any, **kwargs: Any) -> list[dict[str, float]]:
+    world, strategy = {**LAYOUTS, "single": (1, {})}[layout]
+    return pool.run(distil, args[0], strategy, world, *args[1:], world_size=world, init_process_group=False, **kwargs)[
+        0
+    ]
+
+
+def test_policy_is_drawn_to_a_teacher_of_another_family(worker_pool, qwen3_dir, tied_dir):
+    """The first distance is that of both models in Transformers; then it falls, alike in every layout."""
+    from transformers import AutoModelForCausalLM
+
+    steps = distil_job(worker_pool, "single", qwen3_dir, tied_dir, 6)
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (qwen3_dir, tied_dir)]
+    k2, k3 = [], []
+    for sample in recorded_samples(2):
+        sequence = to_sequence(sample)
+        ids, mask = sequence.token_ids, sequence.loss_mask
+        policy, teacher = (
+            (model(ids[None]).logits[0] / 0.8).log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0][mask[1:]].detach()
+            for model in models
+        )
+        difference = teacher - policy
+        k2.append(difference.square() / 2)
+        k3.append((difference.exp() - difference - 1).clamp(max=10))
+    assert len(k2) == 2 * NUM_GENERATIONS
+    assert steps[0]["policy/kl_ref"] == pytest.approx(torch.cat(k3).mean().item(), rel=RELATIVE)
+    assert steps[0]["policy/loss"] == pytest.approx(torch.cat(k2).mean().item(), rel=RELATIVE)
+    distances = [step["policy/kl_ref"] for step in steps]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.8 * distances[0]
+    for mine, theirs in zip(distil_job(worker_pool, "pp2", qwen3_dir, tied_dir, 2), steps[:2], strict=True):
+        assert mine["policy/kl_ref"] == pytest.approx(theirs["policy/kl_ref"], rel=RELATIVE)
+        assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=RELATIVE)
+
+
+def test_teacher_with_another_tokenizer_is_refused(worker_pool, qwen3_dir, tmp_path):
+    from tests.tiny_models import make_tokenizer, save_tiny_model
+
+    teacher = save_tiny_model(tmp_path, "llama")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(teacher)
+    with pytest.raises(WorkerError, match="it must have the same tokenizer"):
+        distil_job(worker_pool, "single", qwen3_dir, teacher, 1)

@@ -8,7 +8,8 @@ from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
 from lightning_megatron_rl.modules.rollout_batch import Rollout, to_sequence
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
-from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.rewards import LengthPenalty
+from lightning_megatron_rl.sample import Prompt, Sample, Turn
 
 
 def rollout() -> Rollout:
@@ -41,6 +42,17 @@ def test_overlong_penalty():
     assert rewards == pytest.approx([1.0, 1.5, 2.0], abs=1e-14)  # 0, half, all of the penalty
     assert metrics == {"reward/overlong_penalty": pytest.approx(-0.5, abs=1e-14)}
     assert [sample.reward for sample in whole.samples] == [1.0, 2.0, 3.0]  # as the reward functions said
+
+
+def test_replies_of_an_environment_are_not_the_policys_length():
+    prompt = Prompt(token_ids=[1], text="a")
+    turns = [Turn(0, 5), Turn(20, 24)]
+    samples = [Sample(prompt, [3] * 24, [-1.0] * 24, reward=1.0, turns=turns), Sample(prompt, [3] * 9, [-1.0] * 9)]
+    whole = Rollout(samples, [to_sequence(sample) for sample in samples], num_generations=2)
+    overlong = OverlongSettings(penalty=1.0, buffer=0.2)
+    rewards = shaped_rewards(whole, GRPOLossConfig(), overlong, max_response_length=10, tally=Tally())
+    assert rewards.tolist() == pytest.approx([0.5, -0.5])
+    assert LengthPenalty(4, 10)(samples) == pytest.approx([-5 / 6, -5 / 6])
 
 
 @pytest.mark.parametrize(("estimator", "per_token"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.10653065971263342)])

@@ -66,7 +66,7 @@ def test_service_gets_all_and_the_order_is_kept(monkeypatch):
     (third,) = [sample for request in seen for sample in request["body"]["samples"] if sample["index"] == 3]
     assert third == {
         "prompt": "1+1=", "response": "xxx", "answer": "7", "dataset": "train", "index": 3,
-        "columns": {"level": 5}, "num_tokens": 3, "truncated": False,
+        "columns": {"level": 5}, "num_tokens": 3, "turns": [], "truncated": False,
     }  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def harness(model_dir: Path, states_around_start: dict[str, dict[str, Any]]) -> 
 @pytest.fixture(scope="session")
 def fault_harness(tied_model_dir: Path) -> Iterator[Harness]:
     """A running engine with a tied model, to be killed at will; it was started by a thread that has ended."""
-    engine = make_engine(max_restarts=100)
+    engine = make_engine(max_restarts=100, sleep_level=1)
 
     def start() -> None:
         engine.start(tied_model_dir)

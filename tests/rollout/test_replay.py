@@ -10,7 +10,7 @@ import torch
 from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams
 from lightning_megatron_rl.rollout.record import read_first_step, record_line
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
-from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 
 
 def samples() -> list[Sample]:
@@ -20,6 +20,18 @@ def samples() -> list[Sample]:
         Sample(first, [7, 8], [-0.1, -0.2], "gh", "stop", 3, {"exact": 1.0}, 0.5, 0.1),
         Sample(first, [9], [-0.3], "i", "length", 3, {"exact": 0.0}, -0.5, -0.1),
         Sample(second, [], [], "", "stop", 3, {}, 1.0),
+        Sample(
+            second,
+            [7, 8, 9],
+            [-0.1, 0.0, -0.2],
+            "ghi",
+            "length",
+            3,
+            {"environment": 1.5},
+            1.5,
+            turns=[Turn(0, 1, "g", 0.5), Turn(2, 3, "i")],
+            outcome=Outcome("length", 1.0, success=True),
+        ),
     ]
 
 
@@ -47,6 +59,11 @@ def test_what_is_written_is_read_back(tmp_path: Path):
         (record(response_ids=[1, 2, 3]), r"line 2: 3 response_ids, but 2 response_logprobs"),
         (record(reward=None), r"line 2: reward is None, not a number"),
         (record(prompt_ids=[]), r"line 2: prompt_ids is empty"),
+        (record(turns=[{"start": 0}]), r"line 2: turns is not a list of turns that follow each other: .*stop"),
+        (record(turns=[{"start": 0, "stop": 3}]), r"line 2: turns .* at \[0, 3\] of 2 tokens"),
+        (record(turns=[{"start": 1, "stop": 2}, {"start": 0, "stop": 1}]), r"line 2: turns .* at \[1, 2, 0, 1\]"),
+        (record(turns=5), r"line 2: turns is not a list"),
+        (record(outcome={"why": "done"}), r"line 2: outcome is not that of an episode"),
     ],
 )
 def test_bad_line_is_named(tmp_path: Path, line: str, message: str):
@@ -69,9 +86,11 @@ def test_engine_answers_with_what_was_recorded():
     assert engine.max_model_len == 5
     engine.update_weights(iter([("w", torch.ones(1))]), version=2)
     assert engine.weight_version == 2
-    requests = [GenerationRequest([5], seed=1), GenerationRequest([1, 2, 3], seed=1, num_samples=2)]
+    requests = [GenerationRequest([5], seed=1, num_samples=2), GenerationRequest([1, 2, 3], seed=1, num_samples=2)]
     answers = engine.generate(requests, SamplingParams())
-    assert [[generation.token_ids for generation in group] for group in answers] == [[[]], [[7, 8], [9]]]
+    assert [[generation.token_ids for generation in group] for group in answers] == [[[], [7, 8, 9]], [[7, 8], [9]]]
+    assert answers[0][1].turns == tuple(samples()[3].turns)
+    assert answers[0][1].outcome == samples()[3].outcome
     assert answers[1][1].finish_reason == "length"
     with pytest.raises(
         ValueError, match=r"request 0: 3 responses asked for, 2 were recorded for the prompt \[1, 2, 3\]"
@@ -89,4 +108,4 @@ def test_update_runs_through_the_weights():
 
 
 def test_rewards_are_those_of_the_record():
-    assert RecordedReward(samples())(list(reversed(samples()))) == [1.0, -0.5, 0.5]
+    assert RecordedReward(samples())(list(reversed(samples()))) == [1.5, 1.0, -0.5, 0.5]

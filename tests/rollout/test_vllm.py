@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rollout import EngineTimeoutError, GenerationRequest, SamplingParams
-from lightning_megatron_rl.rollout.vllm import CPU_PREFILL_TOKENS, VLLMEngine, visible_device
+from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.rollout.vllm_settings import CPU_PREFILL_TOKENS, visible_device
 from tests.rollout.conftest import (
     hf_logprobs,
     is_running,

@@ -61,15 +61,19 @@ def test_the_budgets_split_the_batch():
         assert len(plan_microbatches(LENGTHS, budget)) == parts
 
 
-@pytest.mark.deadline(300)
-@pytest.mark.parametrize("layout", ["single", *(name for name in LAYOUTS if LAYOUTS[name][0] <= 2)])
-def test_no_layout_and_no_split_changes_a_number(worker_pool, qwen3_dir, layout):
-    assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@{budget}" for budget in BUDGETS]))
+def test_no_split_changes_a_number(worker_pool, qwen3_dir):
+    assert_same(verify_sft(worker_pool, qwen3_dir, [f"single@{budget}" for budget in BUDGETS]))
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] == 4])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] == 2])
+def test_no_layout_changes_a_number(worker_pool, qwen3_dir, layout):
+    """As many micro-batches as there can be, and two: more than one, fewer than stages of a pipeline take in turn."""
+    assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@{budget}" for budget in (40, 96)]))
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp_pp2", "pp2_cp2", "cp2_dp2"])
 def test_no_product_of_layouts_changes_a_number(worker_pool, qwen3_dir, layout):
-    """Three micro-batches, which VPP fills up to four; all budgets and eight processes take minutes on two cores."""
+    """Three micro-batches; all products, budgets and eight processes take minutes on two cores."""
     assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@72"]))
 
 
@@ -86,8 +90,8 @@ def test_padded_rows_change_no_number(worker_pool, qwen3_dir):
 
 @pytest.mark.slow
 @pytest.mark.deadline(600)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] > 2])
-def test_no_product_of_layouts_changes_a_number_whatever_the_split(worker_pool, qwen3_dir, layout):
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] >= 2])
+def test_no_layout_changes_a_number_whatever_the_split(worker_pool, qwen3_dir, layout):
     assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@{budget}" for budget in BUDGETS]))
 
 
@@ -130,7 +134,9 @@ def test_the_budgets_split_an_update(qwen3_dir):
 def test_no_layout_and_no_split_changes_an_update(worker_pool, qwen3_dir, aggregation):
     """Loss, gradient norm and weights of both updates, with KL to a reference, entropy and importance weights."""
     loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)
-    layouts = ["single@56", "dp2@56", "cp2_dp2@80", "pp2_vpp2@160", "tp2_sp@400"]
+    layouts = ["single@56", "dp2@56", "pp2@160"]
+    if aggregation == "prompt_mean":  # its denominators are of several sequences
+        layouts += ["cp2_dp2@80", "pp2_vpp2@160", "tp2_sp@400"]
     assert_same(verify_grpo(worker_pool, qwen3_dir, loss, layouts))
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.distributed import ROOT, free_port
+from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE
 from tests.training import fit_sft
 
@@ -110,7 +111,7 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
                 assert value == pytest.approx(theirs[name], rel=RELATIVE), name
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", by_default([1], [0, 1]))
 def test_a_lost_rank_ends_the_others(launch, qwen3_dir, rank):
     """A rank that is gone in the middle of a step leaves nobody waiting for the process-group timeout."""
     launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--dying-rank", str(rank))
@@ -128,7 +129,7 @@ def test_a_lost_rank_ends_the_others(launch, qwen3_dir, rank):
     assert "phase 'start of batch'" in output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", by_default([1], [0, 1]))
 def test_sigterm_to_one_rank_stops_all_of_them_before_the_same_batch(launch, qwen3_dir, rank):
     """Hangs with Lightning's own handler, which broadcasts from within the signal."""
     launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--terminated-rank", str(rank))

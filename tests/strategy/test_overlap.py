@@ -57,7 +57,6 @@ def on(pool: Any, model: Path, layout: str, ddp: dict[str, Any], **options: Any)
         ("dp2", GRADIENTS),
         ("dp2", BOTH),
         ("tp2_dp2_sp", BOTH),
-        ("pp2_vpp2_dp2", BOTH),
         *(
             pytest.param(layout, ddp, marks=pytest.mark.slow)  # four processes each
             for layout, ddp in [
@@ -65,6 +64,7 @@ def on(pool: Any, model: Path, layout: str, ddp: dict[str, Any], **options: Any)
                 ("pp2_dp2", GRADIENTS),
                 ("pp2_dp2", BOTH),
                 ("pp2_vpp2_dp2", GRADIENTS),
+                ("pp2_vpp2_dp2", BOTH),
             ]
         ),
     ],
@@ -91,6 +91,7 @@ def test_overlap_of_gradients_without_sharding(worker_pool, qwen3_dir):
     assert_same_run(worlds["overlap"], worlds["none"], SAME)
 
 
+@pytest.mark.slow
 def test_overlap_with_recompute_and_tied_embeddings(worker_pool, qwen3_dir, tied_dir):
     """Layers whose forward runs again in backward; a weight that two stages hold."""
     module = {"model_config": RECOMPUTE}

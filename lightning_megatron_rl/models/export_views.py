@@ -1,0 +1,136 @@
+"""Hugging Face tensors as views of Megatron's parameters, planned once: no conversion and no copy in later exports.
+
+Megatron-Bridge converts a weight by moving whole rows: fused projections are taken apart, padding is cut off. What it
+does with a parameter's row numbers says which rows of the parameter each Hugging Face tensor consists of.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Convert = Callable[[Iterable[Any]], Iterable[tuple[str, Tensor]]]
+"""From conversion tasks to Hugging Face names and tensors, each task's before the next task is taken."""
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Rows of a parameter: `count` blocks of `size` rows, the first at `start`, each `step` rows after the one before.
+
+    Example:
+        The keys of a fused projection with 4 rows of queries and 2 of keys and of values per group, two groups:
+        ``RowBlocks(start=4, size=2, step=8, count=2)``.
+    """
+
+    start: int
+    size: int
+    step: int
+    count: int
+
+    def take(self, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the rows in `shape`: a view if they are one block, otherwise a copy."""
+        row = parameter.stride(0)
+        blocks = parameter.as_strided(
+            (self.count, self.size, *parameter.shape[1:]),
+            (self.step * row, *parameter.stride()),
+            parameter.storage_offset() + self.start * row,
+        )
+        return blocks.reshape(shape)
+
+
+def find_blocks(rows: Tensor) -> RowBlocks | None:
+    """Return row numbers ``[n]`` as blocks at equal distances, or None if they are none.
+
+    Example:
+        ``find_blocks(torch.tensor([4, 5, 12, 13])) == RowBlocks(start=4, size=2, step=8, count=2)``
+    """
+    breaks = (rows.diff() != 1).nonzero().flatten()
+    start, total = int(rows[0]), len(rows)
+    if len(breaks) == 0:
+        return RowBlocks(start, size=total, step=total, count=1)
+    size = int(breaks[0]) + 1
+    if total % size:
+        return None
+    step = int(rows[size]) - start
+    expected = start + step * torch.arange(total // size)[:, None] + torch.arange(size)[None]
+    return RowBlocks(start, size, step, total // size) if torch.equal(rows.cpu(), expected.flatten()) else None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    name: str
+    parameter: Tensor
+    rows: RowBlocks
+    shape: tuple[int, ...]
+
+
+class ExportViews:
+    """All Hugging Face tensors of a model, as parts of its parameters.
+
+    Args:
+        planned: What `plan_views` found.
+    """
+
+    def __init__(self, planned: Sequence[_Planned]) -> None:
+        self._planned = planned
+
+    @torch.no_grad()
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return names and tensors in the parameters' dtype: views of them, and copies of rows that lie apart."""
+        return [(plan.name, plan.rows.take(plan.parameter.detach(), plan.shape)) for plan in self._planned]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters that were planned with."""
+        return (plan.parameter for plan in self._planned)
+
+
+@torch.no_grad()
+def plan_views(tasks: Sequence[Any], convert: Convert, exported: Iterable[tuple[str, Tensor]]) -> ExportViews | None:
+    """Plan the views of a model that this rank has whole, or return None if its export does more than move rows.
+
+    Args:
+        tasks: Megatron-Bridge's conversion tasks.
+        convert: Its conversion.
+        exported: What it exports; every view is compared with it, bit by bit.
+    """
+    numbered = _RowNumbers(tasks)
+    planned = []
+    for name, rows in convert(numbered):
+        parameter = numbered.parameter
+        if rows.dim() != parameter.dim() or rows.is_floating_point() or rows.numel() == 0:
+            return None
+        blocks = find_blocks(rows.reshape(rows.shape[0], -1)[:, 0].cpu())
+        if blocks is None or blocks.start + (blocks.count - 1) * blocks.step + blocks.size > parameter.shape[0]:
+            return None
+        planned.append(_Planned(name, parameter, blocks, tuple(rows.shape)))
+    by_name = {plan.name: plan for plan in planned}
+    count = 0
+    for name, tensor in exported:
+        plan = by_name.get(name)
+        if plan is None or plan.shape != tuple(tensor.shape) or plan.shape[1:] != tuple(plan.parameter.shape[1:]):
+            return None
+        if not torch.equal(plan.rows.take(plan.parameter, plan.shape).to(tensor.dtype), tensor):
+            return None
+        count += 1
+    return ExportViews(planned) if count == len(by_name) == len(planned) else None
+
+
+class _RowNumbers:
+    """Conversion tasks with each element of a weight replaced by the number of its row."""
+
+    def __init__(self, tasks: Sequence[Any]) -> None:
+        self._tasks = tasks
+        self.parameter: Tensor = torch.empty(0)  # of the task whose turn it is
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Any]:
+        for task in self._tasks:
+            self.parameter = task.param_weight
+            shape = self.parameter.shape
+            rows = torch.arange(shape[0], device=self.parameter.device).view(-1, *[1] * (len(shape) - 1)).expand(shape)
+            yield dataclasses.replace(task, param_weight=rows)

@@ -1,0 +1,275 @@
+"""Episodes: the policy and an environment take turns; every call of the engine advances all that are alive by one."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightning_megatron_rl.environments.base import NAME, Action, Ending, Episode, Reply
+from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvironment
+from lightning_megatron_rl.rewards.base import describe_sample
+from lightning_megatron_rl.rewards.guard import describe_error
+from lightning_megatron_rl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    derive_seed,
+)
+from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_NAMED = 3  # failed episodes that a warning describes
+
+
+@dataclass
+class _Transcript:
+    """An episode as it grows; its token ids are only ever appended to."""
+
+    prompt: Prompt
+    number: int  # among the samples of its prompt
+    game: Episode | BaseException  # what could not be started is an exception
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    reason: str = ""  # why it is over, if it is
+    cause: BaseException | None = None  # of an error
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the policy reads next."""
+        return self.prompt.token_ids + self.response_ids
+
+    def room(self, params: SamplingParams, max_model_len: int) -> int:
+        """Tokens that the policy may still write."""
+        written = sum(turn.stop - turn.start for turn in self.turns)
+        return min(params.max_tokens - written, max_model_len - len(self.token_ids))
+
+    def add_turn(self, generation: Generation, text: str) -> Action:
+        """Append what the policy wrote; return it as the environment sees it."""
+        start = len(self.response_ids)
+        self.response_ids += generation.token_ids
+        self.logprobs += generation.logprobs
+        self.turns.append(Turn(start, len(self.response_ids), text))
+        return Action(text, list(generation.token_ids), len(self.turns) - 1, generation.finish_reason == "length")
+
+    def add_reply(self, token_ids: list[int]) -> None:
+        """Append what the environment said; the sampler has no log-probs of it."""
+        self.response_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+
+    def fail(self, error: BaseException) -> None:
+        """End the episode with an error of its environment."""
+        self.reason, self.cause = "error", error
+
+
+def play_episodes(
+    engine: RolloutEngine,
+    environment: GuardedEnvironment,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    *,
+    num_generations: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    step: int,
+) -> list[Sample]:
+    """Play `num_generations` episodes of each prompt to their ends; those of one prompt stand together.
+
+    The transcript is the prompt's token ids, the sampled ones and those of the replies, end to end: nothing is decoded
+    and encoded again. Whatever an environment does wrong ends its episode alone, with a warning that names it.
+
+    Args:
+        engine: A started engine.
+        environment: Replies.
+        prompts: This replica's prompts.
+        params: `max_tokens` limits what the policy writes in all turns of an episode together.
+        num_generations: Episodes per prompt.
+        tokenizer: Decodes turns for the environment, and encodes replies that are text.
+        seed: The run's seed. Each (step, prompt, sample, turn) gets a seed of its own.
+        step: The `global_step`.
+
+    Raises:
+        ValueError: A prompt that fills `max_model_len`.
+        EnvironmentSetupError: What the environment needs is not there.
+        RuntimeError: The environment failed, and `on_error` is "raise".
+    """
+    for prompt in prompts:
+        if len(prompt.token_ids) >= engine.max_model_len:
+            raise ValueError(
+                f"prompt {prompt.index} of {prompt.dataset!r} has {len(prompt.token_ids)} tokens: max_model_len="
+                f"{engine.max_model_len} leaves no room for a turn. Raise max_model_len or lower max_prompt_length."
+            )
+    pairs = [(prompt, number) for prompt in prompts for number in range(num_generations)]
+    seeds = [derive_seed(seed, step, prompt.index, f"{prompt.dataset}/{NAME}") for prompt, _ in pairs]
+    games = environment.start([prompt for prompt, _ in pairs], seeds)
+    transcripts = [_Transcript(prompt, number, game) for (prompt, number), game in zip(pairs, games, strict=True)]
+    for transcript in transcripts:
+        if isinstance(transcript.game, BaseException):
+            transcript.fail(transcript.game)
+    for turn in range(environment.settings.max_turns):
+        live = [transcript for transcript in transcripts if not transcript.reason]
+        if not live:
+            break
+        actions = _take_turn(engine, live, params, environment.settings.max_turn_tokens, tokenizer, seed, step, turn)
+        replies = environment.step(_games(live), actions)
+        is_last = turn + 1 == environment.settings.max_turns
+        for transcript, reply in zip(live, replies, strict=True):
+            _take_reply(transcript, reply, environment, tokenizer, params, engine.max_model_len, is_last=is_last)
+    samples = _finish(transcripts, environment, tokenizer, engine.weight_version)
+    _report(transcripts, samples, environment)
+    return samples
+
+
+def _games(transcripts: Sequence[_Transcript]) -> list[Episode]:
+    return [transcript.game for transcript in transcripts if not isinstance(transcript.game, BaseException)]
+
+
+def _take_turn(
+    engine: RolloutEngine,
+    live: list[_Transcript],
+    params: SamplingParams,
+    max_turn_tokens: int | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    step: int,
+    turn: int,
+) -> list[Action]:
+    """Let the policy write one turn of each episode, in one call of the engine."""
+    requests = []
+    for transcript in live:
+        room = transcript.room(params, engine.max_model_len)
+        prompt = transcript.prompt
+        requests.append(
+            GenerationRequest(
+                token_ids=transcript.token_ids,
+                seed=derive_seed(seed, step, prompt.index, f"{prompt.dataset}/{transcript.number}/{turn}"),
+                max_tokens=room if max_turn_tokens is None else min(room, max_turn_tokens),
+            )
+        )
+    return [
+        transcript.add_turn(generation, _decode(tokenizer, generation.token_ids))
+        for transcript, (generation,) in zip(live, engine.generate(requests, params), strict=True)
+    ]
+
+
+def _take_reply(
+    transcript: _Transcript,
+    reply: Reply | BaseException,
+    environment: GuardedEnvironment,
+    tokenizer: "PreTrainedTokenizerBase",
+    params: SamplingParams,
+    max_model_len: int,
+    *,
+    is_last: bool,
+) -> None:
+    """Append a reply that the policy will read; a transcript always ends with the policy's own tokens."""
+    if isinstance(reply, BaseException):
+        transcript.fail(reply)
+        return
+    transcript.turns[-1].reward = float(reply.reward)
+    if reply.done:
+        transcript.reason = "done"
+        return
+    if transcript.room(params, max_model_len) < 1:
+        transcript.reason = "length"
+        return
+    if is_last:
+        transcript.reason = "max_turns"
+        return
+    token_ids = reply.token_ids
+    if token_ids is None:
+        assert reply.text is not None, "the guard has checked it"
+        text = environment.settings.reply_template.replace("{reply}", reply.text)
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not token_ids:
+        transcript.fail(ContractError(f"the tokenizer makes no token of the reply {reply.text!r}"))
+    elif transcript.room(params, max_model_len - len(token_ids)) < 1:
+        transcript.reason = "length"
+    else:
+        transcript.add_reply(token_ids)
+
+
+def _finish(
+    transcripts: list[_Transcript],
+    environment: GuardedEnvironment,
+    tokenizer: "PreTrainedTokenizerBase",
+    weight_version: int,
+) -> list[Sample]:
+    ended = [transcript for transcript in transcripts if transcript.cause is None]
+    endings = environment.finish(_games(ended), [transcript.reason for transcript in ended])
+    good: dict[int, Ending] = {}
+    for transcript, ending in zip(ended, endings, strict=True):
+        if isinstance(ending, BaseException):
+            transcript.fail(ending)
+        else:
+            good[id(transcript)] = ending
+    samples = []
+    for transcript in transcripts:
+        if transcript.cause is None:
+            ending = good[id(transcript)]
+            outcome = Outcome(transcript.reason, float(ending.reward), ending.success)
+        else:
+            outcome = Outcome("error", environment.settings.default_reward, error=describe_error(transcript.cause))
+        samples.append(
+            Sample(
+                prompt=transcript.prompt,
+                response_ids=transcript.response_ids,
+                response_logprobs=transcript.logprobs,
+                response=_decode(tokenizer, transcript.response_ids),
+                finish_reason="length" if transcript.reason == "length" else "stop",
+                weight_version=weight_version,
+                turns=transcript.turns,
+                outcome=outcome,
+            )
+        )
+    return samples
+
+
+def _report(transcripts: list[_Transcript], samples: list[Sample], environment: GuardedEnvironment) -> None:
+    """Name the episodes whose environment failed, or raise for the first."""
+    failed = [(transcript, sample) for transcript, sample in zip(transcripts, samples, strict=True) if transcript.cause]
+    if not failed:
+        return
+    name = type(environment.environment).__name__
+    named = [
+        f"turn {len(transcript.turns)} of {describe_sample(sample)}: {sample.outcome.error}"
+        for transcript, sample in failed[:_MAX_NAMED]
+        if sample.outcome is not None
+    ]
+    if environment.settings.on_error == "raise":
+        raise RuntimeError(
+            f"the environment {name} failed in {named[0]}. Let it reply to a bad turn instead of raising, or set"
+            " episodes.on_error to default."
+        ) from failed[0][0].cause
+    more = f"; and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
+    warnings.warn(
+        f"the environment {name} failed in {len(failed)} of {len(samples)} episodes, which get"
+        f" {environment.settings.default_reward:g}: {'; '.join(named)}{more}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def add_episode_rewards(samples: list[Sample]) -> None:
+    """Add each episode's reward to its sample's, as the component "environment": turns and end, or the default.
+
+    Example:
+        Turns worth 0.1 and 0.2 and an end worth 1 add 1.3.
+    """
+    for sample in samples:
+        outcome = sample.outcome
+        assert outcome is not None
+        reward = outcome.reward
+        if outcome.error:
+            sample.reward_errors = {**sample.reward_errors, NAME: outcome.error}
+        else:
+            reward += sum(turn.reward for turn in sample.turns)
+        sample.rewards = {NAME: reward, **sample.rewards}
+        sample.reward += reward

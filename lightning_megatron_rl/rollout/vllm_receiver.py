@@ -1,0 +1,125 @@
+"""What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API, for them alone."""
+
+import gc
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, join_group
+from lightning_megatron_rl.rollout.placement import Placement
+from lightning_megatron_rl.rollout.shared_weights import SharedWeightsReceiver
+from lightning_megatron_rl.rollout.weight_loader import WeightLoader
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """Where trainer and workers meet for NCCL; the trainer is rank 0, worker i is rank i + 1."""
+
+    host: str
+    port: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass
+class PartInfo(WeightTransferUpdateInfo):
+    """One part of an update."""
+
+    placements: list[Placement]
+    handles: list[tuple[Any, ...]] | None  # of CUDA IPC, one per block; None: the blocks of the last part again
+    num_bytes: int | None  # of a broadcast by NCCL
+    blocks: list[Tensor] | None  # in the same process: the memory itself
+    keep: bool  # whether the memory stays as it is until the update ends
+
+
+class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
+    """Receives parts of the weights through CUDA IPC, NCCL or in the same process, and loads them in place."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = PartInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.loader = WeightLoader(model, vllm_config.model_config)
+        self._group: dist.ProcessGroup | None = None
+        self._blocks: list[Tensor] = []
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        """Join the trainer's group."""
+        self._group = join_group(
+            init_info.host,
+            init_info.port,
+            rank=self.parallel_config.rank + 1,
+            world_size=init_info.world_size,
+            timeout=timedelta(seconds=init_info.timeout_s),
+        )
+
+    def start_weight_update(self) -> None:
+        """Start an update."""
+        self.loader.begin()
+
+    def receive_weights(self, update_info: PartInfo) -> None:
+        """Load one part."""
+        self._blocks = self._receive(update_info)
+        self.loader.load(self._blocks, update_info.placements, keep=update_info.keep)
+
+    def _receive(self, info: PartInfo) -> list[Tensor]:
+        if info.blocks is not None:
+            return info.blocks
+        if info.num_bytes is not None:
+            assert self._group is not None, "the trainer sends no part before the group is there"
+            block = torch.empty(info.num_bytes, dtype=torch.uint8, device=self.device)
+            self._group.broadcast([block], dist.BroadcastOptions()).wait()
+            return [block]
+        if info.handles is None:
+            return self._blocks
+        return [rebuild_cuda_tensor(*handle) for handle in info.handles]
+
+    def finish_weight_update(self) -> None:
+        """Finish the update and let the trainer's memory go."""
+        self.loader.end()
+        self._blocks = []
+        gc.collect()
+        torch.cuda.ipc_collect()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Not here: `cuda_transfer` sends, in a process that does not import vLLM."""
+        raise NotImplementedError("weights are sent by lightning_megatron_rl.rollout.cuda_transfer")
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
+
+
+class WeightReceiver(SharedWeightsReceiver):
+    """Methods that vLLM adds to each of its workers (`worker_extension_cls`); importing it registers the backend."""
+
+    weight_transfer_engine: Any  # the worker's own
+
+    def memory_facts(self) -> dict[str, int]:
+        """Bytes free on the worker's GPU, and bytes that sleeping can free."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        if not torch.cuda.is_available():
+            return {"free": 0, "pooled": 0}
+        return {"free": torch.cuda.mem_get_info()[0], "pooled": CuMemAllocator.get_instance().get_current_usage()}
+
+    def was_replayed(self) -> bool:
+        """Whether the last update was copies that had been recorded in an earlier one."""
+        return bool(self.weight_transfer_engine.loader.was_replayed)

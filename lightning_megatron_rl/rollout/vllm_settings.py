@@ -1,0 +1,148 @@
+"""What vLLM is started with: its arguments, and the environment of its process."""
+
+import os
+from typing import Any
+
+import torch
+
+from lightning_megatron_rl.rollout.cuda_transfer import BACKEND
+
+CPU_EXTENSION = "lightning_megatron_rl.rollout.shared_weights.SharedWeightsReceiver"
+CUDA_EXTENSION = "lightning_megatron_rl.rollout.vllm_receiver.WeightReceiver"
+DEFAULT_CPU_KV_CACHE_GB = 0.5  # without a size vLLM reserves a fraction of all memory
+CPU_PREFILL_TOKENS = 2048  # per scheduling step
+# vLLM picks FlashInfer's sampler where it is installed, which compiles kernels when it first samples
+CUDA_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def llm_arguments(
+    model_path: str,
+    device: str,
+    *,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    enforce_eager: bool,
+    tensor_parallel_size: int,
+    seed: int,
+    kv_cache_memory_gb: float | None,
+    gpu_memory_utilization: float,
+    sleeps: bool,
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`.
+
+    Args:
+        model_path: Hugging Face directory.
+        device: "cpu" or "cuda".
+        dtype: Of the weights; vLLM's own "auto" turns a float32 model into a 16-bit one.
+        max_model_len: Longest prompt and response together. # [tokens]
+        max_num_seqs: Most sequences at a time.
+        enforce_eager: No compilation and no CUDA graphs.
+        tensor_parallel_size: Processes that share the model.
+        seed: vLLM's own.
+        kv_cache_memory_gb: Size of the cache, or None for the default. # GiB
+        gpu_memory_utilization: Share of the GPU's memory if the cache's size is None.
+        sleeps: Whether it is to sleep, which needs an allocator of vLLM's own on CUDA.
+    """
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": enforce_eager,
+        "tensor_parallel_size": tensor_parallel_size,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",  # the default leaves the temperature out
+        "generation_config": "vllm",  # none of the model's own sampling defaults
+        "enable_prefix_caching": True,
+    }
+    if device == "cpu":
+        kv_cache_memory_gb = kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB
+        arguments["worker_extension_cls"] = CPU_EXTENSION
+        # A prompt prefilled in parts makes vLLM rewind the request's generator, which CPU generators cannot do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(max_model_len, max_num_seqs, CPU_PREFILL_TOKENS)
+    else:
+        arguments["worker_extension_cls"] = CUDA_EXTENSION
+        arguments["weight_transfer_config"] = {"backend": BACKEND}
+        arguments["enable_sleep_mode"] = sleeps
+        # given the cache's size, vLLM uses the share only to refuse a GPU where less than that is free
+        arguments["gpu_memory_utilization"] = gpu_memory_utilization if kv_cache_memory_gb is None else 0.01
+    if kv_cache_memory_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_memory_gb * 2**30)
+    return arguments
+
+
+def engine_environment(
+    device: str, *, eager: bool, num_threads: int | None = None, visible_devices: str | None = None
+) -> dict[str, str]:
+    """Return the variables that vLLM's process gets beside its parent's.
+
+    Args:
+        device: "cpu" or "cuda".
+        eager: No compilation.
+        num_threads: CPU threads; None: every core that this process may use.
+        visible_devices: The CUDA_VISIBLE_DEVICES of the process.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core inside the process that we watch
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a directory
+        "VLLM_HOST_IP": "127.0.0.1",  # where its processes meet; it would ask the network for its address
+    }
+    if device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(num_threads or len(os.sched_getaffinity(0)))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer's threads use the same cores
+        if eager:
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # enforce_eager alone still compiles while warming up
+    else:
+        environment |= {name: os.environ.get(name, value) for name, value in CUDA_ENVIRONMENT.items()}
+        if visible_devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices
+    return environment
+
+
+def visible_device(index: int, visible: str | None) -> str:
+    """Return the CUDA_VISIBLE_DEVICES that shows a child this process's device `index` alone.
+
+    Example:
+        ``visible_device(1, "4,6") == "6"`` and ``visible_device(1, None) == "1"``
+    """
+    return visible.split(",")[index].strip() if visible else str(index)
+
+
+def engine_devices(wanted: list[int] | None, tensor_parallel_size: int, own: int, count: int) -> list[int]:
+    """Return the CUDA devices of an engine, as its trainer numbers them.
+
+    Args:
+        wanted: What the user asked for; None: the trainer's own and those behind it.
+        tensor_parallel_size: How many are needed.
+        own: The trainer's device.
+        count: Devices of the machine.
+
+    Raises:
+        ValueError: Too few, too many, or one that does not exist.
+
+    Example:
+        ``engine_devices(None, 2, own=2, count=4) == [2, 3]``
+    """
+    devices = list(range(own, own + tensor_parallel_size)) if wanted is None else wanted
+    if len(devices) != tensor_parallel_size or len(set(devices)) != len(devices):
+        raise ValueError(
+            f"devices={devices}: tensor_parallel_size={tensor_parallel_size} needs as many different devices"
+        )
+    missing = [device for device in devices if not 0 <= device < count]
+    if missing:
+        raise ValueError(
+            f"the engine wants devices {devices} (its trainer has device {own}), but there are {count}:"
+            f" {missing} do(es) not exist. Lower tensor_parallel_size={tensor_parallel_size} or name other devices."
+        )
+    return devices
+
+
+def current_device() -> int:
+    """This process's CUDA device."""
+    return torch.cuda.current_device()

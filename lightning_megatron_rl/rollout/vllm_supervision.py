@@ -1,0 +1,332 @@
+"""The life of vLLM's process: started, given the newest weights, put to sleep and woken, replaced when it fails."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
+from lightning_megatron_rl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+    WeightsLostError,
+    check_requests,
+)
+from lightning_megatron_rl.rollout.process import (
+    EngineCallError,
+    EngineDiedError,
+    EngineTimeoutError,
+    WorkerProcess,
+)
+from lightning_megatron_rl.rollout.shared_weights import SharedWeights, Slot
+
+WORKER_MODULE = "lightning_megatron_rl.rollout.vllm_worker"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
+LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class SupervisedEngine(RolloutEngine):
+    """vLLM in a child process; `VLLMEngine` says what it is started with."""
+
+    call_timeout_s: float
+    start_timeout_s: float
+    max_restarts: int
+    echo_output: bool
+    _layout: CheckpointLayout
+    _llm_arguments: dict[str, Any]
+    _environment: dict[str, str]
+
+    def _forget(self) -> None:
+        self.weight_version = 0
+        self.num_restarts = 0
+        self._worker: WorkerProcess | None = None
+        self._limits: dict[str, int] | None = None  # of the worker; None until it has said that it is ready
+        self._shared: SharedWeights | None = None
+        self._failures: list[Exception] = []
+        # Pushes are numbered from 1; 0 stands for the weights in the model's directory.
+        self._num_pushes = 0
+        self._wanted_push = 0  # what should sample
+        self._wanted_version = 0
+        self._shared_push: int | None = None  # what the shared memory holds; None: nothing whole
+        self._worker_push: int | None = 0  # what the worker has loaded; None: nothing whole
+        self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
+        self._transport: IPCTransport | NCCLTransport | None = None  # None: shared memory
+        self._connected_pid: int | None = None  # the worker that is in the transport's group
+        self._worker_plan: list[Slot] | None = None  # what the worker knows of the shared memory's layout
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine's process, if there is one."""
+        return None if self._worker is None or self._worker.is_gone else self._worker.pid
+
+    def wait_ready(self) -> None:
+        """Block until the process can sample with the weights last pushed.
+
+        Raises:
+            RuntimeError: It cannot start, did not start in time, or failed more often than `max_restarts`.
+        """
+        self._retrying(lambda worker: None)
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Sample `num_samples` responses for each request.
+
+        Raises:
+            ValueError: A request is refused; see `check_requests`.
+            RuntimeError: The call failed in vLLM, outlasted `call_timeout_s`, or the process failed too often.
+        """
+
+        def call(worker: WorkerProcess) -> tuple[int, list[list[Generation]]]:
+            assert self._limits is not None
+            check_requests(requests, params, **self._limits)
+            self._wake(worker, {WEIGHTS, KV_CACHE})
+            return worker.request("generate", ("generate", requests, params), self.call_timeout_s)
+
+        if not requests:
+            return []
+        version, generations = self._retrying(call)
+        if version != self.weight_version:
+            raise RuntimeError(f"the engine sampled with weights of version {version}, not {self.weight_version}")
+        return generations
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Push a full set of weights and clear the prefix cache; the version counts from the moment they are loaded.
+
+        The tensors are copied into shared memory as they come. If the iterable raises or the set is not the model's,
+        the old weights go on sampling; should the process then have to be replaced, they are gone with it, and
+        `generate` asks for a new update.
+
+        Args:
+            weights: Hugging Face names and whole tensors, on CPU or CUDA, in any dtype.
+            version: Becomes `weight_version`.
+
+        Raises:
+            ValueError: The names or shapes differ from those of the model's directory.
+            RuntimeError: The process failed more often than `max_restarts`, or outlasted `call_timeout_s`.
+        """
+        began = time.perf_counter()
+        self._started()
+        checked: Iterable[tuple[str, Tensor]] = self._layout.check(weights)
+        if isinstance(weights, list):
+            checked = list(checked)  # all of them are right before the first is sent
+        on_gpu, checked = _peek(checked)
+        self._shared_push = None
+        if self._transport is None or not on_gpu:
+            num_bytes, extra, replayed = self._update_through_host(checked, version), 0, False
+            name = "shared memory"
+        else:
+            num_bytes, extra, replayed = self._update_on_device(checked, version)
+            name = self._transport.name
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed)
+        log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
+        return report
+
+    def _update_through_host(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        plan = self._started().write(weights)
+        self._num_pushes += 1
+        self._shared_push = self._wanted_push = self._num_pushes
+        self._wanted_version = version
+        self.wait_ready()
+        return plan[-1].end
+
+    def _update_on_device(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int, bool]:
+        while True:
+            try:
+                return self._transfer(self._running_worker(), weights, version)
+            except EngineDiedError as error:
+                self._failures.append(error)
+                if not isinstance(weights, list):
+                    raise WeightsLostError(
+                        f"the engine's process ended during the update to version {version}, and the weights came one"
+                        f" by one: update_weights again with all of them. {error}"
+                    ) from error
+
+    def _transfer(
+        self, worker: WorkerProcess, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> tuple[int, int, bool]:
+        transport = self._transport
+        assert transport is not None
+
+        def post(part: dict[str, Any], meanwhile: Callable[[], None] | None = None) -> None:
+            worker.send("update_weights", ("load", part), self.call_timeout_s)
+            if meanwhile is not None:
+                meanwhile()
+            worker.receive("update_weights", self.call_timeout_s)
+
+        self._num_pushes += 1
+        self._worker_push, self._wanted_push, self._wanted_version = None, self._num_pushes, version
+        try:
+            self._wake(worker, {WEIGHTS})
+            if isinstance(transport, NCCLTransport) and self._connected_pid != worker.pid:
+                transport.connect(
+                    lambda info: worker.send("connect", ("connect", info), self.call_timeout_s),
+                    lambda: worker.receive("connect", self.call_timeout_s),
+                )
+                self._connected_pid = worker.pid
+            worker.request("update_weights", ("begin",), self.call_timeout_s)
+            sizes = transport.send(weights, post)
+            replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
+            transport.finish()
+        except EngineCallError as error:
+            raise EngineDiedError(str(error)) from error
+        except BaseException:
+            worker.kill()  # it has a part of the weights
+            raise
+        self._worker_push, self.weight_version = self._wanted_push, version
+        return *sizes, replayed
+
+    def sleep(self, level: int = 1) -> int:
+        """Free the GPU's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both.
+
+        Returns:
+            Bytes that were freed on the engine's GPUs; 0 on CPU, where vLLM keeps its memory, and if it is asleep.
+
+        Raises:
+            ValueError: `level` is neither, or the engine was built with ``sleep_level=0``.
+            RuntimeError: As `generate`.
+        """
+        self._started()
+        if level not in (1, 2):
+            raise ValueError(f"sleep(level={level}): 1 (weights to the host's memory) or 2 (weights dropped)")
+        if self.sleep_level == 0:
+            raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
+        if not self._awake:
+            return 0
+        worker = self._running_worker()
+        freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
+        self._awake = set()
+        if level == 2:
+            self._worker_push = None
+        log.info("asleep at level %d: freed %.3f of %.3f GB", level, freed / 1e9, expected / 1e9)
+        if freed < LEAST_FREED * expected:
+            log.warning(
+                "sleep(level=%d) freed %.2f GB of the %.2f GB that the engine had: another process took memory on its"
+                " GPU at that moment, or the memory did not come free, which the trainer will miss",
+                level,
+                freed / 1e9,
+                expected / 1e9,
+            )
+        return int(freed)
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory again for "weights" and "kv_cache", both or one of them; the cache comes back empty.
+
+        Raises:
+            ValueError: Another tag.
+            RuntimeError: As `generate`; out of memory among the reasons.
+        """
+        self._started()
+        wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
+        if wanted - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"wake(tags={tags}): {WEIGHTS!r} and {KV_CACHE!r} can wake")
+        self._wake(self._running_worker(), wanted)
+
+    def _wake(self, worker: WorkerProcess, tags: set[str]) -> None:
+        missing = sorted(tags - self._awake, reverse=True)  # weights first
+        if missing:
+            worker.request("wake", ("wake", missing), self.call_timeout_s)
+            self._awake |= tags
+
+    def close(self) -> None:
+        """End the process and free the shared memory; the engine can be started again."""
+        if self._worker is not None:
+            self._worker.close(grace_s=5.0 if self._limits else 0.0)  # while it loads it does not listen
+        if self._shared is not None:
+            self._shared.close()
+        self._forget()
+
+    def _retrying(self, call: Callable[[WorkerProcess], T]) -> T:
+        """Run `call` on a worker that has the wanted weights, on a new one whenever the process died."""
+        self._started()
+        while True:
+            try:
+                return call(self._ready_worker())
+            except EngineDiedError as error:
+                self._failures.append(error)
+            except (EngineTimeoutError, EngineCallError) as error:
+                self._failures.append(error)
+                raise
+
+    def _ready_worker(self) -> WorkerProcess:
+        """A worker with the wanted weights."""
+        lost = self._wanted_push not in (0, self._shared_push)
+        if lost and (self._worker is None or self._worker.is_gone):
+            raise WeightsLostError(
+                f"the weights of version {self._wanted_version} went with the engine's process, and nobody has a copy"
+                " of them; call update_weights with a full set of weights"
+            )
+        worker = self._running_worker()
+        if self._worker_push != self._wanted_push:
+            if self._shared_push != self._wanted_push:
+                raise WeightsLostError(
+                    "the engine dropped its weights when it fell asleep at level 2; call update_weights with a full set"
+                    " of weights"
+                )
+            self._push(worker)
+        return worker
+
+    def _running_worker(self) -> WorkerProcess:
+        """A worker that answers, whatever its weights."""
+        if self._worker is None or self._worker.is_gone:
+            self._relaunch()
+        assert self._worker is not None
+        if self._limits is None:
+            remaining = self._worker.launched_at + self.start_timeout_s - time.monotonic()
+            self._limits = self._worker.receive("start", remaining)
+        return self._worker
+
+    def _push(self, worker: WorkerProcess) -> None:
+        assert self._shared is not None
+        plan = list(self._shared.plan)
+        try:
+            self._wake(worker, {WEIGHTS})
+            news = None if plan == self._worker_plan else plan
+            worker.request("update_weights", ("update", news, self._wanted_version), self.call_timeout_s)
+        except EngineCallError as error:  # a failed reload leaves layers without weights: only a new process helps
+            raise EngineDiedError(str(error)) from error
+        self._worker_plan = plan
+        self._worker_push = self._wanted_push
+        self.weight_version = self._wanted_version
+
+    def _launch(self) -> None:
+        assert self._shared is not None
+        self._limits = None
+        self._worker_push, self._worker_plan = 0, None
+        self._awake = {WEIGHTS, KV_CACHE}
+        self._worker = WorkerProcess(
+            WORKER_MODULE, self._environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
+        )
+        self._worker.send("start", ("start", self._llm_arguments), self.start_timeout_s)
+
+    def _relaunch(self) -> None:
+        if self.num_restarts >= self.max_restarts:
+            last = self._failures[-1] if self._failures else None  # None: it was interrupted
+            raise RuntimeError(
+                f"the vLLM engine needs restart {self.num_restarts + 1} of max_restarts={self.max_restarts} and gives "
+                f"up; raise max_restarts if what ended it was an accident; the last failure: {last}"
+            ) from last
+        self.num_restarts += 1
+        self._launch()
+
+    def _started(self) -> SharedWeights:
+        if self._shared is None:
+            raise RuntimeError("the engine is not started; call start(model_path) first")
+        return self._shared
+
+
+def _peek(weights: Iterable[tuple[str, Tensor]]) -> tuple[bool, Iterable[tuple[str, Tensor]]]:
+    """Return whether the first tensor is on a GPU, and all of them."""
+    if isinstance(weights, list):
+        return weights[0][1].is_cuda, weights
+    stream = iter(weights)
+    first = next(stream)
+    return first[1].is_cuda, chain([first], stream)

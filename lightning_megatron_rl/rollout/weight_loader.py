@@ -1,0 +1,98 @@
+"""Weights into a vLLM model on CUDA: by vLLM's own loader the first time, by the copies recorded there after that."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron_rl.rollout.copy_plan import CopyPlan, record_copies
+from lightning_megatron_rl.rollout.placement import Placement
+
+# How vLLM names what keeps weights as they were loaded; everything else works on them after loading.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that take experts as they come
+_LATENT_ATTENTION = "MLAAttention"  # keeps products of its weights
+
+
+def processed_layers(model: nn.Module) -> list[str]:
+    """Return the layers of a vLLM model that change their weights after loading: copies alone do not update them.
+
+    Example:
+        ``processed_layers(qwen3) == []``; of DeepSeek-V3 its attention layers.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        method: Any = getattr(layer, "quant_method", None)  # vLLM's layers with weights have one, others have not
+        kind = type(method).__name__
+        plain = method is None or kind in _PLAIN_METHODS
+        if kind == _EXPERTS_METHOD:
+            plain = method.unquantized_backend.name in _PLAIN_EXPERTS
+        if not plain or type(layer).__name__ == _LATENT_ATTENTION:
+            found.append(name)
+    return found
+
+
+class WeightLoader:
+    """Updates one vLLM model in place, part by part.
+
+    A model that keeps its weights as they were loaded takes copies into its parameters: those of the first update are
+    recorded, and replayed as long as the parts come laid out alike. One that works on its weights after loading takes
+    vLLM's layerwise reload, in each update.
+
+    Args:
+        model: The model.
+        model_config: vLLM's `ModelConfig`.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._reloads = bool(processed_layers(model))
+        self._plans: list[CopyPlan | None] = []
+        self._part = 0
+        self.was_replayed = False  # whether all parts of the last update were copies recorded before
+
+    def begin(self) -> None:
+        """Start an update."""
+        self._part, self.was_replayed = 0, not self._reloads
+        if self._reloads:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self._model)
+
+    def load(self, blocks: Sequence[Tensor], placements: list[Placement], *, keep: bool) -> None:
+        """Load one part of the weights.
+
+        Args:
+            blocks: Memory on the model's device.
+            placements: The tensors in it.
+            keep: Whether the memory stays as it is until the update ends.
+        """
+        if self._reloads:
+            # vLLM holds what came until it has a whole layer
+            views = ((place.name, place.view(blocks)) for place in placements)
+            self._model.load_weights([(name, view if keep else view.clone()) for name, view in views])  # type: ignore[operator]
+            return
+        plan = self._plans[self._part] if self._part < len(self._plans) else None
+        if plan is not None and plan.placements == placements:
+            plan.run(blocks)
+        else:
+            self.was_replayed = False
+            del self._plans[self._part :]
+            recorded = record_copies(self._model.load_weights, blocks, placements, self._tensors())  # type: ignore[arg-type]
+            self._plans.append(recorded)
+        self._part += 1
+
+    def end(self) -> None:
+        """Finish the update; the device has done all copies."""
+        if self._reloads:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self._model, self._model_config)
+        torch.accelerator.synchronize()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()

@@ -1,0 +1,187 @@
+"""What a trainer holds on its device while others need the memory: moved to the host's memory, and back."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+
+OffloadPart = Literal["optimizer", "gradients", "parameters"]
+PARTS: tuple[OffloadPart, ...] = get_args(OffloadPart)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What one move took.
+
+    Example:
+        ``OffloadReport(num_bytes=16 * 2**30, seconds=0.8)``
+    """
+
+    num_bytes: int  # of the device's memory
+    seconds: float
+
+
+@dataclass
+class _Moved:
+    storage: torch.UntypedStorage
+    size: int  # bytes
+    host: Tensor | None  # None: zeros when it comes back
+
+
+@dataclass
+class Offloader:
+    """Empties storages and fills them again: every tensor that looks at one stays what it is, and is usable afterwards.
+
+    The host's copies are pinned where there is a GPU, and kept from one time to the next.
+
+    Args:
+        device: What is to be emptied; tensors elsewhere stay.
+
+    Example:
+        ``offloader.offload("optimizer", optimizer_tensors(optimizer))``, …, ``offloader.reload()``
+    """
+
+    device: torch.device
+    _away: dict[str, list[_Moved]] = field(default_factory=dict)
+    _hosts: dict[int, Tensor] = field(default_factory=dict)  # by the storage's identity
+
+    def offload(self, part: str, tensors: Iterable[Tensor], *, keep: bool = True) -> OffloadReport:
+        """Free the memory of `tensors`; a part that is away already stays away.
+
+        Args:
+            part: A name for them.
+            tensors: On any device; what they share is moved once.
+            keep: Whether their values matter; otherwise they come back as zeros.
+        """
+        started = time.perf_counter()
+        if part in self._away:
+            return OffloadReport(0, 0.0)
+        moved = []
+        for storage in _storages(tensors, self.device):
+            size = storage.nbytes()
+            moved.append(_Moved(storage, size, self._copy_to_host(storage) if keep else None))
+        self._wait()
+        for move in moved:
+            move.storage.resize_(0)
+        self._away[part] = moved
+        return OffloadReport(sum(move.size for move in moved), time.perf_counter() - started)
+
+    def reload(self) -> OffloadReport:
+        """Bring everything back."""
+        started = time.perf_counter()
+        num_bytes = 0
+        for moved in self._away.values():
+            for move in moved:
+                move.storage.resize_(move.size)
+                block = _as_bytes(move.storage)
+                if move.host is None:
+                    block.zero_()
+                else:
+                    block.copy_(move.host, non_blocking=True)
+                num_bytes += move.size
+        self._wait()
+        self._away.clear()
+        return OffloadReport(num_bytes, time.perf_counter() - started)
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The parts that are in the host's memory."""
+        return tuple(self._away)
+
+    def _copy_to_host(self, storage: torch.UntypedStorage) -> Tensor:
+        host = self._hosts.get(storage._cdata)
+        if host is None or host.numel() != storage.nbytes():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._hosts[storage._cdata] = host
+        return host.copy_(_as_bytes(storage), non_blocking=True)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def parameter_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield parameters and buffers of wrapped or bare chunks, and the memory that data parallelism keeps them in."""
+    from megatron.core.utils import unwrap_model
+
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from unwrap_model(chunk).buffers()  # data parallelism has another thing under this name
+        yield from (buffer.param_data for buffer in _ddp_buffers(chunk) if buffer.param_data is not None)
+
+
+def gradient_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the gradient buffers of wrapped chunks."""
+    for chunk in chunks:
+        yield from (buffer.grad_data for buffer in _ddp_buffers(chunk) if buffer.grad_data is not None)
+
+
+def optimizer_tensors(optimizers: Iterable["MegatronOptimizer"], chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield main parameters and states of optimizers, except what lies in the chunks' own memory."""
+    models = {storage._cdata for storage in _storages([*parameter_tensors(chunks), *gradient_tensors(chunks)], None)}
+    for optimizer in optimizers:
+        for part in optimizer.parts():
+            if part.is_stub_optimizer:  # of a rank without parameters
+                continue
+            for tensor in _tensors([part.param_groups, list(part.optimizer.state.values())]):
+                if tensor.untyped_storage()._cdata not in models:
+                    yield tensor
+
+
+def log_move(what: str, parts: Sequence[str], report: OffloadReport) -> None:
+    """Log one move."""
+    if report.num_bytes:
+        log.info("%s %s: %.3f GB in %.3f s", what, ", ".join(parts), report.num_bytes / 1e9, report.seconds)
+
+
+def check_parts(parts: Sequence[str] | None) -> tuple[OffloadPart, ...]:
+    """Return the parts in the order in which they are moved.
+
+    Raises:
+        ValueError: An unknown part.
+    """
+    unknown = [part for part in parts or () if part not in PARTS]
+    if unknown:
+        raise ValueError(f"offload_while_sampling={list(parts or ())}: {unknown} is none of {list(PARTS)}.")
+    return tuple(part for part in PARTS if part in (parts or ()))
+
+
+def _ddp_buffers(chunk: nn.Module) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel
+
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storages(tensors: Iterable[Tensor], device: torch.device | None) -> list[torch.UntypedStorage]:
+    found = {}
+    for tensor in tensors:
+        if device is None or tensor.device.type == device.type:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

@@ -1,0 +1,156 @@
+"""vLLM on CUDA: sleep and wake, weights by every way, parity with the trainer, no growth in memory, restarts."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import WorkerPool
+from tests.gpu.engines import MIB, GPURun, Transports, draw_around_engine, fit_grpo, send_every_way
+from tests.policing import keep_process
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.deadline(600)
+ONE = {"world_size": 1, "init_process_group": False, "timeout": 400}
+# trainer and sampler in bf16 (8 bits) with kernels of their own, on random weights, whose logits are sensitive; weights
+# of another step differ by 0.5 and more
+BF16_LOGPROB = 0.1
+GROWTH = 64 * MIB  # of one buffer that some library keeps from its first use; 50 leaks of the tiny model's are 100 MiB
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Dense, with tied embeddings, and a mixture of experts."""
+    families = {"dense": "qwen3", "tied": "qwen2_tied", "moe": "qwen3_moe"}
+    return {name: save_tiny_model(tmp_path_factory.mktemp(name), family) for name, family in families.items()}
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[WorkerPool]:
+    """Processes of the test's own: vLLM inside them leaves its patches there."""
+    pool = WorkerPool(torch.cuda.device_count(), on_start=keep_process)
+    yield pool
+    pool.close()
+
+
+def gpus(count: int) -> None:
+    """Skip the test on a smaller machine."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, this machine has {torch.cuda.device_count()}")
+
+
+def check_ways(found: Transports) -> None:
+    """Every way ends in the same weights, bit by bit: the same seeds draw the same tokens with the same log-probs."""
+    expected = found.samples["replayed"]
+    assert expected != found.samples["other"]
+    for way in found.samples.keys() - {"other", "other again", "buckets of others"}:
+        assert found.samples[way] == expected, way
+    assert found.samples["buckets of others"] == found.samples["other"]
+    for way in ("replayed", "buckets replayed", "slept at 2"):
+        assert found.reports[way].replayed or way == "slept at 2"
+    assert found.reports["replayed"].extra_bytes == 0
+    assert 0 < found.reports["buckets"].extra_bytes <= MIB
+    assert found.freed_bytes[1] >= 0.9 * 2**30  # the cache at least
+    assert found.freed_bytes[2] >= 0.9 * 2**30
+
+
+@pytest.mark.parametrize("family", ["dense", "tied", "moe"])
+def test_weights_are_the_same_by_every_way(gpu_pool, models, family):
+    check_ways(gpu_pool.run(send_every_way, models[family], "child", {}, **ONE)[0])
+
+
+def test_weights_to_other_gpus(gpu_pool, models):
+    gpus(2)
+    found = gpu_pool.run(send_every_way, models["dense"], "child", {"devices": [1]}, **ONE)[0]
+    check_nccl(found)
+    found = gpu_pool.run(send_every_way, models["moe"], "child", {"tensor_parallel_size": 2}, **ONE)[0]
+    check_ways(found)
+
+
+def check_nccl(found: Transports) -> None:
+    """As `check_ways`; lists go through buckets, too."""
+    assert {found.reports[way].transport for way in ("replayed", "buckets")} == {"NCCL"}
+    for way in ("host", "buckets", "buckets replayed", "slept at 1", "slept at 2"):
+        assert found.samples[way] == found.samples["replayed"], way
+    assert found.samples["replayed"] != found.samples["other"]
+
+
+def check_parity(run: GPURun, steps: int) -> None:
+    """Trainer and sampler agree after 0 and after every later update, each of which moved the policy."""
+    assert [step["rollout/weight_version"] for step in run.steps] == list(range(steps))
+    for step in run.steps:
+        assert step["mismatch/abs_logp_diff"] < BF16_LOGPROB
+        assert step["policy/grad_norm"] > 0
+        assert math.isfinite(step["policy/loss"])
+
+
+def test_fifty_rounds_of_sleep_wake_and_sync(gpu_pool, models):
+    """Optimizer, gradients and parameters leave, the sampler wakes in order, and nothing grows."""
+    options: dict[str, Any] = {
+        "engine": {"sleep_level": 2},
+        "strategy": {"offload_while_sampling": ["optimizer", "gradients", "parameters"]},
+        "steps": 50,
+    }
+    run = gpu_pool.run(fit_grpo, models["dense"], 1, **options, **ONE)[0]
+    check_parity(run, 50)
+    assert run.used[-1] - run.used[4] < GROWTH
+    assert all(freed >= 0.9 * 2**30 for freed in run.freed)
+    assert min(run.offloaded) > 0
+    assert all(report.replayed for report in run.reports[1:])
+
+
+@pytest.mark.parametrize(("family", "level"), [("tied", 1), ("moe", 2)])
+def test_parity_with_the_trainer(gpu_pool, models, family, level):
+    run = gpu_pool.run(fit_grpo, models[family], 1, engine={"sleep_level": level}, steps=8, **ONE)[0]
+    check_parity(run, 8)
+
+
+def test_offloading_changes_no_number(gpu_pool, models):
+    """The same run, bit by bit, with everything on the GPU: what left came back as it was."""
+    parts = ["optimizer", "gradients", "parameters"]
+    options: dict[str, Any] = {"engine": {"sleep_level": 1}, "steps": 3}
+    stayed = gpu_pool.run(fit_grpo, models["dense"], 1, **options, **ONE)[0]
+    moved = gpu_pool.run(fit_grpo, models["dense"], 1, strategy={"offload_while_sampling": parts}, **options, **ONE)[0]
+    for mine, theirs in zip(moved.steps, stayed.steps, strict=True):
+        for name in ("policy/loss", "policy/grad_norm", "mismatch/abs_logp_diff", "reward/mean"):
+            assert mine[name] == theirs[name], name
+
+
+def test_killed_engine_is_replaced_and_gets_its_weights(gpu_pool, models):
+    """Nobody kept a copy of the weights: they are pushed again."""
+    run = gpu_pool.run(fit_grpo, models["dense"], 1, steps=4, kill_at=2, **ONE)[0]
+    check_parity(run, 4)
+    assert run.num_restarts == 1
+
+
+def test_sampler_in_the_trainers_process(fresh_pool, models):
+    run = fresh_pool.run(fit_grpo, models["dense"], 1, kind="colocated", engine={"sleep_level": 2}, steps=6, **ONE)[0]
+    check_parity(run, 6)
+    assert {report.transport for report in run.reports} == {"in process"}
+
+
+def test_sampler_in_process_leaves_random_numbers_alone(fresh_pool, models):
+    """vLLM seeds torch's generators when it starts, and others when it samples."""
+    before, after = fresh_pool.run(draw_around_engine, models["dense"], **ONE)[0]
+    assert after == before
+
+
+def test_sampler_in_two_trainers_processes(fresh_pool, models):
+    gpus(2)
+    strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    options: dict[str, Any] = {"engine": {"tensor_parallel_size": 2, "sleep_level": 2}, "strategy": strategy}
+    both = {**ONE, "world_size": 2}
+    for run in fresh_pool.run(fit_grpo, models["dense"], 2, kind="colocated", steps=4, **options, **both):
+        check_parity(run, 4)
+
+
+def test_sampler_on_two_gpus_beside_two_trainers(gpu_pool, models):
+    """Weights are gathered from two ranks, and read by two workers from the first one's memory."""
+    gpus(2)
+    strategy = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    options: dict[str, Any] = {"engine": {"tensor_parallel_size": 2, "sleep_level": 2}, "strategy": strategy}
+    run = gpu_pool.run(fit_grpo, models["moe"], 2, steps=4, **options, **{**ONE, "world_size": 2})[0]
+    check_parity(run, 4)

@@ -1,0 +1,61 @@
+"""GRPO and PPO runs with an environment, as functions that a gloo worker runs as one rank of a job."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from lightning_megatron_rl.environments import EpisodeSettings
+from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.sample import Sample
+from tests.environments.games import Sums
+from tests.modules.runs import fit_grpo
+from tests.rollout.seeded_engine import SeededEngine
+from tests.training import Run
+
+MAX_TOKENS = 12  # of all turns of an episode
+
+
+def episode_options(**changes: Any) -> dict[str, Any]:
+    """Settings of a module whose samples are episodes of at most four turns."""
+    return {
+        "engine": SeededEngine(),
+        "environment": Sums(),
+        "episodes": EpisodeSettings(max_turns=4),
+        "rewards": [],
+        "reward_weights": None,
+        "sampling": SamplingParams(temperature=0.8, max_tokens=MAX_TOKENS),
+        **changes,
+    }
+
+
+class KeepSamples(Callback):
+    """The samples of all steps."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.samples += pl_module.last_rollout.samples
+
+
+def fit_episodes(
+    model: Path, strategy: dict[str, Any], world_size: int, *, module: dict[str, Any] | None = None, **options: Any
+) -> Run:
+    """`fit_grpo` with episodes, or with `module` settings; `extra` has the samples of this replica."""
+    keeper = KeepSamples()
+    callbacks = [keeper, *options.pop("callbacks", [])]
+    settings = {**episode_options(), **(module or {})}
+    run = fit_grpo(model, strategy, world_size, module=settings, callbacks=callbacks, **options)
+    run.extra["samples"] = keeper.samples
+    return run
+
+
+def fit_ppo_episodes(model: Path, strategy: dict[str, Any], world_size: int, **options: Any) -> Run:
+    """`fit_ppo` with episodes."""
+    from tests.modules.ppo_runs import fit_ppo
+
+    keeper = KeepSamples()
+    run = fit_ppo(model, strategy, world_size, module=episode_options(), callbacks=[keeper], **options)
+    run.extra["samples"] = keeper.samples
+    return run

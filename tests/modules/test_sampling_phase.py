@@ -1,0 +1,114 @@
+"""The order in which trainer and sampler hand over memory, with an engine that refuses any other."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_megatron_rl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    SyncReport,
+    WeightsLostError,
+)
+from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, length, prompts
+from tests.training import SequenceDataModule, make_trainer
+
+
+class SleepingEngine(ReplayEngine):
+    """Replays like `ReplayEngine`, but only with weights, awake, and in the order that memory allows."""
+
+    def __init__(self, sleep_level: int, lose_at: int | None = None) -> None:
+        super().__init__()
+        self.sleep_level = sleep_level
+        self.lose_at = lose_at  # the call of `generate` that finds no weights
+        self.awake = {"weights", "kv_cache"}
+        self.has_weights = True
+        self.calls: list[str] = []
+        self.trainer_parts: list[tuple[str, ...]] = []  # away when the cache wakes
+        self.strategy: Any = None
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        assert "weights" in self.awake
+        assert "parameters" not in self.strategy._offloader.away
+        self.calls.append("update")
+        self.has_weights = True
+        return super().update_weights(weights, version)
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        assert self.awake == {"weights", "kv_cache"}
+        self.calls.append("generate")
+        if self.calls.count("generate") == self.lose_at:
+            self.has_weights = False
+        if not self.has_weights:
+            raise WeightsLostError("gone")
+        return super().generate(requests, params)
+
+    def sleep(self, level: int = 1) -> int:
+        assert level == self.sleep_level
+        self.calls.append("sleep")
+        self.awake = set()
+        self.has_weights = self.has_weights and level == 1
+        return 7
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        assert tags is not None
+        new = set(tags) - self.awake
+        self.calls.extend(f"wake {tag}" for tag in sorted(new))
+        self.awake |= new
+        if "kv_cache" in new:
+            self.trainer_parts.append(self.strategy._offloader.away)
+
+
+def fit(
+    model: Path, world_size: int, level: int, lose_at: int | None, strategy: dict[str, Any]
+) -> tuple[list[str], list[int], list[tuple[str, ...]]]:
+    """Two rollouts with a validation after each; returns the engine's calls, versions, and what was away."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+
+    engine = SleepingEngine(level, lose_at)
+    policy = GRPOModule(
+        str(model),
+        rewards=[length],
+        engine=engine,
+        num_generations=NUM_GENERATIONS,
+        sampling=SamplingParams(max_tokens=10),
+        optimizer=OptimizerConfig(lr=1e-3),
+        max_tokens_per_microbatch=96,
+    )
+    parts = {"offload_while_sampling": ["parameters", "optimizer", "gradients"]}
+    trainer = make_trainer({**parts, **strategy}, world_size, max_steps=2, val_check_interval=1, limit_val_batches=1)
+    engine.strategy = trainer.strategy
+    trainer.fit(policy, SequenceDataModule(prompts(8), 4))
+    assert engine.strategy._offloader.away == ()
+    return engine.calls, engine.versions, engine.trainer_parts
+
+
+START = ["sleep"]
+ROUND = ["wake weights", "update", "wake kv_cache", "generate", "sleep"]
+AGAIN = ["wake weights", "wake kv_cache", "generate", "sleep"]  # the weights are still there and still the newest
+
+
+@pytest.mark.parametrize(("level", "after_validation"), [(1, AGAIN), (2, ROUND)])
+def test_order_of_handing_over(worker_pool, qwen3_dir, level, after_validation):
+    options = {"world_size": 1, "init_process_group": False}
+    calls, versions, parts = worker_pool.run(fit, qwen3_dir, 1, level, None, {}, **options)[0]
+    # rollout of step 0, validation with the weights of step 1, rollout of step 1, validation with those of step 2
+    assert calls == [*START, *ROUND, *ROUND, *after_validation, *ROUND]
+    assert versions == ([0, 1, 2] if level == 1 else [0, 1, 1, 2])
+    assert set(parts) == {("optimizer", "gradients", "parameters")}
+
+
+def test_weights_that_went_are_pushed_again(worker_pool, qwen3_dir):
+    """Also on the ranks that do not sample, which take part in the export."""
+    tensor_parallel = {"tensor_model_parallel_size": 2}
+    options = {"world_size": 2, "init_process_group": False}
+    calls, versions, _ = worker_pool.run(fit, qwen3_dir, 2, 1, 1, tensor_parallel, **options)[0]
+    lost = ["wake weights", "update", "wake kv_cache", "generate", "update", "generate", "sleep"]
+    assert calls == [*START, *lost, *ROUND, *AGAIN, *ROUND]
+    assert versions == [0, 0, 1, 2]

@@ -1,0 +1,54 @@
+"""A sampler without a model: what it draws depends on a request's seed alone, so it is the same on every layout."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    check_requests,
+)
+from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
+
+
+class SeededEngine(RolloutEngine):
+    """Ragged turns of random tokens with random log-probs; notes every request and its answer."""
+
+    def __init__(self, max_model_len: int = 64) -> None:
+        self.weight_version = 0
+        self.max_model_len = max_model_len
+        self.calls: list[list[tuple[GenerationRequest, Generation]]] = []
+
+    def start(self, model_path: str | Path) -> None:
+        """Nothing to load."""
+
+    def wait_ready(self) -> None:
+        """Ready at once."""
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        check_requests(requests, params, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len)
+        assert all(request.num_samples == 1 for request in requests)
+        answers = [self._draw(request, params) for request in requests]
+        self.calls.append(list(zip(requests, answers, strict=True)))
+        return [[answer] for answer in answers]
+
+    def _draw(self, request: GenerationRequest, params: SamplingParams) -> Generation:
+        generator = torch.Generator().manual_seed(request.seed)
+        limit = request.max_tokens or params.max_tokens
+        size = int(torch.randint(1, 6, (), generator=generator))
+        tokens = torch.randint(len(SPECIAL_TOKENS), VOCAB_SIZE, (min(size, limit),), generator=generator).tolist()
+        logprobs = (-torch.rand(len(tokens), generator=generator) * 10).tolist()
+        return Generation(tokens, logprobs, "length" if size > limit else "stop")
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in weights:
+            pass
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Nothing to end."""
