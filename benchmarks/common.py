@@ -258,7 +258,8 @@ def run_child(script: str, arguments: Sequence[str], timeout_s: float) -> dict[s
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
         raise RuntimeError(f"{script} {shlex.join(arguments)} ended with {done.returncode}:\n{tail}")
-    return json.loads(done.stdout.splitlines()[-1])
+    # libraries may still write to stdout while they shut down
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
