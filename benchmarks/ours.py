@@ -35,7 +35,8 @@ class SyncTimes(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in pl_module.export_weights())
-        pl_module.engine.wait_ready()
+        if not pl_module.engine.sleep_level:  # it is ready before it sleeps
+            pl_module.engine.wait_ready()
         for number in range(self.warmup + self.repeats):
             if number == self.warmup and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()

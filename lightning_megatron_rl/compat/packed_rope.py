@@ -3,7 +3,8 @@
 Without Transformer Engine's fused kernel (`apply_rope_fusion`) Megatron rotates one sequence after the other, in every
 layer, queries and keys (megatron-core 0.19.2): a dozen kernels each, so that a batch of many short sequences spends
 its time launching them, and one wait for the GPU per call. Here every token looks up its own position: the same
-numbers, bit for bit, in as many operations for a thousand sequences as for one.
+numbers, bit for bit, in as many operations for a thousand sequences as for one. It serves the layers of Transformer
+Engine and latent attention; the other torch layers lay their angles out like the tokens (models/torch_backend.py).
 """
 
 import functools
@@ -29,13 +30,13 @@ def install_packed_rope() -> None:
     def rotate_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any) -> Tensor:
         if freqs.size(0) == t.size(0) * cp_group.size():  # one sequence, or positions of the whole batch
             return original(t, cu_seqlens, freqs, cp_group=cp_group, **options)
-        positions = packed_positions(cu_seqlens, t.size(0), cp_group.size(), cp_group.rank())
+        positions = token_positions(cu_seqlens, t.size(0), cp_group.size(), cp_group.rank())
         return rotate(t.unsqueeze(1), freqs.index_select(0, positions), **options).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
 
 
-def packed_positions(cu_seqlens: Tensor, num_tokens: int, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+def token_positions(cu_seqlens: Tensor, num_tokens: int, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
     """Return the position of each of a rank's tokens in its own sequence, int64 [num_tokens].
 
     Args:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron_rl.compat.packed_rope import install_packed_rope, packed_positions
+from lightning_megatron_rl.compat.packed_rope import install_packed_rope, token_positions
 
 
 @dataclass
@@ -54,10 +54,10 @@ def inputs(lengths: list[int], group: Place, dtype: torch.dtype) -> tuple[torch.
 
 def test_positions_by_hand():
     boundaries = torch.tensor([0, 3, 3, 5])  # the second sequence is empty
-    assert packed_positions(boundaries, 5).tolist() == [0, 1, 2, 0, 1]
+    assert token_positions(boundaries, 5).tolist() == [0, 1, 2, 0, 1]
     shared = torch.tensor([0, 8, 12])  # two ranks, four parts of 2 and of 1
-    assert packed_positions(shared, 6, 2, 0).tolist() == [0, 1, 6, 7, 0, 3]
-    assert packed_positions(shared, 6, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
+    assert token_positions(shared, 6, 2, 0).tolist() == [0, 1, 6, 7, 0, 3]
+    assert token_positions(shared, 6, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -71,6 +71,11 @@ def count_sines(directory: str, lengths: list[int]) -> int:
     return sum(event.name == "aten::sin" for event in seen.events())
 
 
-def test_packed_sequences_are_rotated_all_at_once(worker_pool: WorkerPool, qwen3_dir: Path):
-    """Queries and keys of each of 4 layers; one by one, 20 sequences would take 160."""
-    assert worker_pool.run(count_sines, str(qwen3_dir), [2] * 19 + [4], world_size=1) == [8]
+def test_packed_sequences_are_rotated_all_at_once(checkpoint: Callable[[str], Path], worker_pool: WorkerPool):
+    """As often for 20 sequences as for 2, also where Megatron's own function rotates: in latent attention."""
+    for name in ("qwen3", "deepseek_v3"):
+        few, many = (
+            worker_pool.run(count_sines, str(checkpoint(name)), lengths, world_size=1)[0]
+            for lengths in ([2, 4], [2] * 19 + [4])
+        )
+        assert many == few > 0, name
