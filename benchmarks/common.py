@@ -204,7 +204,7 @@ def facts(device: str) -> dict[str, Any]:
     """Return what a result must say about where it comes from."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}"
     return {
-        "command": f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(measured_arguments(sys.argv[1:]))}".strip(),
         "device": name,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -212,6 +212,23 @@ def facts(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def measured_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without those that only say where files go.
+
+    Example:
+        ``measured_arguments(["--steps", "3", "--out", "a.json"]) == ["--steps", "3"]``
+    """
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        name, given, _ = argument.partition("=")
+        if skip or name in ("--out", "--sync-out", "--work"):
+            skip = not skip and not given  # a value of its own follows
+        else:
+            kept.append(argument)
+    return kept
 
 
 def installed(package: str) -> str | None:
@@ -241,7 +258,8 @@ def run_child(script: str, arguments: Sequence[str], timeout_s: float) -> dict[s
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
         raise RuntimeError(f"{script} {shlex.join(arguments)} ended with {done.returncode}:\n{tail}")
-    return json.loads(done.stdout.splitlines()[-1])
+    # libraries may still write to stdout while they shut down
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,11 +7,22 @@ from common import run_child
 
 
 def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, Any]:
-    """Run ours, then the peer ("trl", "none", or "auto": TRL if it is installed) with the same arguments."""
+    """Run ours, then the peer with the same arguments.
+
+    Args:
+        arguments: Of both sides.
+        peer: "trl", "none", or "auto": TRL if it is installed; if it fails, the end of its output takes its place.
+        timeout_s: Deadline of each side.
+    """
     sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
     found = importlib.util.find_spec("trl") is not None
     if peer == "trl" or (peer == "auto" and found):
-        sides["trl"] = run_child("trl_peer.py", arguments, timeout_s)
+        try:
+            sides["trl"] = run_child("trl_peer.py", arguments, timeout_s)
+        except RuntimeError as error:  # our own measurements are not lost with the peer's
+            if peer == "trl":
+                raise
+            return {**sides, "trl_failed": str(error)}
         sides["different_work"] = different_work(sides["ours"]["work"], sides["trl"]["work"])
     return sides
 

@@ -14,7 +14,7 @@ from common import default_device, facts, result_path, write_json
 from compare import run_sides
 from floor import Work, floor_seconds
 from ours import add_arguments, passed_on
-from weight_sync import write_report
+from weight_sync import measure_asleep, write_report
 
 
 def main() -> None:
@@ -38,12 +38,16 @@ def main() -> None:
         "times_floor": ours["step_s"]["median"] / floor["step"],
         "speedup_over_trl": theirs["step_s"]["median"] / ours["step_s"]["median"] if theirs else None,
     }
-    if options.syncs:
-        write_report(sides, options.device, result_path("weight_sync", options.device, options.sync_out))
     path = result_path("grpo_step", options.device, options.out)
     write_json(path, result)
     plot(result, path.with_suffix(".png"))
     print_table(result)
+    if options.syncs:
+        sync_path = result_path("weight_sync", options.device, options.sync_out)
+        write_report(sides, options.device, sync_path)
+        if options.device == "cuda":
+            sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
+            write_report(sides, options.device, sync_path)
 
 
 def print_table(result: dict[str, Any]) -> None:

@@ -29,21 +29,32 @@ class SyncTimes(pl.Callback):
     def __init__(self, repeats: int, warmup: int, device: torch.device) -> None:
         self.repeats, self.warmup, self.device = repeats, warmup, device
         self.seconds: list[float] = []
+        self.sleep_seconds: list[float] = []
         self.num_bytes = 0
         self.extra_bytes = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in pl_module.export_weights())
-        pl_module.engine.wait_ready()
+        if not pl_module.engine.sleep_level:  # it is ready before it sleeps
+            pl_module.engine.wait_ready()
         for number in range(self.warmup + self.repeats):
             if number == self.warmup and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            self.seconds.append(timed(lambda: pl_module.sync_weights(0), self.device))
-        self.seconds = self.seconds[self.warmup :]
+            if pl_module.engine.sleep_level:
+                self.seconds.append(timed(lambda: _sync_and_wake(pl_module), self.device))
+                self.sleep_seconds.append(timed(pl_module.finish_sampling, self.device))
+            else:
+                self.seconds.append(timed(lambda: pl_module.sync_weights(0), self.device))
+        self.seconds, self.sleep_seconds = self.seconds[self.warmup :], self.sleep_seconds[self.warmup :]
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
         pl_module.phase_seconds.clear()  # the first step's own
+
+
+def _sync_and_wake(module: Any) -> None:
+    module.sync_weights(0)  # wakes the weights' memory first
+    module.sampling_phase.prepare_sampling()  # the cache's
 
 
 class Samples(pl.Callback):
@@ -91,6 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             max_model_len=options.prompt_tokens + options.response_tokens + 1,
             max_num_seqs=options.prompts * options.generations,
             kv_cache_memory_gb=options.cache_gb,
+            sleep_level=options.sleep_level,
         ),
         sampling=SamplingParams(temperature=1.0, max_tokens=options.response_tokens, ignore_eos=True),
         optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
@@ -136,7 +148,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None,
         "sync": None
         if syncs is None
-        else {"seconds": summary(syncs.seconds), "bytes": syncs.num_bytes, "extra_bytes": syncs.extra_bytes},
+        else {
+            "seconds": summary(syncs.seconds),
+            "sleep_seconds": summary(syncs.sleep_seconds) if syncs.sleep_seconds else None,
+            "bytes": syncs.num_bytes,
+            "extra_bytes": syncs.extra_bytes,
+        },
         "work": {
             "samples_per_step": sampled.samples,
             "response_tokens_per_step": sampled.response_tokens,
@@ -182,4 +199,5 @@ if __name__ == "__main__":
 
     arguments = argparse.ArgumentParser(description=__doc__)
     add_arguments(arguments, default_device())
+    arguments.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
     print(json.dumps(measure(arguments.parse_args())))

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import default_device, facts, result_path, write_json
+from common import default_device, facts, result_path, run_child, write_json
 from compare import run_sides
 from ours import add_arguments, passed_on
 
@@ -24,15 +24,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sides = run_sides(passed_on(options), options.peer, options.timeout)
+    if options.device == "cuda":
+        sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
     write_report(sides, options.device, result_path("weight_sync", options.device, options.out))
+
+
+def measure_asleep(arguments: list[str], timeout_s: float) -> dict[str, Any]:
+    """Measure syncs to an engine that slept at level 2: its memory comes back, weights go, its cache comes back."""
+    short = ["--sleep-level=2", "--steps=1", "--warmup=0", "--prompts=4", "--response-tokens=32"]
+    return run_child("ours.py", [*arguments, *short], timeout_s)
 
 
 def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
     """Write and print what the syncs of two sides took; grpo_step.py calls it, too, to save a start of each."""
     bandwidth = sides["ours"]["peaks"]["measured_bytes_per_s"]
-    rates = {
-        name: rate(side["sync"], bandwidth) for name, side in sides.items() if name != "different_work" and side["sync"]
-    }
+    runs = {name: side for name, side in sides.items() if isinstance(side, dict)}
+    rates = {name: rate(side["sync"], bandwidth) for name, side in runs.items() if side["sync"]}
     result = {
         **facts(device),
         "benchmark": "B1 weight sync",

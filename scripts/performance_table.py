@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("docs/performance.md", "README.md")
+NOTHING = "Not measured yet.\n"
 Result = dict[str, Any]
 
 
@@ -159,7 +160,7 @@ def with_tables(text: str) -> str:
             continue
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
-        text = before + start + table() + end + after
+        text = before + start + (written if (written := table()).count("\n") > 2 else NOTHING) + end + after
     return text
 
 

@@ -63,6 +63,12 @@ def test_work_that_differs_is_named():
     assert compare.different_work(same, {**same, "samples": 128}) == ["samples: 256 and 128"]
 
 
+def test_commands_in_results_leave_out_where_files_went():
+    common: Any = importlib.import_module("common")
+    given = ["--steps", "3", "--out", "a.json", "--work=b", "--syncs=4"]
+    assert common.measured_arguments(given) == ["--steps", "3", "--syncs=4"]
+
+
 def test_rate_of_a_sync_by_hand():
     weight_sync: Any = importlib.import_module("weight_sync")
     sync = {"seconds": {"median": 0.1}, "bytes": 10**9, "extra_bytes": 2**30}
@@ -80,12 +86,34 @@ def test_tables_in_the_documents_are_those_of_the_results(document):
 
 def test_results_say_where_they_come_from():
     for name in ("throughput", "weight_sync", "grpo_step", "real_run"):
-        found = tables.load(f"{name}_*.json")
-        assert found, f"no results of {name}"
-        for stem, result in found:
+        for stem, result in tables.load(f"{name}_*.json"):
             for key in ("command", "device", "versions", "python", "date"):
                 assert result[key], f"{stem}: {key}"
             assert result["command"].startswith("python benchmarks/")
+
+
+def test_what_was_not_measured_is_called_so(monkeypatch):
+    marks = "<!-- real run -->\n| old |\n<!-- end of real run -->\n"
+    monkeypatch.setitem(tables.TABLES, "real run", lambda: "| head |\n|---|\n")
+    assert "Not measured yet." in tables.with_tables(marks)
+    monkeypatch.setitem(tables.TABLES, "real run", lambda: "| head |\n|---|\n| 1 |\n")
+    assert tables.with_tables(marks) == "<!-- real run -->\n| head |\n|---|\n| 1 |\n<!-- end of real run -->\n"
+
+
+def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
+    compare: Any = importlib.import_module("compare")
+
+    def run_child(script: str, arguments: list[str], timeout_s: float) -> dict[str, Any]:
+        if script == "trl_peer.py":
+            raise RuntimeError("trl_peer.py ended with 1")
+        return {"work": {}}
+
+    monkeypatch.setattr(compare, "run_child", run_child)
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name)
+    assert compare.run_sides([], "auto", 1) == {"ours": {"work": {}}, "trl_failed": "trl_peer.py ended with 1"}
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        compare.run_sides([], "trl", 1)
+    assert compare.run_sides([], "none", 1) == {"ours": {"work": {}}}
 
 
 def run_benchmark(script: str, *arguments: str) -> str:

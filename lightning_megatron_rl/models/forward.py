@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.compat.packed_rope import install_packed_rope
+
 
 def microbatch_forward(
     chunk: torch.nn.Module,
@@ -42,6 +44,7 @@ def microbatch_forward(
         )
     packed_seq_params = None
     if cu_seqlens is not None:
+        install_packed_rope()
         packed_seq_params = _packed_seq_params(cu_seqlens, max_seqlen, length * config.context_parallel_size)
     return chunk(
         tokens,

@@ -54,3 +54,28 @@ def test_boundaries_must_fit_the_tokens(
 def test_tokens_must_divide_for_sequence_parallelism(checkpoint: Callable[[str], Path], worker_pool: WorkerPool):
     errors = worker_pool.run(forward_error, str(checkpoint("qwen3")), 7, None, None, True, world_size=2)
     assert all("7 % 2 = 1: pad the micro-batch to a multiple of 2 tokens" in error for error in errors)
+
+
+def count_sines(directory: str, lengths: list[int]) -> int:
+    """How often one forward pass over packed sequences takes sines: once per rotation."""
+    from lightning_megatron_rl.models.forward import microbatch_forward
+    from lightning_megatron_rl.models.logprobs import logprob_processor
+
+    start_megatron(1)
+    _, [chunk] = build(directory)
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    tokens = torch.ones(1, sum(lengths), dtype=torch.int64)
+    processor = logprob_processor(vocab_size=128)
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        microbatch_forward(chunk, tokens, tokens, tokens, boundaries, max(lengths), output_processor=processor)
+    return sum(event.name == "aten::sin" for event in seen.events())
+
+
+def test_packed_sequences_are_rotated_all_at_once(checkpoint: Callable[[str], Path], worker_pool: WorkerPool):
+    """As often for 20 sequences as for 2, also where Megatron's own function rotates: in latent attention."""
+    for name in ("qwen3", "deepseek_v3"):
+        few, many = (
+            worker_pool.run(count_sines, str(checkpoint(name)), lengths, world_size=1)[0]
+            for lengths in ([2, 4], [2] * 19 + [4])
+        )
+        assert many == few > 0, name
