@@ -124,9 +124,9 @@ class RolloutEngine(Protocol):
 
     weight_version: int  # version of the weights that sample; 0 is what `start` loaded
     max_model_len: int  # longest prompt plus response. # [tokens]
-    sleep_level: int  # how it sleeps between rollouts: 0 not at all, 1 weights go to the host, 2 weights are dropped
-    tensor_parallel_size: int  # workers that share the model
-    is_collective: bool  # whether every rank of a replica calls it, with the same requests, or its leader alone
+    sleep_level: int = 0  # between rollouts: 0 does not sleep, 1 moves weights to the host, 2 drops them
+    tensor_parallel_size: int = 1  # workers that share the model
+    is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""
@@ -145,6 +145,7 @@ class RolloutEngine(Protocol):
 
     def sleep(self, level: int = 1) -> int:
         """Give the device's memory back, and return the bytes; asleep already, it does nothing."""
+        return 0
 
     def wake(self, tags: list[str] | None = None) -> None:
         """Take the memory of "weights", "kv_cache" or, with no tags, both; what is awake stays as it is."""

@@ -11,6 +11,7 @@ from lightning_megatron_rl.rollout.engine import (
     GenerationRequest,
     RolloutEngine,
     SamplingParams,
+    SyncReport,
     check_requests,
 )
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
@@ -45,10 +46,10 @@ class SeededEngine(RolloutEngine):
         logprobs = (-torch.rand(len(tokens), generator=generator) * 10).tolist()
         return Generation(tokens, logprobs, "length" if size > limit else "stop")
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        for _ in weights:
-            pass
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        num_bytes = sum(tensor.nbytes for _, tensor in weights)
         self.weight_version = version
+        return SyncReport(num_bytes, seconds=0.0, extra_bytes=0, transport="none")
 
     def close(self) -> None:
         """Nothing to end."""
