@@ -70,9 +70,9 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     def _other_models_state(self) -> dict[str, Any]:
         from megatron.core.utils import unwrap_model
 
-        metadata = checkpoint_io.content_metadata()
         state = {}
         for name, chunks in self.saved_with_model.items():
+            metadata = checkpoint_io.content_metadata()
             gather_parameters(chunks)
             for index, chunk in enumerate(unwrap_model(list(chunks))):
                 state[f"{name}{index}"] = chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
