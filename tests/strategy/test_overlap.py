@@ -56,10 +56,10 @@ def on(pool: Any, model: Path, layout: str, ddp: dict[str, Any], **options: Any)
     [
         ("dp2", GRADIENTS),
         ("dp2", BOTH),
-        ("tp2_dp2_sp", BOTH),
         *(
             pytest.param(layout, ddp, marks=pytest.mark.slow)  # four processes each
             for layout, ddp in [
+                ("tp2_dp2_sp", BOTH),
                 ("tp2_dp2_sp", GRADIENTS),
                 ("pp2_dp2", GRADIENTS),
                 ("pp2_dp2", BOTH),
