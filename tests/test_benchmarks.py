@@ -131,6 +131,7 @@ def run_benchmark(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.deadline(250)
 def test_throughput_runs_on_a_cpu(tmp_path: Path):
     out = tmp_path / "throughput.json"

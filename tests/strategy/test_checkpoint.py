@@ -10,6 +10,7 @@ from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
 from lightning_megatron_rl.strategy.optimizer import arrange_for_parts, check_parts
 from tests.distributed import WorkerError
+from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, assert_same_run
 from tests.training import Run, fit_arithmetic
 
@@ -53,7 +54,7 @@ def test_resume_is_bitwise_in_the_same_layout(worker_pool, qwen3_dir, directory,
         assert torch.equal(resumed.weights[name], weight), name
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "pp2_vpp2_cp2"])
+@pytest.mark.parametrize("layout", by_default(["tp2_sp", "pp2"], ["tp2_sp", "pp2", "pp2_vpp2_cp2"]))
 def test_resume_in_another_layout(worker_pool, qwen3_dir, directory, whole, layout):
     resumed = job(worker_pool, layout, qwen3_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))[
         0
@@ -71,7 +72,7 @@ def timeless(run: Run) -> list[dict[str, float]]:
     [
         # without its own balance loss, which depends on how a layout divides the batch into micro-batches
         ("qwen3_moe_dir", "ep2_dp4", ["one", "tp2_sp", "tp2_sp_etp1"]),
-        ("deepseek_dir", "pp2", ["tp2_sp", "ep2"]),
+        pytest.param("deepseek_dir", "pp2", ["tp2_sp", "ep2"], marks=pytest.mark.slow),
     ],
     ids=["qwen3_moe", "deepseek_v3"],
 )

@@ -16,6 +16,7 @@ from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
+from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.verify import subjects
@@ -67,8 +68,8 @@ def test_no_split_changes_a_number(worker_pool, qwen3_dir):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] == 2])
 def test_no_layout_changes_a_number(worker_pool, qwen3_dir, layout):
-    """As many micro-batches as there can be, and two: more than one, fewer than stages of a pipeline take in turn."""
-    assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@{budget}" for budget in (40, 96)]))
+    """As many micro-batches as there can be; all budgets are minutes on two cores."""
+    assert_same(verify_sft(worker_pool, qwen3_dir, [f"{layout}@40"]))
 
 
 @pytest.mark.parametrize("layout", ["tp2_pp2_sp", "pp2_cp2", "cp2_dp2"])
@@ -130,7 +131,7 @@ def test_the_budgets_split_an_update(qwen3_dir):
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", by_default(["token_mean", "prompt_mean"], AGGREGATIONS))
 def test_no_layout_and_no_split_changes_an_update(worker_pool, qwen3_dir, aggregation):
     """Loss, gradient norm and weights of both updates, with KL to a reference, entropy and importance weights."""
     loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)

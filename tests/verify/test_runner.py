@@ -17,7 +17,7 @@ from tests.verify.test_batch import recording
 pytestmark = pytest.mark.deadline(600)  # a fixture runs a whole table of layouts, and may have to start the workers
 # all layouts are in tests/strategy/test_invariance.py; here it is the tool that is looked at
 SFT_LAYOUTS = ["microbatches", "tp2", "pp2_vpp2", "dp2", "dp2_plain"]
-GRPO_LAYOUTS = ["microbatches", "tp2_sp", "cp2_dp2"]
+GRPO_LAYOUTS = ["microbatches", "tp2_sp", "dp2"]
 
 
 @pytest.fixture(scope="module")
