@@ -55,7 +55,7 @@ def reference(worker_pool, qwen3_dir, exported) -> Run:
 
 @pytest.mark.parametrize(
     "layout",
-    by_default(["tp2_sp", "pp2", "dp2", "cp2"], ["tp2", "tp2_sp", "pp2", "dp2", "cp2", "pp2_vpp2", "tp2_cp2_sp"]),
+    by_default(["tp2_sp", "pp2"], ["tp2", "tp2_sp", "pp2", "dp2", "cp2", "pp2_vpp2", "tp2_cp2_sp"]),
 )
 def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, reference, layout):
     assert_same(job(worker_pool, qwen3_dir, layout), reference)

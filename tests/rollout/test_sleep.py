@@ -43,6 +43,7 @@ def test_weights_that_a_deep_sleep_dropped_come_from_the_host_again(fault_harnes
     assert engine.weight_version == fault_harness.version
 
 
+@pytest.mark.slow
 def test_restarted_process_is_awake(fault_harness):
     engine, requests = fault_harness.engine, make_requests(4)
     fault_harness.push_random_weights(45)

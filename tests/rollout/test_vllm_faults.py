@@ -58,6 +58,7 @@ def test_kill_minus_9_during_generate_is_survived(fault_harness):
     assert [[g.token_ids for g in group] for group in again] == [[g.token_ids for g in group] for group in results]
 
 
+@pytest.mark.slow
 def test_deadline_kills_and_the_last_restart_is_not_exceeded(fault_harness):
     engine = fault_harness.engine
     requests = make_requests(32, num_samples=4)

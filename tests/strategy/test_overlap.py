@@ -161,6 +161,7 @@ def test_gradients_leave_the_rank_once_after_the_last_micro_batch(worker_pool, q
     assert all(count == 1 for step in counts for count in step), counts
 
 
+@pytest.mark.slow
 def test_overlap_with_experts(worker_pool, qwen3_moe_dir):
     """Two of the four replicas share each expert, whose gradients and weights travel in groups of their own."""
     runs = [

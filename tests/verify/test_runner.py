@@ -40,6 +40,7 @@ def grpo_report(worker_pool, qwen3_dir) -> Report:
     return verify_layouts(partial(subjects.grpo, qwen3_dir), GRPO_LAYOUTS, pool=worker_pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", GRPO_LAYOUTS)
 def test_grpo_gives_the_numbers_of_one_process(grpo_report, layout):
     row = grpo_report[layout]
@@ -93,6 +94,7 @@ def test_ranks_that_report_different_losses_are_caught(worker_pool, qwen3_dir):
     assert "step 1: rank 1 reports loss" in report["tp2"].reason
 
 
+@pytest.mark.slow
 def test_failure_in_a_step_is_no_refusal_and_the_next_layout_runs(worker_pool, qwen3_dir):
     report = verify(worker_pool, qwen3_dir, ["tp2", "microbatches"], subjects.FailingSFT)
     assert report["tp2"].verdict == "failed"
