@@ -47,6 +47,7 @@ def test_script_with_two_ranks(qwen3_dir, tmp_path):
     assert {"prompt", "response", "reward"} <= json.loads(lines[0]).keys()
 
 
+@pytest.mark.slow
 def test_rewards_and_evaluation(qwen3_dir, tmp_path):
     output = run(EXAMPLES / "rewards_and_evaluation.py", "--model", qwen3_dir, "--prompts", "10", "--out", tmp_path)
     lines = re.findall(r"^val/(\w+/\w+) +(-?\d\.\d+)  \[(-?\d\.\d+), (-?\d\.\d+)\]$", output, re.MULTILINE)
@@ -82,9 +83,10 @@ def test_preferences_script(qwen3_dir, tmp_path, method):
     assert (tmp_path / method / "hf" / "last" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "game",
-    ["grid", *(pytest.param(game, marks=pytest.mark.slow) for game in ("calculator", "guessing", "countdown"))],
+    ["grid", "calculator", "guessing", "countdown"],
 )
 def test_environments_script(qwen3_dir, tmp_path, game):
     """Real vLLM over several turns; log-probs of trainer and sampler agree on the policy's tokens of all of them."""

@@ -106,6 +106,7 @@ def test_update_that_never_was_complete_leaves_the_old_weights(fault_harness):
     assert max_logprob_error(fault_harness.model, requests, engine.generate(requests, PARAMS)) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_update_that_fails_inside_vllm_never_samples(fault_harness):
     """A failed reload leaves layers without weights behind. The check of the shapes is taken away to get there."""
     engine, requests = fault_harness.engine, make_requests(2)
