@@ -55,7 +55,7 @@ def become_another_user() -> None:
 
 
 def stage(sources: dict[str, str], directory: str) -> dict[str, str]:
-    """Mount what lies below directories of root's, such as /root/.pyenv, where another user can reach it."""
+    """Mount what lies below directories of root alone, such as its home, where another user can reach it."""
     os.unshare(os.CLONE_NEWNS)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", directory, "tmpfs", MS_NOSUID, "size=64k,mode=755")
