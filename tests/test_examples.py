@@ -47,6 +47,35 @@ def test_script_with_two_ranks(qwen3_dir, tmp_path):
     assert {"prompt", "response", "reward"} <= json.loads(lines[0]).keys()
 
 
+def test_sft_script(qwen3_dir, tmp_path):
+    """Batches of tokens on two replicas; its checkpoint starts another run."""
+    arguments = ("--model", qwen3_dir, "--rows", "300", "--epochs", "1", "--devices", "2", "--out", tmp_path)
+    output = run(EXAMPLES / "sft_script.py", *arguments)
+    assert "at most 512, of at most 2048 tokens together" in output
+    assert re.search(r"held-out loss after [1-9] steps: \d+\.\d{3}, perplexity \d+\.\d{3}\n", output)
+    (checkpoint,) = re.findall(r"init_from=(\S+)", output)
+    assert Path(checkpoint).is_dir()
+
+
+@pytest.mark.slow
+def test_ppo_script(qwen3_dir, tmp_path):
+    arguments = ("--model", qwen3_dir, "--steps", "1", "--prompts", "8", "--devices", "1", "--out", tmp_path)
+    output = run(EXAMPLES / "ppo_script.py", *arguments)
+    assert re.search(r"held-out accuracy after 1 steps: [01]\.\d{3}\n", output)
+    assert re.search(r"explained variance of the critic: -?\d+\.\d{3}\n", output)
+    assert "critic/grad_norm" in (tmp_path / "metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_distillation_script(qwen3_dir, tmp_path):
+    """The student is its own teacher: there is nothing to learn, on two replicas."""
+    models = ("--student", qwen3_dir, "--teacher", qwen3_dir)
+    short = ("--steps", "1", "--prompts", "8", "--devices", "2", "--out", tmp_path)
+    output = run(EXAMPLES / "distillation_script.py", *models, *short)
+    (distance,) = re.findall(r"KL to the teacher after 1 steps: (\d\.\d{4})\n", output)
+    assert float(distance) < 1e-4  # two passes in fp32 over the same weights
+
+
 @pytest.mark.slow
 def test_rewards_and_evaluation(qwen3_dir, tmp_path):
     output = run(EXAMPLES / "rewards_and_evaluation.py", "--model", qwen3_dir, "--prompts", "10", "--out", tmp_path)

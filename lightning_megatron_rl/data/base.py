@@ -91,32 +91,34 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             if name not in self._sets:
                 self._sets[name] = self.encode(load_rows(source), name, describe_source(source))
         if "train" in sources:
-            self._check_batches(len(self._sets["train"]))
+            self.check_batches(self._sets["train"])
 
     def train_dataloader(self) -> ResumableLoader[Item] | EvaluationLoader[Item]:
-        """Global batches of the training set, all of them full; one loader for all of a trainer's epochs."""
+        """Global batches of the training set; one loader for all of a trainer's epochs."""
         items = self._sets["train"]
         num_replicas, rank = self._data_parallel()
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             # the same first batches in every epoch
-            batches = GlobalBatches(len(items), self.batch_size, num_replicas=num_replicas, rank=rank, drop_last=True)
-            return EvaluationLoader(items, batches)
+            return EvaluationLoader(items, self.training_batches(items, num_replicas, rank, shuffle=False))
         if self._train_loader is None or self._train_loader_owner is not self.trainer:
-            batches = GlobalBatches(
-                len(items),
-                self.batch_size,
-                num_replicas=num_replicas,
-                rank=rank,
-                shuffle=self.shuffle,
-                seed=self.seed,
-                drop_last=True,
-            )
-            self._train_loader = ResumableLoader(items, batches)
+            self._train_loader = ResumableLoader(items, self.training_batches(items, num_replicas, rank, self.shuffle))
             self._train_loader_owner = self.trainer
         if self._position is not None:
             self._train_loader.load_state_dict(self._position)
             self._position = None
         return self._train_loader
+
+    def training_batches(self, items: list[Item], num_replicas: int, rank: int, shuffle: bool) -> GlobalBatches:
+        """The rows that a data-parallel rank takes of each training batch: `batch_size` over all ranks."""
+        return GlobalBatches(
+            len(items),
+            self.batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=True,
+        )
 
     def val_dataloader(self) -> list[EvaluationLoader[Item]]:
         """One loader per validation set: every row once over all ranks; a rank's last batch may be an empty list."""
@@ -188,7 +190,13 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
-    def _check_batches(self, num_rows: int) -> None:
+    def check_batches(self, items: list[Item]) -> None:
+        """Refuse a training set that gives no batch, or batches that do not divide.
+
+        Raises:
+            ValueError: With the arithmetic.
+        """
+        num_rows = len(items)
         num_replicas, _ = self._data_parallel()
         if self.batch_size % num_replicas:
             lower = self.batch_size // num_replicas * num_replicas

@@ -39,6 +39,7 @@ class GlobalBatches:
     ) -> None:
         self.num_rows = num_rows
         self.batch_size = batch_size
+        self.max_tokens: int | None = None  # of a batch
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
@@ -59,6 +60,63 @@ class GlobalBatches:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self._order_of = epoch, torch.randperm(self.num_rows, generator=generator).tolist()
         return self._order_of[1]
+
+
+class TokenBudgetBatches(GlobalBatches):
+    """Global batches of at most so many tokens, instead of so many rows; no row is left out.
+
+    The batches are filled once, from the order of epoch 0; a shuffled epoch has an order of batches of its own. So all
+    epochs have the same number of them.
+
+    Args:
+        lengths: Tokens of each row of the data set.
+        max_tokens: Most tokens of a batch, over all ranks.
+        batch_size: Most rows of a batch, over all ranks.
+        num_replicas: Data-parallel size.
+        rank: Data-parallel rank; its part of a batch may be empty.
+        shuffle: Whether every epoch has an order of its own.
+        seed: Seed of the orders.
+
+    Raises:
+        ValueError: A row has more tokens than a batch may have.
+
+    Example:
+        ``TokenBudgetBatches([3, 3, 4, 2], max_tokens=6, batch_size=8)`` gives [0, 1] and [2, 3].
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        batch_size: int,
+        *,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(len(lengths), batch_size, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
+        if max(lengths) > max_tokens:
+            raise ValueError(
+                f"the longest sequence has {max(lengths)} tokens, max_tokens_per_batch is {max_tokens}: raise it to at"
+                f" least {max(lengths)}, or lower max_length"
+            )
+        self.max_tokens = max_tokens
+        self._batches: list[list[int]] = [[]]
+        num_tokens = 0
+        for row in self._order(0):
+            if num_tokens + lengths[row] > max_tokens or len(self._batches[-1]) == batch_size:
+                self._batches.append([])
+                num_tokens = 0
+            self._batches[-1].append(row)
+            num_tokens += lengths[row]
+        self.per_epoch = len(self._batches)
+        self._sequence = GlobalBatches(self.per_epoch, 1, shuffle=shuffle, seed=seed)  # of batches
+
+    def __getitem__(self, number: int) -> list[int]:
+        """The rows of batch `number`, counted from the first batch of epoch 0."""
+        (batch,) = self._sequence[number]
+        return self._batches[batch][self.rank :: self.num_replicas]
 
 
 class EvaluationLoader[Item]:
@@ -119,6 +177,7 @@ class ResumableLoader[Item]:
             "per_epoch": batches.per_epoch,
             "num_rows": batches.num_rows,
             "batch_size": batches.batch_size,
+            "max_tokens_per_batch": batches.max_tokens,
             "shuffle": batches.shuffle,
             "seed": batches.seed,
         }
@@ -126,7 +185,7 @@ class ResumableLoader[Item]:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved position; between two epochs the data may have changed."""
         now = self.state_dict()
-        keys = ("num_rows", "batch_size", "shuffle", "seed")
+        keys = ("num_rows", "batch_size", "max_tokens_per_batch", "shuffle", "seed")
         changed = [f"{key} was {state_dict[key]!r}, is {now[key]!r}" for key in keys if state_dict[key] != now[key]]
         epoch, in_epoch = divmod(state_dict["num_done"], state_dict["per_epoch"])
         if changed and in_epoch:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_megatron_rl.data.base import RowDataModule
+from lightning_megatron_rl.data.loader import GlobalBatches, TokenBudgetBatches
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import (
@@ -30,7 +31,9 @@ class SFTDataModule(RowDataModule[TokenSequence]):
             dotted path of a callable; or `{path, split, name, limit}`; or a class with `init_args`.
         tokenizer: Directory or hub name with the tokenizer of the model.
         val: Validation sets by name, each like `train`; `test` and `predict` run on them too.
-        batch_size: Sequences per optimizer step, over all ranks.
+        batch_size: Sequences per optimizer step, over all ranks; with `max_tokens_per_batch`, at most so many.
+        max_tokens_per_batch: Tokens per optimizer step, over all ranks, at most: batches then differ in their number of
+            sequences, and none is left out at an epoch's end.
         val_batch_size: Sequences per validation batch, over all ranks; as many as `batch_size` if unset.
         prompt_column: Column with the prompt, text or a list of chat messages.
         completion_column: Column with the completion, text.
@@ -51,6 +54,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
 
     Example:
         ``SFTDataModule("sums.jsonl", tokenizer="model", completion_column="answer", batch_size=128)``
+        ``SFTDataModule("chats", tokenizer="model", messages_column="messages", max_tokens_per_batch=2**19)``
     """
 
     def __init__(
@@ -72,8 +76,12 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         overlong: Literal["drop", "truncate", "error"] = "drop",
         shuffle: bool = True,
         seed: int = 0,
+        max_tokens_per_batch: int | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
+        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+            raise ValueError(f"max_tokens_per_batch={max_tokens_per_batch}: it is a number of tokens, at least 1")
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.prompt_column = prompt_column
         self.completion_column = completion_column
         self.messages_column = messages_column
@@ -104,6 +112,29 @@ class SFTDataModule(RowDataModule[TokenSequence]):
             lengths.append(length)
         mode: Literal["drop", "error"] = "error" if self.overlong == "error" else "drop"
         return self.drop_overlong(sequences, lengths, self.max_length, mode, dataset, "max_length")
+
+    def training_batches(
+        self, items: list[TokenSequence], num_replicas: int, rank: int, shuffle: bool
+    ) -> GlobalBatches:
+        """Batches of `batch_size` sequences, or of `max_tokens_per_batch` tokens."""
+        if self.max_tokens_per_batch is None:
+            return super().training_batches(items, num_replicas, rank, shuffle)
+        return TokenBudgetBatches(
+            [len(sequence) for sequence in items],
+            self.max_tokens_per_batch,
+            self.batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=self.seed,
+        )
+
+    def check_batches(self, items: list[TokenSequence]) -> None:
+        """Any number of sequences makes batches of a token budget, if each of them fits."""
+        if self.max_tokens_per_batch is None:
+            super().check_batches(items)
+        else:
+            self.training_batches(items, num_replicas=1, rank=0, shuffle=False)
 
     def _sequence(self, row: Row, where: str) -> TokenSequence:
         return segments_to_sequence(self.tokenizer, self._segments(row, where), where)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
+from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
 _LARGEST = 709.0  # e^710 is no float64
@@ -32,8 +33,12 @@ class SFTModule(PolicyModule):
     def describe_batch(self, batch: list[TokenSequence]) -> list[tuple[str, str]]:
         """Return the arithmetic of a batch, for the table at start."""
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        per_update = f"{len(batch)} per replica x {replicas} replicas = {len(batch) * replicas}"
+        if isinstance(data, SFTDataModule) and data.max_tokens_per_batch is not None:
+            per_update = f"at most {data.batch_size}, of at most {data.max_tokens_per_batch} tokens together"
         return [
-            ("sequences per update", f"{len(batch)} per replica x {replicas} replicas = {len(batch) * replicas}"),
+            ("sequences per update", per_update),
             ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
         ]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
+from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader, TokenBudgetBatches
 
 
 def of_all_ranks(num_replicas: int, num_rows: int = 50, batch_size: int = 12, **kwargs) -> list[GlobalBatches]:
@@ -84,3 +84,53 @@ def test_changed_data_cannot_go_on_within_an_epoch_but_can_after_it():
     take(loader, 4)
     changed.load_state_dict(loader.state_dict())
     assert changed.state_dict()["num_done"] == 2 * 11  # the start of epoch 2
+
+
+LENGTHS = [3, 3, 4, 2, 9, 1, 1, 1, 5, 5, 1, 2]
+
+
+def test_token_budget_fills_batches_in_order():
+    batches = TokenBudgetBatches(LENGTHS, max_tokens=9, batch_size=3)
+    rows = [batches[number] for number in range(7)]
+    assert rows == [[0, 1], [2, 3], [4], [5, 6, 7], [8], [9, 10, 11], [0, 1]]  # and so on from the first
+    assert batches.per_epoch == 6
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_token_budget_gives_every_row_once_an_epoch_and_the_same_batches_on_any_number_of_ranks(num_replicas: int):
+    def epochs(num_replicas: int) -> list[list[list[int]]]:
+        ranks = [
+            TokenBudgetBatches(LENGTHS, 10, 8, num_replicas=num_replicas, rank=rank, shuffle=True, seed=5)
+            for rank in range(num_replicas)
+        ]
+        count = ranks[0].per_epoch
+        return [
+            [sorted(row for rank in ranks for row in rank[epoch * count + number]) for number in range(count)]
+            for epoch in range(3)
+        ]
+
+    found = epochs(num_replicas)
+    assert found == epochs(1)
+    assert found[0] != found[1] != found[2]
+    for batches in found:
+        assert sorted(row for batch in batches for row in batch) == list(range(len(LENGTHS)))
+        assert all(sum(LENGTHS[row] for row in batch) <= 10 for batch in batches)
+
+
+def test_token_budget_resumes_and_refuses_another_budget_within_an_epoch():
+    def loader(budget: int) -> ResumableLoader[int]:
+        return ResumableLoader(range(12), TokenBudgetBatches(LENGTHS, budget, 8, shuffle=True))
+
+    started = loader(10)
+    reference = take(loader(10), 12)
+    assert take(started, 3) == reference[:3]
+    restored = loader(10)
+    restored.load_state_dict(started.state_dict())
+    assert take(restored, 9) == reference[3:]
+    with pytest.raises(ValueError, match="max_tokens_per_batch was 10, is 12"):
+        loader(12).load_state_dict(started.state_dict())
+
+
+def test_token_budget_smaller_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="longest sequence has 9 tokens, max_tokens_per_batch is 8: raise"):
+        TokenBudgetBatches(LENGTHS, max_tokens=8, batch_size=4)

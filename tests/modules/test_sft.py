@@ -66,3 +66,39 @@ def test_perplexity_of_what_is_no_language():
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == math.inf
     assert math.isnan(perplexity(math.nan))
+
+
+def train_by_tokens(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[list[float], list[int]]:
+    """Losses of an epoch in batches of at most 24 tokens, and the sequences that this rank brought to each."""
+    from lightning_megatron_rl.data.sft import SFTDataModule
+    from lightning_megatron_rl.modules.sft import SFTModule
+    from tests.training import make_trainer
+
+    losses, counts = [], []
+
+    class Recording(SFTModule):
+        def training_step(self, sequences, batch_idx):
+            loss = super().training_step(sequences, batch_idx)
+            losses.append(float(loss))
+            counts.append(len(sequences))
+            return loss
+
+    rows = [{"prompt": f"{n}+{n}=", "completion": str(10**n)} for n in range(9)]
+    data = SFTDataModule(train=lambda: rows, tokenizer=str(model), batch_size=8, max_tokens_per_batch=24)
+    make_trainer(strategy, world_size, max_epochs=1, max_steps=-1).fit(Recording(model=str(model)), data)
+    return losses, counts
+
+
+def test_batches_of_tokens_are_the_same_on_two_replicas(worker_pool, qwen3_dir):
+    """A batch may hold one long sequence alone: the other replica then brings none."""
+    world_size, strategy = LAYOUTS["dp2"]
+    (alone,) = worker_pool.run(train_by_tokens, qwen3_dir, {}, 1, world_size=1, init_process_group=False)
+    both = worker_pool.run(
+        train_by_tokens, qwen3_dir, strategy, world_size, world_size=world_size, init_process_group=False
+    )
+    losses, counts = alone
+    assert len(set(counts)) > 1
+    assert 1 in counts
+    assert [sum(pair) for pair in zip(*(counts for _, counts in both), strict=True)] == counts
+    for theirs, _ in both:
+        assert theirs == pytest.approx(losses, rel=RELATIVE)
