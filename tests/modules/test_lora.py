@@ -94,6 +94,7 @@ def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, referen
             assert error <= RELATIVE, f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow
 def test_tied_embeddings_on_two_stages(worker_pool, tied_dir):
     """Both copies are frozen: their gradients must not be looked for. The layers have biases, which stay as well."""
     alone = job(worker_pool, tied_dir)[0]
@@ -109,6 +110,7 @@ def test_only_adapters_are_trained(reference):
     assert any("word_embeddings" in name for name in reference.extra["frozen"])
 
 
+@pytest.mark.slow
 def test_loss_goes_down(worker_pool, qwen3_dir):
     sequences = frozen_sequences(4) * 12
     run = job(worker_pool, qwen3_dir, steps=12, sequences=sequences, optimizer={"lr": 1e-2, "adam_eps": 1e-8})[0]
@@ -171,7 +173,7 @@ def test_checkpoint_holds_adapters_alone(saved):
     assert json.loads((path / "layout.json").read_text())["trained_on_top_of"]["lora.rank"] == 4
 
 
-@pytest.mark.parametrize("layout", by_default(["tp2_sp", "single"], ["tp2_sp", "pp2", "single"]))
+@pytest.mark.parametrize("layout", by_default(["tp2_sp"], ["tp2_sp", "pp2", "single"]))
 def test_resumed_run_is_the_uninterrupted_one(worker_pool, qwen3_dir, saved, layout):
     """Bitwise in the layout it was saved in, within rounding in others."""
     path, whole = saved
@@ -201,6 +203,7 @@ def test_checkpoint_of_other_adapters_is_refused(worker_pool, qwen3_dir, saved, 
         job(worker_pool, qwen3_dir, settings=settings, **resuming(saved[0]))
 
 
+@pytest.mark.slow
 def test_order_of_targets_seed_and_dropout_do_not_make_other_adapters(worker_pool, qwen3_dir, saved):
     settings = LoRASettings(rank=4, alpha=8, target_modules=LORA.target_modules[::-1], seed=7)
     resumed = job(worker_pool, qwen3_dir, LAYOUTS["tp2_sp"], settings=settings, **resuming(saved[0]))[0]
@@ -253,7 +256,7 @@ def grpo(model: Path, strategy: dict[str, Any], world_size: int, **kwargs: Any) 
     return run
 
 
-@pytest.mark.parametrize("layout", by_default(["single", "tp2_sp"], ["single", "tp2_sp", "pp2", "dp2"]))
+@pytest.mark.parametrize("layout", by_default(["single"], ["single", "tp2_sp", "pp2", "dp2"]))
 def test_reference_is_the_policy_without_adapters(worker_pool, qwen3_dir, layout):
     run = grpo_job(worker_pool, qwen3_dir, {**LAYOUTS, "single": SINGLE}[layout], steps=3)
     assert run.extra["copies"] is None, "a second model was built"

@@ -65,6 +65,7 @@ def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_moe_dir, ref
         assert_same_adapters(run, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [EXPERTS, ATTENTION], ids=["experts", "attention"])
 @pytest.mark.parametrize("layout", by_default(["ep2"], ["ep2", "tp2_sp"]))
 def test_parts_of_the_model(worker_pool, qwen3_moe_dir, layout, settings):
@@ -106,7 +107,7 @@ def test_checkpoint_holds_adapters_alone(saved):
     assert numbers == sum(tensor.numel() for tensor in run.extra["adapter"].values()) - copies
 
 
-@pytest.mark.parametrize("layout", by_default(["ep2", "single"], ["ep2", "single", "tp2_sp"]))
+@pytest.mark.parametrize("layout", by_default(["ep2"], ["ep2", "single", "tp2_sp"]))
 def test_resumed_run_is_the_uninterrupted_one(worker_pool, qwen3_moe_dir, saved, layout):
     """Bitwise in the layout it was saved in, within rounding in others."""
     path, whole = saved

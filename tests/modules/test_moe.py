@@ -264,6 +264,7 @@ def test_replay_in_padded_micro_batches(worker_pool, qwen3_moe_dir, replayed):
     assert_same_rollouts(grpo(worker_pool, qwen3_moe_dir, module={"moe": R2, "packing": False})[0], replayed)
 
 
+@pytest.mark.slow
 def test_replay_with_a_stage_of_dense_layers(worker_pool, deepseek_dir):
     single, split = (grpo(worker_pool, deepseek_dir, name, module={"moe": R2})[0] for name in ("single", "pp2"))
     assert_same_rollouts(split, single)

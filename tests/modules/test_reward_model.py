@@ -142,6 +142,7 @@ def test_checkpoint_of_a_language_model_is_refused(worker_pool, qwen3_dir, tmp_p
         job(worker_pool, qwen3_dir, ckpt_path=str(tmp_path / "step=1.ckpt"))
 
 
+@pytest.mark.slow
 def test_adapters_train_with_a_whole_head(worker_pool, qwen3_dir):
     module = {"lora": LoRASettings(rank=4, alpha=8), "center_coef": 0.01}
     alone = job(worker_pool, qwen3_dir, module=module)[0]

@@ -77,6 +77,7 @@ def test_deadline_kills_and_the_last_restart_is_not_exceeded(fault_harness):
     assert engine.num_restarts == restarts + 1
 
 
+@pytest.mark.slow
 def test_update_that_never_was_complete_leaves_the_old_weights(fault_harness):
     engine, requests = fault_harness.engine, make_requests(4)
     fault_harness.push_random_weights(23)

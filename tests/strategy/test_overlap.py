@@ -76,6 +76,7 @@ def test_overlap_does_not_change_the_numbers(worker_pool, qwen3_dir, layout, ddp
     assert_same_run(on(worker_pool, qwen3_dir, layout, ddp), on(worker_pool, qwen3_dir, layout, {}), SAME)
 
 
+@pytest.mark.slow
 def test_overlap_of_gradients_without_sharding(worker_pool, qwen3_dir):
     worlds = {}
     for name, ddp in (("overlap", GRADIENTS), ("none", {})):
@@ -220,6 +221,7 @@ def fit_with_readers(model: Path, directory: Path, ddp: dict[str, Any], force: b
     return {"exports": readers.exports, "steps": recorder.steps, "resumed": resumed.steps}
 
 
+@pytest.mark.slow
 def test_readers_between_steps_see_the_gathered_weights(worker_pool, qwen3_dir, tmp_path):
     """Validation, weight sync and a checkpoint right after the step: each as without overlap, on each rank.
 

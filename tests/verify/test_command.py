@@ -49,6 +49,7 @@ def test_right_config_passes_and_the_report_is_written(qwen3_dir, tmp_path, caps
     assert not (tmp_path / "runs").exists(), "callbacks and loggers of the config do not run"
 
 
+@pytest.mark.slow
 def test_users_own_wrong_module_is_caught(qwen3_dir, tmp_path, capsys):
     config = changed(
         small(qwen3_dir, tmp_path), tmp_path / "c.yaml", "model.class_path", "tests.verify.subjects.LocalMeanSFT"
