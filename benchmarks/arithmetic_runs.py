@@ -1,5 +1,6 @@
 """Runs on the demo's sums that benchmarks share: one warm start, and many processes side by side on one machine."""
 
+import argparse
 import csv
 import json
 import os
@@ -54,6 +55,26 @@ def run_jobs(jobs: Sequence[Job], parallel: int, deadline_s: float) -> list[str]
     with ThreadPoolExecutor(max(parallel, 1)) as pool:
         list(pool.map(lambda pair: _run(pair[1], first_port + pair[0], end), enumerate(waiting)))
     return [job.name for job in jobs if not job.result.exists()]
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark of such runs has."""
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="directory of all runs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--sft-steps", type=int, help="fewer steps of the warm start, for a quick look")
+    parser.add_argument("--deadline", type=float, default=24 * 3600, help="seconds until unfinished runs are killed")
+
+
+def run_missing(jobs: Sequence[Job], environment: Path, device: str, options: argparse.Namespace) -> None:
+    """Run what is not done, beside a description of the machine; exit if the deadline leaves some of it."""
+    from lightning_megatron_rl.verify.report import describe_environment
+
+    if any(not job.result.exists() for job in jobs):
+        write_json(environment, describe_environment(device))
+    left = run_jobs(jobs, options.jobs, options.deadline)
+    if left:
+        sys.exit(f"not done: {', '.join(left)} (logs in {environment.parent}); run again")
 
 
 def _run(job: Job, port: int, end: float) -> None:

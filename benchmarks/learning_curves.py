@@ -16,19 +16,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from arithmetic_runs import (
-    RESULTS,
-    ROOT,
     VAL_EVERY,
     Job,
+    add_run_arguments,
     default_device,
     first_reaching,
     own_job,
-    run_jobs,
+    run_missing,
     warm_start,
     write_json,
 )
-
-from lightning_megatron_rl.verify.report import describe_environment
 
 SIDES = {"ours": "lightning_megatron_rl (Megatron + vLLM)", "reference": "reference_grpo.py (torch + Transformers)"}
 THRESHOLD = 0.9  # accuracy whose samples are counted
@@ -154,23 +151,15 @@ def merge(out: Path, seeds: Sequence[int], results: Path) -> None:
 def main() -> None:
     """Run what is missing, then merge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="directory of all runs")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    add_run_arguments(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--rollouts", type=int, default=150)
-    parser.add_argument("--sft-steps", type=int, help="fewer steps of the warm start, for a quick look")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--deadline", type=float, default=24 * 3600, help="seconds until unfinished runs are killed")
     options = parser.parse_args()
     out, device = options.out.resolve(), default_device()
     model = warm_start(out, device, steps=options.sft_steps)
     todo = jobs(out, model, options.seeds, options.rollouts, device, options.sides)
-    if any(not job.result.exists() for job in todo):
-        write_json(out / "environment.json", describe_environment(device))
-    left = run_jobs(todo, options.jobs, options.deadline)
-    if left:
-        sys.exit(f"not done: {', '.join(left)} (logs in {out}); run again")
+    run_missing(todo, out / "environment.json", device, options)
     if all((out / f"{side}_{seed}" / "run.json").exists() for side in SIDES for seed in options.seeds):
         merge(out, options.seeds, options.results)
 

@@ -16,18 +16,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from arithmetic_runs import (
     CONFIGS,
-    RESULTS,
-    ROOT,
     Job,
+    add_run_arguments,
     default_device,
     first_reaching,
     own_job,
-    run_jobs,
+    run_missing,
     warm_start,
     write_json,
 )
-
-from lightning_megatron_rl.verify.report import describe_environment
 
 THRESHOLD = 0.85  # greedy accuracy on 500 held-out problems
 MAX_ROLLOUTS = 150  # within which every method has to get there
@@ -77,23 +74,15 @@ def summarise(run: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run what is missing, then merge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="directory of all runs")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    add_run_arguments(parser)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--rollouts", type=int, default=MAX_ROLLOUTS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, help="fewer steps of the warm start, for a quick look")
-    parser.add_argument("--deadline", type=float, default=24 * 3600, help="seconds until unfinished runs are killed")
     options = parser.parse_args()
     out, device = options.out.resolve(), default_device()
     model = warm_start(out, device, steps=options.sft_steps)
     todo = jobs(out, model, options.methods, options.rollouts, device, options.seed)
-    if any(not job.result.exists() for job in todo):
-        write_json(out / "environment_methods.json", describe_environment(device))
-    left = run_jobs(todo, options.jobs, options.deadline)
-    if left:
-        sys.exit(f"not done: {', '.join(left)} (logs in {out}); run again")
+    run_missing(todo, out / "environment_methods.json", device, options)
     figures = {
         "command": "python benchmarks/methods.py",
         "environment": json.loads((out / "environment_methods.json").read_text()),
