@@ -33,12 +33,12 @@ from lightning_megatron_rl.strategy.checks import (
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
-from lightning_megatron_rl.strategy.offloading import OffloadsState
+from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
-from lightning_megatron_rl.strategy.termination import TerminationNotice
+from lightning_megatron_rl.strategy.stopping import StopsTogether
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 @StrategyRegistry.register("megatron", description="Megatron-core: tensor, pipeline and data parallelism")
-class MegatronStrategy(OffloadsState):
+class MegatronStrategy(StopsTogether):
     """Train a LightningModule whose `model` is an `nn.ModuleList` of Megatron model chunks.
 
     The module builds its chunks in `configure_model` (unwrapped, for this rank), makes its optimizer with
@@ -72,6 +72,9 @@ class MegatronStrategy(OffloadsState):
         ddp_config: Megatron's own `DistributedDataParallelConfig`, for everything else about gradient reduction.
         offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients"
             (dropped: none is needed then) and "parameters"; nothing if not given.
+        on_nonfinite: What a step with a loss or gradient that is no number does: "stop" ends the run and keeps the batch
+            and the weights, "skip" leaves the weights as they are, warns and counts it.
+        save_on_interrupt: Whether Ctrl-C stops the run after the batch, with a checkpoint, as SIGTERM does.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 
@@ -94,6 +97,8 @@ class MegatronStrategy(OffloadsState):
         use_distributed_optimizer: bool = True,
         ddp_config: Optional["DistributedDataParallelConfig"] = None,
         offload_while_sampling: list[OffloadPart] | None = None,
+        on_nonfinite: OnNonfinite = "stop",
+        save_on_interrupt: bool = False,
         timeout_s: float = 1800.0,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
@@ -113,10 +118,11 @@ class MegatronStrategy(OffloadsState):
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
         self.offloads = check_parts(offload_while_sampling)
+        self.on_nonfinite = on_nonfinite
+        self.save_on_interrupt = save_on_interrupt
         self.num_nodes = 1
         self.replica: ReplicaGroup | None = None
         self.phase_name = "setup"
-        self.termination = TerminationNotice()
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -247,6 +253,7 @@ class MegatronStrategy(OffloadsState):
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
                 check_optimizers(self.optimizers)
+                self.watch_signals(trainer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -302,18 +309,9 @@ class MegatronStrategy(OffloadsState):
             device=self.root_device,
         )
 
-    def on_train_start(self) -> None:
-        """Answer SIGTERM between batches from here on."""
-        self.termination.install()
-
     def on_train_end(self) -> None:
         """Leave no parameter to be gathered."""
         self.gather_parameters()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Stop on every rank if one was told to."""
-        with self.phase("start of batch"):
-            self.termination.stop_if_received(self.root_device)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -387,6 +385,7 @@ class MegatronStrategy(OffloadsState):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         # not super().teardown(): it moves the model and the optimizer state to the CPU
+        self.forget_signals()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

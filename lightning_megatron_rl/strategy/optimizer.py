@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim import Optimizer
+
+from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
@@ -34,8 +36,9 @@ class MegatronOptimizer(Optimizer):
         self._take_groups()
         self.grad_norm: float = 0.0  # global norm before clipping, of the last step
         self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
-        self.step_succeeded: bool = True  # False when Megatron skipped the step for non-finite gradients
-        self._skipped = 0  # steps since the last call of `take_step_metrics`
+        self.skipped: Literal["overflow", "loss", "gradient", "threshold"] | None = None  # why, if the last step was
+        self.trace: UpdateTrace | None = None  # of the gradients at hand; set by the module that computes them
+        self._num_skipped = 0  # steps since the last call of `take_step_metrics`
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Run `closure` (forward and backward), then Megatron's step; return the closure's loss."""
@@ -46,41 +49,68 @@ class MegatronOptimizer(Optimizer):
         self.last_lr = float(self.param_groups[0]["lr"])
         for group, leader in self._followers:
             group.update({key: value for key, value in leader.items() if key not in _OWN})
-        succeeded, grad_norm = self._step_in_bf16() if self._is_bf16_true else self.megatron.step()[:2]
+        self.skipped = self._step_if_finite()
         # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
         # gradient to itself
         self.megatron.zero_grad(set_to_none=True)
-        self.step_succeeded = bool(succeeded)
-        self._skipped += not self.step_succeeded
-        self.grad_norm = float(grad_norm) if grad_norm is not None else math.nan
+        self._num_skipped += self.skipped is not None
         return loss
+
+    @torch.no_grad()
+    def _step_if_finite(self) -> Literal["overflow", "loss", "gradient", "threshold"] | None:
+        """Take Megatron's step in its parts, or say why not.
+
+        Megatron's own would clip by a norm that is no number and take the step: every weight is lost. The norm is
+        reduced over all ranks, so all of them decide alike.
+        """
+        overflowed = self.megatron.prepare_grads()  # under a loss scale, which it lowers then
+        norm = math.nan if overflowed else self.megatron.get_grad_norm()
+        self.grad_norm = float(norm)
+        if self.trace is not None and not self.trace.loss_is_finite:
+            return "loss"
+        if overflowed:
+            return "overflow"
+        if not math.isfinite(self.grad_norm):
+            return "gradient"
+        if self.grad_norm > self.megatron.config.grad_norm_skip_threshold:
+            return "threshold"
+        self._clip(norm)
+        self.megatron.step_with_ready_grads()
+        return None
 
     @property
     def _is_bf16_true(self) -> bool:
         config = self.megatron.config
         return config.params_dtype == torch.bfloat16 and not config.bf16
 
-    @torch.no_grad()
-    def _step_in_bf16(self) -> tuple[bool, float]:
-        """As Megatron's step, which clips fp32 gradients only."""
-        self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
-        factor = self.megatron.config.clip_grad / (norm + 1e-6)
-        if factor < 1:
-            for parameter in self.megatron.get_parameters():
+    def _clip(self, norm: float | torch.Tensor) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        threshold = self.megatron.config.clip_grad
+        if math.isinf(threshold):
+            return
+        for part in self.parts():
+            parameters = part.get_parameters()
+            if parameters and not self._is_bf16_true:
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, threshold, norm, use_decoupled_grad=decoupled)
+                continue
+            factor = threshold / (self.grad_norm + 1e-6)  # Megatron clips fp32 gradients only
+            for parameter in parameters if factor < 1 else ():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        return self.megatron.step_with_ready_grads(), norm
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Return the loss scale and the number of steps skipped since the last call; nothing without a loss scale.
+        """Return the number of steps skipped since the last call and, if there is one, the loss scale.
 
-        A step is skipped when a gradient is not finite. The schedulers move on all the same, as Lightning's do.
+        A step is skipped when the loss or a gradient is not finite. The schedulers move on all the same, as Lightning's
+        do.
         """
-        skipped, self._skipped = self._skipped, 0
-        if not self.megatron.config.fp16:
-            return {}
-        return {"policy/step_skipped": float(skipped), "policy/loss_scale": float(self.megatron.get_loss_scale())}
+        metrics = {"step_skipped": float(self._num_skipped)}
+        self._num_skipped = 0
+        if self.megatron.config.fp16:
+            metrics["loss_scale"] = float(self.megatron.get_loss_scale())
+        return metrics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the main gradients (the schedule clears Megatron's gradient buffers itself)."""
