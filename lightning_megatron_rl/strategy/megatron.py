@@ -32,8 +32,8 @@ from lightning_megatron_rl.strategy.checks import (
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
-from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
+from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
@@ -72,8 +72,8 @@ class MegatronStrategy(StopsTogether):
         ddp_config: Megatron's own `DistributedDataParallelConfig`, for everything else about gradient reduction.
         offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients"
             (dropped: none is needed then) and "parameters"; nothing if not given.
-        on_nonfinite: What a step with a loss or gradient that is no number does: "stop" ends the run and keeps the batch
-            and the weights, "skip" leaves the weights as they are, warns and counts it.
+        on_nonfinite: What a step with a loss or gradient that is no number does: "stop" ends the run and keeps the
+            batch and the weights, "skip" leaves the weights as they are, warns and counts it.
         save_on_interrupt: Whether Ctrl-C stops the run after the batch, with a checkpoint, as SIGTERM does.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.

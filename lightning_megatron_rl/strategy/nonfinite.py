@@ -76,7 +76,9 @@ def describe_failure(trace: UpdateTrace, grad_norm: float, step: int) -> str:
     everywhere: list[tuple[list[str], list[str]]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     found = [
-        f"rank {rank}: {_some(names)}" for rank, (samples, _) in enumerate(everywhere) if (names := sorted(set(samples)))
+        f"rank {rank}: {_some(names)}"
+        for rank, (samples, _) in enumerate(everywhere)
+        if (names := sorted(set(samples)))
     ]
     held = [f"rank {rank}: {_some(names)}" for rank, (_, names) in enumerate(everywhere) if names]
     loss = f" and {trace.metric}={trace.loss:g}" if trace.metric else ""

@@ -1,4 +1,4 @@
-"""`StopsTogether`: the part of the strategy that ends a run between two batches, with a checkpoint, when it is told to."""
+"""`StopsTogether`: the part of the strategy that ends a run between two batches, with a checkpoint."""
 
 import os
 import signal

@@ -61,8 +61,10 @@ class WeighedEngine(SeededEngine):
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         seeds = [[request.seed + self._digest + i for i in range(request.num_samples)] for request in requests]
-        return [[self._draw(GenerationRequest(request.token_ids, seed), params) for seed in row]
-                for row, request in zip(seeds, requests, strict=True)]
+        return [
+            [self._draw(GenerationRequest(request.token_ids, seed), params) for seed in row]
+            for row, request in zip(seeds, requests, strict=True)
+        ]
 
 
 class Notes(pl.Callback):
@@ -155,9 +157,7 @@ def make_module(job: Job) -> Any:
         return SFTModule(**options)
     engine: RolloutEngine = WeighedEngine()
     if job.vllm:
-        engine = VLLMEngine(
-            max_model_len=64, dtype="float32", kv_cache_memory_gb=0.05, max_num_seqs=8, num_threads=1
-        )
+        engine = VLLMEngine(max_model_len=64, dtype="float32", kv_cache_memory_gb=0.05, max_num_seqs=8, num_threads=1)
     options |= {
         "rewards": [parity, length],
         "engine": engine,

@@ -40,10 +40,28 @@ STEP = [
     _one("reference refreshed", "modules/reference.py", "copy_weights", "return", occurrence=1),
     _one("reference log-probs, rank 1 only", "modules/reference.py", "HoldsReference.score_reference", ranks=(1,)),
     _one("first update of a rollout", "strategy/schedule.py", "forward_backward", occurrence=19),
-    _one("gradients, rank 0 only", f"{_CORE}distributed/finalize_model_grads.py", "finalize_model_grads", occurrence=7, ranks=(0,)),
+    _one(
+        "gradients, rank 0 only",
+        f"{_CORE}distributed/finalize_model_grads.py",
+        "finalize_model_grads",
+        occurrence=7,
+        ranks=(0,),
+    ),
     _one("between two updates of a rollout", "strategy/optimizer.py", "MegatronOptimizer.step", "return", occurrence=7),
-    _one("optimizer step: before", f"{_CORE}optimizer/optimizer.py", "ChainedOptimizer.step_with_ready_grads", occurrence=8),
-    _one("optimizer step: after, rank 1 only", f"{_CORE}optimizer/optimizer.py", "ChainedOptimizer.step_with_ready_grads", "return", occurrence=8, ranks=(1,)),
+    _one(
+        "optimizer step: before",
+        f"{_CORE}optimizer/optimizer.py",
+        "ChainedOptimizer.step_with_ready_grads",
+        occurrence=8,
+    ),
+    _one(
+        "optimizer step: after, rank 1 only",
+        f"{_CORE}optimizer/optimizer.py",
+        "ChainedOptimizer.step_with_ready_grads",
+        "return",
+        occurrence=8,
+        ranks=(1,),
+    ),
     _one("schedule", "lr_scheduler.py", "LinearLR.get_lr", occurrence=5),
     _one("validation", _SAMPLING, "SamplesResponses.validation_step"),
     _one("validation: done", "modules/evaluation.py", "Evaluation.finish", "return"),
@@ -64,7 +82,17 @@ SAVE = [
 _LATE = Point("fifth step", "strategy/optimizer.py", "MegatronOptimizer.step", occurrence=10)
 LOAD = [
     Drill((_LATE, Point("load: before", "strategy/saving.py", "DistributedCheckpointStrategy.load_checkpoint"))),
-    Drill((_LATE, Point("load: half way, rank 1 only", "strategy/saving.py", "DistributedCheckpointStrategy._load_weights", ranks=(1,)))),
+    Drill(
+        (
+            _LATE,
+            Point(
+                "load: half way, rank 1 only",
+                "strategy/saving.py",
+                "DistributedCheckpointStrategy._load_weights",
+                ranks=(1,),
+            ),
+        )
+    ),
 ]
 DRILLS = [*STEP, *SAVE, *LOAD]
 SHORT: list[Drill] = [STEP[4], STEP[12], SAVE[6]]

@@ -41,7 +41,7 @@ class PoisonsGradient(pl.Callback):
         self.steps = 0
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
-        if self.steps == POISONED_STEP and trainer.is_last_rank:
+        if self.steps == POISONED_STEP and trainer.global_rank == trainer.world_size - 1:
             for parameter in module.model.parameters():
                 parameter.main_grad.fill_(math.inf)
         self.steps += 1

@@ -1,7 +1,6 @@
 """A run that was told to stop and goes on is bitwise the run that was not: N steps are k and N - k."""
 
 import csv
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def test_resume_is_bitwise(worker_pool, qwen3_dir, tmp_path, whole, kind, layout
     """
     undisturbed, expected = whole(kind, layout)
     world_size = len(expected)
-    told = run(
-        worker_pool, tmp_path, qwen3_dir, kind, layout, callbacks=[IsTold(stop - 1, rank=world_size - 1)]
-    )
+    told = run(worker_pool, tmp_path, qwen3_dir, kind, layout, callbacks=[IsTold(stop - 1, rank=world_size - 1)])
     assert [end["code"] for end in told] == [143, *[0] * (world_size - 1)]
     assert {end["global_step"] for end in told} == {stop}
     resumed = run(worker_pool, tmp_path, qwen3_dir, kind, layout, resumes=True)

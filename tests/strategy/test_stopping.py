@@ -111,7 +111,7 @@ def stop_under_slurm(job: Job, scripts: Path, port: int) -> dict[str, Any]:
 
 
 def test_slurm_requeues_the_job_which_finds_its_checkpoint(worker_pool, qwen3_dir, tmp_path):
-    """SIGUSR1, `scontrol requeue`, and a second start without `ckpt_path` goes on: as Lightning does, without a hang."""
+    """SIGUSR1, `scontrol requeue`, and a second start without `ckpt_path` goes on."""
     from tests.distributed import free_port
 
     scripts = tmp_path / "bin"
