@@ -73,31 +73,23 @@ class Notes(pl.Callback):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def setup(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.file = (self.directory / f"seen-{trainer.global_rank}.jsonl").open("a", buffering=1)
-
-    def teardown(self, *_: Any) -> None:
-        self.file.close()
-
-    def on_exception(self, *_: Any) -> None:
-        self.file.close()
-
-    def _write(self, **content: Any) -> None:
-        self.file.write(json.dumps(content) + "\n")
+    def _write(self, trainer: pl.Trainer, **content: Any) -> None:
+        with (self.directory / f"seen-{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(content) + "\n")
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, *_: Any) -> None:
         rows = [item.index if isinstance(module, GRPOModule) else item.origin for item in batch]
-        self._write(step=trainer.global_step, rows=rows)
+        self._write(trainer, step=trainer.global_step, rows=rows)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         if isinstance(module, GRPOModule):
             assert module.last_rollout is not None
             samples = [sample.response_ids for sample in module.last_rollout.samples]
-            self._write(step=trainer.global_step - 1, samples=samples)
+            self._write(trainer, step=trainer.global_step - 1, samples=samples)
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        self._write(step=trainer.global_step, validation=values)
+        self._write(trainer, step=trainer.global_step, validation=values)
 
 
 class IsTold(pl.Callback):
@@ -196,7 +188,7 @@ def train(job: Job, world_size: int) -> dict[str, Any]:
         job.directory / "best", "best-{step}", monitor=monitored, every_n_epochs=1, save_top_k=2, save_weights_only=True
     )
     stopper = EarlyStopping(monitored, patience=100)
-    logs = CSVLogger(job.directory, name="logs", version=0, flush_logs_every_n_steps=1)
+    logs = CSVLogger(job.directory, name="logs", flush_logs_every_n_steps=1)
     trainer = make_trainer(
         job.strategy,
         world_size,

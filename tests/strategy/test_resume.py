@@ -22,12 +22,15 @@ def run(pool: Any, directory: Path, model: Path, kind: str, layout: str, **kwarg
 
 
 def rows(directory: Path) -> list[dict[str, str]]:
-    """What the CSV logger has written, without times."""
-    with (directory / "logs" / "version_0" / "metrics.csv").open() as file:
-        return [
-            {name: value for name, value in row.items() if value and not name.startswith(("time/", "perf/"))}
-            for row in csv.DictReader(file)
-        ]
+    """What the CSV logger has written, a file per start, without times."""
+    found = []
+    for path in sorted(directory.glob("logs/version_*/metrics.csv")):
+        with path.open() as file:
+            found += [
+                {name: value for name, value in row.items() if value and not name.startswith(("time/", "perf/"))}
+                for row in csv.DictReader(file)
+            ]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +56,14 @@ DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "stop"), by_default(DEFAULT, CASES))
-def test_resume_is_bitwise(worker_pool, qwen3_dir, tmp_path, whole, kind, layout, stop):
+@pytest.mark.parametrize("case", by_default(DEFAULT, CASES), ids=str)
+def test_resume_is_bitwise(worker_pool, qwen3_dir, tmp_path, whole, case):
     """Weights, moments, schedule, generators, data, samples, validations, callbacks, counters and the log go on.
 
     Fails without `note_due_validation` where a validation is due, without the reference or the critic in checkpoints,
     and with a checkpoint that is written before the next batch, not after the last one.
     """
+    kind, layout, stop = case
     undisturbed, expected = whole(kind, layout)
     world_size = len(expected)
     told = run(worker_pool, tmp_path, qwen3_dir, kind, layout, callbacks=[IsTold(stop - 1, rank=world_size - 1)])
