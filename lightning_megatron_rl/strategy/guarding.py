@@ -60,6 +60,7 @@ class GuardsSteps(OffloadsState):
         directory = Path(self.broadcast(trainer.default_root_dir)) / f"nonfinite-step={trainer.global_step}"
         run_on_all_ranks(lambda: write_batch(trace, directory))
         trainer.save_checkpoint(directory / "weights.ckpt", weights_only=True)
+        self.finish_saving()
         raise NonFiniteError(
             f"{message} The batch is in {directory / 'batch'}, the weights in {directory / 'weights.ckpt'} (init_from"
             " reads them). Mend the samples or lower the learning rate and resume from the last checkpoint, or leave"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +30,7 @@ from lightning_megatron_rl.strategy.checks import (
     check_trainer,
     warn_of_slow_links,
 )
-from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
+from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
@@ -49,7 +49,6 @@ _DEFAULT_SEED = 1234
 # its info lines are lists of every parameter, its warnings advice to Megatron's own developers
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"megatron\.")
-T = TypeVar("T")
 
 
 @StrategyRegistry.register("megatron", description="Megatron-core: tensor, pipeline and data parallelism")
@@ -75,6 +74,10 @@ class MegatronStrategy(StopsTogether):
         on_nonfinite: What a step with a loss or gradient that is no number does: "stop" ends the run and keeps the
             batch and the weights, "skip" leaves the weights as they are, warns and counts it.
         save_on_interrupt: Whether Ctrl-C stops the run after the batch, with a checkpoint, as SIGTERM does.
+        async_save: Write checkpoints while training goes on, from a copy in the host's memory. The next save, the end
+            of the run and whatever loads a checkpoint wait for it.
+        verify_checkpoints: Compare the checksum of each file of a checkpoint before loading it.
+        fall_back_to_previous: Load the previous checkpoint in the directory, with a warning, if one is damaged.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 
@@ -99,6 +102,9 @@ class MegatronStrategy(StopsTogether):
         offload_while_sampling: list[OffloadPart] | None = None,
         on_nonfinite: OnNonfinite = "stop",
         save_on_interrupt: bool = False,
+        async_save: bool = True,
+        verify_checkpoints: bool = True,
+        fall_back_to_previous: bool = False,
         timeout_s: float = 1800.0,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
@@ -120,8 +126,10 @@ class MegatronStrategy(StopsTogether):
         self.offloads = check_parts(offload_while_sampling)
         self.on_nonfinite = on_nonfinite
         self.save_on_interrupt = save_on_interrupt
+        self.async_save = async_save
+        self.verify_checkpoints = verify_checkpoints
+        self.fall_back_to_previous = fall_back_to_previous
         self.num_nodes = 1
-        self.replica: ReplicaGroup | None = None
         self.phase_name = "setup"
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
@@ -254,6 +262,7 @@ class MegatronStrategy(StopsTogether):
                 self.setup_optimizers(trainer)
                 check_optimizers(self.optimizers)
                 self.watch_signals(trainer)
+                self.start_keeping(trainer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -310,8 +319,9 @@ class MegatronStrategy(StopsTogether):
         )
 
     def on_train_end(self) -> None:
-        """Leave no parameter to be gathered."""
+        """Leave no parameter to be gathered, and no checkpoint to be written."""
         self.gather_parameters()
+        self.finish_saving()
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -366,26 +376,15 @@ class MegatronStrategy(StopsTogether):
         finally:
             self.phase_name = outer
 
-    # ---- collectives -----------------------------------------------------------------------------------------------
-
-    def data_parallel_all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False
-    ) -> Tensor:
-        """Reduce in place over the model replicas; see `distributed.data_parallel_all_reduce`."""
-        return data_parallel_all_reduce(tensor, op, with_context_parallel=with_context_parallel)
-
-    def broadcast_from_last_stage(self, obj: T) -> T:
-        """Return the object of this replica's last pipeline stage on every rank of the replica."""
-        assert self.replica is not None
-        # Megatron orders ranks with the pipeline outermost: the last rank is of the last stage
-        return self.replica.broadcast_object(obj, source=self.replica.ranks[-1])
-
     def teardown(self) -> None:
         """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        # not super().teardown(): it moves the model and the optimizer state to the CPU
         self.forget_signals()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        try:
+            self.stop_keeping()
+        finally:
+            # not super().teardown(): it moves the model and the optimizer state to the CPU
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()

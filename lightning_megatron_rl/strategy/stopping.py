@@ -84,6 +84,7 @@ class StopsTogether(GuardsSteps):
             )
             return
         trainer.save_checkpoint(path)
+        self.finish_saving()
         if self._requeues:
             root = Path(self.broadcast(trainer.default_root_dir))
             run_on_rank_zero(lambda: _link_for_requeue(root, path))

@@ -24,7 +24,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import finalize_model_grads
 
 from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.strategy.checkpoint import read_layout
+from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.pool import free_port
 from tests.drills.faults import Point
@@ -140,7 +140,7 @@ def broken_checkpoints(directory: Path) -> list[str]:
         if path.name.startswith("."):
             continue
         try:
-            read_layout(path)
+            read_manifest(path)
         except (OSError, ValueError) as error:
             broken.append(str(error))
     return broken

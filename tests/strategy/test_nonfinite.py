@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
-from lightning_megatron_rl.strategy.checkpoint import read_layout
+from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import NonFiniteError, UpdateTrace
 from tests.modules.ppo_runs import fit_ppo
 from tests.selection import by_default
@@ -127,7 +127,7 @@ def test_the_run_stops_on_every_rank_and_names_the_sample(worker_pool, qwen3_dir
     assert "decoder.layers.0" in message or "embedding" in message
     directory = tmp_path / "nonfinite-step=1"
     assert str(directory) in message
-    assert read_layout(directory / "weights.ckpt")["has_optimizer"] is False
+    assert read_manifest(directory / "weights.ckpt")["has_optimizer"] is False
     kept = [torch.load(directory / "batch" / f"{rank}.pt") for rank in range(2)]
     bad = [sample for part in kept for sample in part["samples"] if sample["origin"] == "the poisoned one"]
     sequence = frozen_sequences(12)[7]  # of the second batch of four, the last replica's second
