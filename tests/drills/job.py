@@ -223,6 +223,9 @@ def final_state(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
     if isinstance(module, PPOModule) and module.critic is not None:
         others += module.critic.chunks
         optimizers.append(module.critic.optimizer)
+    loops = trainer.fit_loop.state_dict()
+    for counts in loops["epoch_progress"].values():  # Lightning counts no beginning of an epoch at which it resumes
+        del counts["ready"], counts["started"]
     return {
         "weights": {name: weight.detach().clone() for name, weight in module.model.named_parameters()},
         "others": [{name: weight.detach().clone() for name, weight in chunk.named_parameters()} for chunk in others],
@@ -243,7 +246,7 @@ def final_state(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
             if not callable(value)
         },
         "generators": rng_state(),
-        "loops": trainer.fit_loop.state_dict(),
+        "loops": loops,
         "global_step": trainer.global_step,
     }
 
