@@ -185,7 +185,13 @@ def train(job: Job, world_size: int) -> dict[str, Any]:
     )
     monitored = "val/loss" if job.kind == "sft" else "val/held_out/mean_at_1"
     best = ModelCheckpoint(
-        job.directory / "best", "best-{step}", monitor=monitored, every_n_epochs=1, save_top_k=2, save_weights_only=True
+        job.directory / "best",
+        "best-{step}",
+        monitor=monitored,
+        every_n_epochs=1,
+        save_top_k=2,
+        save_weights_only=True,
+        enable_version_counter=False,  # a validation that is run again saves under the same name
     )
     stopper = EarlyStopping(monitored, patience=100)
     logs = CSVLogger(job.directory, name="logs", flush_logs_every_n_steps=1)
@@ -208,6 +214,8 @@ def train(job: Job, world_size: int) -> dict[str, Any]:
         trainer.fit(module, make_data(job), ckpt_path="last" if job.resumes else None)
     except SystemExit as end:
         return {"code": end.code, "global_step": trainer.global_step}
+    if job.vllm:
+        module.close_engine()
     state = final_state(trainer, module)
     state["early stopping"] = stopper.state_dict()
     state["best"] = {Path(path).name: score for path, score in best.best_k_models.items()}

@@ -13,7 +13,10 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import finalize_model_grads
 
 from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.pool import free_port
 from tests.drills.faults import Point
@@ -36,6 +39,7 @@ from tests.tiny_models import save_tiny_model
 WORLD_SIZE = 2
 ATTEMPT_TIMEOUT = 120.0  # seconds; with vLLM twice that
 END_OF_OTHERS = 30.0  # seconds after which no other rank may live when one is gone
+FAILED = 70  # code of a rank that ended with an exception
 GRACE = 5.0  # seconds for what a killed process had started
 _IMPORTED = (Trainer, dist_checkpointing, finalize_model_grads, HFModel, MegatronStrategy)  # before the first fork
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,7 +61,7 @@ def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT) -> Attempt:
     log = job.directory / "output.log"
     log.unlink(missing_ok=True)
     port = free_port()
-    ranks = {_fork(job, rank, port, log): rank for rank in range(WORLD_SIZE)}
+    ranks = {fork(partial(run_rank, job, rank, WORLD_SIZE, port), log): rank for rank in range(WORLD_SIZE)}
     codes: dict[int, int] = {}
     deadline, first_death = time.monotonic() + timeout, 0.0
     while len(codes) < WORLD_SIZE:
@@ -74,33 +78,33 @@ def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT) -> Attempt:
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.02)
     seconds = time.monotonic() - first_death if first_death else 0.0
-    return Attempt([codes[rank] for rank in range(WORLD_SIZE)], seconds, left_behind(memory), log.read_text()[-4000:])
+    return Attempt([codes[rank] for rank in range(WORLD_SIZE)], seconds, left_behind(memory), log.read_text()[-1500:])
 
 
-def _fork(job: Job, rank: int, port: int, log: Path) -> int:
+def fork(function: Callable[[], int], log: Path) -> int:
+    """Run `function` in a fork of this process, which ends with the code that it returns; returns the fork's id."""
     pid = os.fork()
     if pid:
         return pid
-    code = 70
+    code = FAILED
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         faulthandler.enable()
-        code = run_rank(job, rank, WORLD_SIZE, port)
-    except BaseException as error:
-        import traceback
-
-        traceback.print_exception(error)
+        code = function()
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        import atexit
+        os._exit(code)  # nothing of the parent's is to be torn down here
 
-        atexit._run_exitfuncs()
-        os._exit(code)
+
+def make_model(path: Path) -> int:
+    """Save the tiny model."""
+    save_tiny_model(path, "qwen3")
+    return 0
 
 
 def shared_memory() -> set[str]:
@@ -134,16 +138,22 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def broken_checkpoints(directory: Path) -> list[str]:
-    """Return what has a checkpoint's name and is none."""
+    """Return what has a checkpoint's name and files, and is none; an empty directory keeps a name for one to come."""
     broken = []
-    for path in sorted(directory.glob("checkpoints/*.ckpt")):
-        if path.name.startswith("."):
+    for path in sorted(directory.glob("*/*.ckpt")):
+        if path.name.startswith(".") or not any(path.iterdir()):
             continue
         try:
-            read_manifest(path)
+            check_files(path, read_manifest(path), verify=True)
         except (OSError, ValueError) as error:
             broken.append(str(error))
     return broken
+
+
+def unfinished(directory: Path) -> list[str]:
+    """Return what killed runs have left and the last one has not removed."""
+    paths = [*directory.glob("checkpoints/*"), *directory.glob("best/*")]
+    return [f"left: {path}" for path in paths if path.name.startswith(".") or not any(path.iterdir())]
 
 
 def compare(directory: Path, undisturbed: Path) -> list[str]:
@@ -163,7 +173,7 @@ def drill(wanted: Drill, model: Path, root: Path, undisturbed: Path, vllm: bool)
     timeout = ATTEMPT_TIMEOUT * (2 if vllm else 1)
     codes, slowest = [], 0.0
     for number, fault in enumerate([*wanted.faults, None]):
-        ended = attempt(Job(model, directory, fault, resumes=number > 0, vllm=vllm), timeout)
+        ended = attempt(Job(model, directory, fault=fault, resumes=number > 0, vllm=vllm), timeout)
         codes.append(ended.codes)
         slowest = max(slowest, ended.seconds_after_first_death)
         problems += [f"left behind: {thing}" for thing in ended.left] + broken_checkpoints(directory)
@@ -172,7 +182,7 @@ def drill(wanted: Drill, model: Path, root: Path, undisturbed: Path, vllm: bool)
     batches = [line["step"] for line in steps if "rows" in line]
     if not problems:
         problems = compare(directory, undisturbed)
-        problems += [f"left: {path.name}" for path in (directory / "checkpoints").iterdir() if path.name[0] == "."]
+        problems += unfinished(directory)
     return {
         "point": wanted.name,
         "ranks": list(wanted.faults[0].ranks),
@@ -208,7 +218,10 @@ def main() -> int:
     drills = VLLM_DRILLS if options.vllm else SHORT if options.short else DRILLS
     drills = [one for one in drills if not options.only or one.name in options.only]
     with tempfile.TemporaryDirectory() as root:
-        model = save_tiny_model(Path(root) / "model", "qwen3")
+        model = Path(root) / "model"
+        # in a fork: it starts threads, and a process with threads is not to be forked
+        if os.waitpid(fork(partial(make_model, model), Path(root) / "model.log"), 0)[1]:
+            raise RuntimeError((Path(root) / "model.log").read_text())
         undisturbed = Path(root) / "undisturbed"
         undisturbed.mkdir()
         first = attempt(Job(model, undisturbed, vllm=options.vllm), 2 * ATTEMPT_TIMEOUT)

@@ -6,7 +6,8 @@ from tests.drills.faults import Point
 
 _ENGINE, _REWARDS = "tests/drills/job.py", "tests/modules/runs.py"
 _GRPO, _SAMPLING = "modules/grpo.py", "modules/sampling.py"
-_CORE = "megatron/core/"
+_CORE, _OWN = "megatron/core/", "lightning_megatron_rl/strategy/"
+_STRATEGY, _PENDING = "DistributedCheckpointStrategy", "PendingCheckpoint"
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,29 @@ STEP = [
     _one("validation", _SAMPLING, "SamplesResponses.validation_step"),
     _one("validation: done", "modules/evaluation.py", "Evaluation.finish", "return"),
 ]
+# A save writes three directories, `step=<n>`, `last` and the best by validation; those of the second save are 4, 5, 6.
 SAVE = [
-    _one("save: before anything", "strategy/saving.py", "DistributedCheckpointStrategy.save_checkpoint", occurrence=3),
-    _one("save: state gathered", "strategy/checkpoint.py", "save", occurrence=3),
-    _one("save: directory made", "strategy/checkpoint.py", "save.<locals>.prepare", "return", occurrence=3, ranks=(0,)),
-    _one("save: shards, rank 1 only", f"{_CORE}dist_checkpointing/serialization.py", "save", occurrence=3, ranks=(1,)),
-    _one("save: shards written", f"{_CORE}dist_checkpointing/serialization.py", "save", "return", occurrence=3),
-    _one("save: generators written", "strategy/checkpoint.py", "save.<locals>.write_rng_state", "return", occurrence=3),
-    _one("save: before it is complete", "strategy/checkpoint.py", "save.<locals>.publish", occurrence=3, ranks=(0,)),
-    _one("save: before the rename", "strategy/checkpoint.py", "_fsync_tree", "return", occurrence=4, ranks=(0,)),
-    _one("save: between two renames", "pathlib.py", "Path.rename", "return", occurrence=3, ranks=(0,)),
-    _one("save: complete", "strategy/checkpoint.py", "save.<locals>.publish", "return", occurrence=3, ranks=(0,)),
-    _one("save: the old one half deleted", "strategy/checkpoint.py", "remove", ranks=(0,)),
+    _one("save: before anything", f"{_OWN}saving.py", f"{_STRATEGY}.save_checkpoint", occurrence=4),
+    _one("save: directory made", f"{_OWN}checkpoint.py", f"{_PENDING}.__init__.<locals>.prepare", "return", 4, (0,)),
+    _one("save: staged, rank 1 only", f"{_OWN}shards.py", "stage", "return", 2, (1,)),
+    _one("save: staged, training goes on", f"{_OWN}save_queue.py", "SaveQueue.submit", "return", 4),
+    _one("save: before the shards, rank 1 only", f"{_OWN}shards.py", "StagedShards.write", occurrence=2, ranks=(1,)),
+    _one("save: half the shards", f"{_OWN}manifest.py", "HashedFile.write", occurrence=60),
+    _one("save: shards written, rank 0 only", f"{_OWN}shards.py", "StagedShards.write", "return", 2, (0,)),
+    _one("save: before it is complete", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "start", 4, (0,)),
+    _one("save: before the manifest", f"{_OWN}manifest.py", "write_manifest", "start", 4, (0,)),
+    _one("save: half the manifest", f"{_OWN}manifest.py", "_content_checksum", "return", 4, (0,)),
+    _one("save: before the rename", f"{_OWN}directories.py", "replace", "start", 4, (0,)),
+    _one("save: old and new exchanged", f"{_OWN}directories.py", "_exchange", "return", 1, (0,)),
+    _one("save: complete", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "return", 4, (0,)),
+    _one("save: the last one linked, not complete", f"{_OWN}directories.py", "share_files", "return", 2, (0,)),
+    _one("save: before an old one is removed", f"{_OWN}directories.py", "remove", "start", 1, (0,)),
+    _one("save: an old one half removed", f"{_OWN}directories.py", "_delete", "start", 3, (0,)),
+    _one("save: weights by validation", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "start", 6, (0,)),
 ]
 _LATE = Point("fifth step", "strategy/optimizer.py", "MegatronOptimizer.step", occurrence=10)
 LOAD = [
-    Drill((_LATE, Point("load: before", "strategy/saving.py", "DistributedCheckpointStrategy.load_checkpoint"))),
+    Drill((_LATE, Point("load: before", f"{_OWN}saving.py", f"{_STRATEGY}.load_checkpoint"))),
     Drill(
         (
             _LATE,
@@ -95,7 +103,7 @@ LOAD = [
     ),
 ]
 DRILLS = [*STEP, *SAVE, *LOAD]
-SHORT: list[Drill] = [STEP[4], STEP[12], SAVE[6]]
+SHORT: list[Drill] = [STEP[4], STEP[13], SAVE[7]]
 VLLM_DRILLS = [
     _one("vLLM: rollout", "rollout/vllm_supervision.py", "SupervisedEngine.generate", occurrence=4),
 ]
