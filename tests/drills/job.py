@@ -115,6 +115,7 @@ class Job:
         fault: Where it ends; nowhere if not given.
         resumes: Whether it goes on from the last checkpoint, if there is one.
         saves_every: Steps between checkpoints.
+        keeps: How many of them stay; -1 for all.
         vllm: Whether vLLM samples.
         callbacks: Others.
         trainer: Other arguments of the Trainer.
@@ -127,6 +128,7 @@ class Job:
     fault: Point | None = None
     resumes: bool = False
     saves_every: int = SAVED_EVERY
+    keeps: int = 1
     vllm: bool = False
     callbacks: list[pl.Callback] = field(default_factory=list)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -181,7 +183,11 @@ def train(job: Job, world_size: int) -> dict[str, Any]:
     pl.seed_everything(7)
     module = make_module(job)
     keeper = ModelCheckpoint(
-        job.directory / "checkpoints", "{step}", every_n_train_steps=job.saves_every, save_top_k=1, save_last=True
+        job.directory / "checkpoints",
+        "{step}",
+        every_n_train_steps=job.saves_every,
+        save_top_k=job.keeps,
+        save_last=True,
     )
     monitored = "val/loss" if job.kind == "sft" else "val/held_out/mean_at_1"
     best = ModelCheckpoint(
