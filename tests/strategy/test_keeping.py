@@ -66,9 +66,7 @@ def fit_and_keep(
     """Three steps, each saved; returns what was there before the second was saved, and in the end."""
     watch = Watch(directory, holds)
     keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, **keep)
-    trainer = make_trainer(
-        strategy, world_size, max_steps=3, enable_checkpointing=True, callbacks=[watch, keeper]
-    )
+    trainer = make_trainer(strategy, world_size, max_steps=3, enable_checkpointing=True, callbacks=[watch, keeper])
     trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(12), 4))
     return {"meanwhile": watch.meanwhile, "end": look(directory), "save_last": keeper.save_last}
 
