@@ -185,7 +185,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         Raises:
             FileNotFoundError: There is no such directory.
             ValueError: It is not a checkpoint, damaged, of another model or other adapters, or holds objects that are
-                not plain data. No weight was touched, unless it is the last of these.
+                not plain data.
         """
         assert self.lightning_module is not None
         with self.phase("checkpoint load"):
@@ -206,6 +206,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                     f" use_distributed_optimizer={self.use_distributed_optimizer}: their optimizers keep other tensors."
                     f" Resume with MegatronStrategy(use_distributed_optimizer={sharded_optimizer})."
                 )
+            trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+            generators = self._load_generators(path, layout) if self.optimizers else None
             for index, optimizer in enumerate(self.optimizers):
                 assert isinstance(optimizer, MegatronOptimizer)
                 sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
@@ -218,12 +220,9 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
             for name, trained in self.optimizers_saved_with_model.items() if self.optimizers else ():
                 trained.load_sharded_state(loaded[f"optimizer_{name}"])
-            if self.optimizers and not self._restore_rng(path, layout):
-                rank_zero_warn(
-                    f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
-                    f" {layout['world_size']}): random-number states start anew from the seed."
-                )
-            return checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+            if generators is not None:
+                checkpoint_io.set_rng_state(generators)
+            return trainer_state
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
@@ -245,10 +244,15 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     def _open_checkpoint(self, path: Path) -> tuple[Path, dict[str, Any]]:
         return checkpoint_io.open_checkpoint(path, verify=self.verify_checkpoints, fall_back=self.fall_back_to_previous)
 
-    def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
+    def _load_generators(self, path: Path, layout: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
-            return False
-        return checkpoint_io.restore_rng_state(path)
+            rank_zero_warn(
+                f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
+                f" {layout['world_size']}): random-number states start anew from the seed."
+            )
+            return None
+        return checkpoint_io.load_rng_state(path)
 
     def _load_weights(self, loaded: dict[str, Any]) -> None:
         from megatron.core.utils import unwrap_model

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.strategy.directories import remove
-from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, read_manifest
+from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.optimizer import arrange_for_parts, check_parts
 from tests.distributed import WorkerError
 from tests.selection import by_default
@@ -153,21 +152,6 @@ def test_path_that_is_no_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path)
 def test_unwritable_directory_is_named(worker_pool, qwen3_dir):
     with pytest.raises(WorkerError, match=r"cannot write the checkpoint .*Choose a writable"):
         job(worker_pool, "dp2", qwen3_dir, max_steps=1, checkpoints=Path("/proc/checkpoints"))
-
-
-def test_newer_format_is_refused(tmp_path):
-    (tmp_path / MANIFEST_FILE).write_text('{"format_version": 99}')
-    with pytest.raises(ValueError, match="upgrade lightning-megatron-rl"):
-        read_manifest(tmp_path)
-
-
-def test_only_checkpoints_are_deleted(tmp_path):
-    (tmp_path / "precious.txt").write_text("x")
-    with pytest.raises(ValueError, match="refusing to delete"):
-        remove(tmp_path)
-    (tmp_path / MANIFEST_FILE).write_text("{}")
-    remove(tmp_path)
-    assert not tmp_path.exists()
 
 
 def test_layout_files_survive_a_second_run(worker_pool, qwen3_dir, directory, whole):
