@@ -64,7 +64,7 @@ class OptimizerState:
     def sharded(self) -> dict[str, Any]:
         """Return what is saved, or asked for."""
         groups = [group for part in self._parts for group in part.optimizer.param_groups]
-        scalers = [part.grad_scaler.state_dict() for part in self._parts if _grad_scaler(part) is not None]
+        scalers = [scaler.state_dict() for part in self._parts if (scaler := _grad_scaler(part)) is not None]
         return {
             "tensors": {str(number): tensor for number, tensor in enumerate(self._tensors)},
             "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
@@ -190,8 +190,10 @@ def _sharded(place: "ShardedBase", own: Slice, name: str, state: Tensor) -> Iter
 
 
 def _grad_scaler(part: "CoreOptimizer") -> Any:
-    """The loss scale, of optimizers for 16 bits."""
-    return getattr(part, "grad_scaler", None)
+    """The loss scale, of optimizers for 16 bits; None if it is not scaled."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    return part.grad_scaler if isinstance(part, MixedPrecisionOptimizer) else None
 
 
 @torch.no_grad()
