@@ -201,7 +201,10 @@ class _Loading(torch_dist.TorchDistLoadShardedStrategy):
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         )
-        dcp.load(tensors, storage_reader=self._reader, planner=planner, no_dist=True)
+        try:
+            dcp.load(tensors, storage_reader=self._reader, planner=planner, no_dist=True)
+        except dcp.CheckpointException as failed:  # no `Exception`, and not what has happened
+            raise next(error for error, _ in failed.failures.values()) from failed
         found = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
         result = torch_dist._replace_sharded_keys_with_state_dict_keys(found, mapping, names)
         torch_dist._restore_dict_types(result, sharded_state_dict)
@@ -210,7 +213,11 @@ class _Loading(torch_dist.TorchDistLoadShardedStrategy):
 
 class _Planner(torch_dist.MCoreLoadPlanner):
     def load_bytes(self, read_item: Any, value: BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{name} among the shards is not plain data: {error}") from error
 
 
 class _Reader(dcp.FileSystemReader):

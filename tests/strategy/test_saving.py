@@ -102,7 +102,7 @@ def assert_same(left: Any, right: Any, where: str) -> None:
 def test_last_and_saved_by_hand_resume_with_their_random_numbers(worker_pool, qwen3_dir, tmp_path):
     """Torch, numpy, Python and Megatron's tracker go on where the checkpoint was saved, each rank with its own.
 
-    Fails without `restore_rng_state`, and with rank 0's states on every rank.
+    Fails without `set_rng_state`, and with rank 0's states on every rank.
     """
     facts = worker_pool.run(save_and_resume, qwen3_dir, tmp_path, 2, world_size=2, init_process_group=False)
     for mine in facts:
