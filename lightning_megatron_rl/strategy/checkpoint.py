@@ -165,14 +165,18 @@ class PendingCheckpoint:
             name.removeprefix(prefix): FileRecord(**record) for name, record in files.items() if name.startswith(prefix)
         }
 
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+        if self._directory is not None:
+            self._directory.abandon()
+
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
         """Remove what was written if what runs inside fails, which it does on every rank."""
         try:
             yield
         except BaseException:
-            if self._directory is not None:
-                self._directory.abandon()
+            self.abandon()
             raise
 
 

@@ -96,7 +96,7 @@ class KeepsCheckpoints(CollectiveStrategy):
         self._newest[checkpoint.path.parent] = checkpoint.path
         if self.saves_later:
             group = self._own_group()
-            self._queue.submit(lambda: checkpoint.write(group))
+            self._queue.submit(lambda: checkpoint.write(group), instead=checkpoint.abandon)
         else:
             checkpoint.write()
 

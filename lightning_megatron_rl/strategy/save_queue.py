@@ -24,14 +24,16 @@ class SaveQueue:
         """Whether nothing was asked for since the last `wait`."""
         return not self._jobs
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` when what was asked for before is done; not at all if that failed."""
+    def submit(self, job: Callable[[], None], instead: Callable[[], None] | None = None) -> None:
+        """Run `job` when what was asked for before is done; if that failed, run `instead`, such as to tidy up."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._jobs.append(self._executor.submit(self._run, job))
+        self._jobs.append(self._executor.submit(self._run, job, instead))
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None], instead: Callable[[], None] | None) -> None:
         if self._has_failed:
+            if instead is not None:
+                instead()
             return
         try:
             job()

@@ -35,10 +35,6 @@ class FillsTheDisk(pl.Callback):
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
 
-    def teardown(self, *_: Any) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-
 
 def harm(file: Path, damage: Damage) -> None:
     """Damage a file as a disk or a copy that was cut off does."""
@@ -61,6 +57,15 @@ def try_to_resume(job: Job) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "it went on"
+
+
+def run_on_a_full_disk(job: Job) -> str:
+    """What a run ends with that can write no large file from some step on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        return try_to_resume(job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def damage_each_file(job: Job, damage: Damage) -> dict[str, str]:
@@ -123,7 +128,7 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one(worker_pool, q
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(worker_pool, qwen3_dir, tmp_path):
     """No half directory stays, and a run with room goes on from what is there."""
     job = Job(qwen3_dir, tmp_path, "sft", callbacks=[FillsTheDisk()])
-    (answer,) = worker_pool.run(try_to_resume, job, world_size=1, init_process_group=False)
+    (answer,) = worker_pool.run(run_on_a_full_disk, job, world_size=1, init_process_group=False)
     assert "cannot write the checkpoint" in answer
     assert "step=6.ckpt" in answer
     assert "Choose a writable" in answer

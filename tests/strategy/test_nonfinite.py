@@ -47,6 +47,18 @@ class PoisonsGradient(pl.Callback):
         self.steps += 1
 
 
+class PoisonsLoss(pl.Callback):
+    """Tells the second step that its loss is infinite, with gradients that are not: as of a term that is constant."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        if self.steps == POISONED_STEP:
+            optimizer.trace.loss = math.inf
+        self.steps += 1
+
+
 class KeepsWeights(pl.Callback):
     """Keeps this rank's weights after every step."""
 
@@ -59,7 +71,7 @@ class KeepsWeights(pl.Callback):
 
 def fit_poisoned(model: Path, strategy: dict[str, Any], world_size: int, kind: str, root: Path, **kwargs: Any) -> Run:
     """Three steps, the second of which is poisoned; `extra` says which steps moved the weights, or how it ended."""
-    poison: pl.Callback = PoisonsGradient() if kind == "gradient" else PoisonsSample()
+    poison = {"gradient": PoisonsGradient, "sample": PoisonsSample, "loss": PoisonsLoss}[kind]()
     keeper = KeepsWeights()
     try:
         run = fit_sft(
@@ -135,6 +147,13 @@ def test_the_run_stops_on_every_rank_and_names_the_sample(worker_pool, qwen3_dir
     if layout == "dp2":
         assert torch.equal(bad[0]["token_ids"], sequence.token_ids)
     assert all(part["bad_parameters"] for part in kept)
+
+
+def test_a_loss_alone_is_enough(worker_pool, qwen3_dir, tmp_path):
+    for run in on(worker_pool, "dp2", qwen3_dir, "loss", tmp_path, "skip"):
+        assert [step["policy/step_skipped"] for step in run.steps] == [0.0, 1.0, 0.0]
+        assert math.isfinite(run.steps[1]["policy/grad_norm"])
+        assert run.extra["moved"] == [False, True]
 
 
 def test_gradients_alone_stop_the_run_too(worker_pool, qwen3_dir, tmp_path):

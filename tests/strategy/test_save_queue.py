@@ -37,3 +37,16 @@ def test_nothing_runs_after_a_failure_until_it_was_told():
     queue.submit(lambda: done.append("next"))
     queue.wait()
     assert done == ["next"]
+
+
+def test_what_is_not_run_is_tidied_up():
+    queue, done = SaveQueue(), list[str]()
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    queue.submit(fail, instead=lambda: done.append("of the first"))
+    queue.submit(lambda: done.append("second"), instead=lambda: done.append("of the second"))
+    with pytest.raises(OSError, match="no room"):
+        queue.wait()
+    assert done == ["of the second"]
