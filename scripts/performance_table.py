@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("docs/performance.md", "README.md")
+DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
 NOTHING = "Not measured yet.\n"
 Result = dict[str, Any]
 
@@ -143,12 +143,28 @@ def headline(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def kill_drill(results: Path = RESULTS) -> str:
+    """Return the table of the kill drills."""
+    lines = [
+        "| killed at | ranks | steps done again | others ended after, s | differences |",
+        "|---|---|---|---|---|",
+    ]
+    for _, result in load("kill_drill*.json", results):
+        for drill in result["drills"]:
+            ranks = "both" if len(drill["ranks"]) == result["ranks"] else ", ".join(map(str, drill["ranks"]))
+            waited = "–" if ranks == "both" else f"{drill['others_ended_after_s']:.1f}"
+            found = len(drill["problems"]) or "none"
+            lines.append(f"| {drill['point']} | {ranks} | {drill['steps_done_again']} | {waited} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "weight sync": weight_sync,
     "grpo step": grpo_step,
     "real run": real_run,
     "performance": headline,
+    "kill drill": kill_drill,
 }
 
 

@@ -26,6 +26,7 @@ class TokenSequence:
     loss_mask: Tensor  # [n] bool, True where the token AT this position is a target
     fields: dict[str, Tensor] = field(default_factory=dict)  # name -> [n] float, aligned with token_ids
     routing: Tensor | None = None  # [n, expert layers of this pipeline stage, topk] experts to replay, as token_ids
+    origin: str = ""  # where it comes from, for messages, e.g. "train row 7"
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape

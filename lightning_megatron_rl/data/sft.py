@@ -108,6 +108,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
                 if sequence.loss_mask[cut].any():
                     sequence = TokenSequence(sequence.token_ids[cut], sequence.loss_mask[cut])
                     length = self.max_length
+            sequence.origin = f"{dataset} row {index}"
             sequences.append(sequence)
             lengths.append(length)
         mode: Literal["drop", "error"] = "error" if self.overlong == "error" else "drop"

@@ -21,8 +21,10 @@ from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
 from lightning_megatron_rl.rollout.engine import RolloutEngine
-from lightning_megatron_rl.strategy.checkpoint import read_layout
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum
+from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -136,7 +138,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             sequence_parallel=layout.sequence_parallel,
         )
         if self.init_from is not None:
-            read_layout(Path(self.init_from))
+            read_manifest(Path(self.init_from))
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
@@ -253,6 +255,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         token_loss: TokenLoss,
         chunks: list[nn.Module] | None = None,
         *,
+        optimizer: MegatronOptimizer | None = None,
         processor: OutputProcessor | None = None,
         prefix: str | None = None,
     ) -> dict[str, float]:
@@ -262,6 +265,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             sequences: This replica's; field "weights" holds each token's weight (missing: 1, the token mean).
             token_loss: Loss per token.
             chunks: Another trained model's, e.g. a critic's.
+            optimizer: That of those, which will take the step.
             processor: What the last stage of those makes of hidden states.
             prefix: Of that model's metrics.
 
@@ -273,11 +277,14 @@ class ModelModule(TakesSteps, ReportsSteps):
             chunk.train()
         if chunks is None:
             self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+        name = f"{prefix or self.metrics_prefix}/loss"
+        token_losses: list[tuple[Tensor, Tensor]] = []
         step = partial(
             self._train_step,
             token_loss=token_loss,
             processor=processor or self.output_processor(),
-            name=f"{prefix or self.metrics_prefix}/loss",
+            name=name,
+            token_losses=token_losses,
         )
         share = self._share(sequences)
         replays = chunks is None and self.replays_routing
@@ -291,6 +298,8 @@ class ModelModule(TakesSteps, ReportsSteps):
             metrics = total.reduce(self.reduce_tokens).compute()
         metrics = self.strategy.broadcast_from_last_stage(metrics)
         self.end_routing()
+        stepping = optimizer or self.strategy.optimizers[0]
+        stepping.trace = UpdateTrace(trained, name, metrics[name], share.describe_samples(), token_losses)  # type: ignore[attr-defined]
         if chunks is not None:
             return metrics
         return {

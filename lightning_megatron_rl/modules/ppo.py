@@ -233,6 +233,9 @@ class PPOModule(GRPOModule):
         with self.phase("critic_update"):
             for part in parts:
                 loss = self.update_critic(part)
+        optimizer = self._critic.optimizer
+        assert optimizer is not None
+        self.log_metrics({f"critic/{name}": value for name, value in optimizer.take_step_metrics().items()})
         if self.is_warming_up:
             return loss
         *inner, last = parts
@@ -289,9 +292,15 @@ class PPOModule(GRPOModule):
         critic = self._critic
         assert critic.optimizer is not None
         metrics = self.update(
-            part.sequences, self.value_loss, critic.chunks, processor=value_processor(), prefix="critic"
+            part.sequences,
+            self.value_loss,
+            critic.chunks,
+            optimizer=critic.optimizer,
+            processor=value_processor(),
+            prefix="critic",
         )
         critic.optimizer.step()
+        self.strategy.answer_nonfinite(critic.optimizer)
         self.log_metrics(
             {**metrics, "critic/grad_norm": critic.optimizer.grad_norm, "critic/lr": critic.optimizer.last_lr}
         )

@@ -101,6 +101,7 @@ def to_sequence(sample: Sample) -> TokenSequence:
         token_ids=torch.tensor(sample.prompt.token_ids + sample.response_ids),
         loss_mask=mask,
         fields={"rollout_logprobs": rollout_logprobs, "advantages": torch.full((len(mask),), sample.advantage)},
+        origin=f"{sample.prompt.dataset} prompt {sample.prompt.index}",
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ class Share:
     device: torch.device
     padding_frac: float  # share of all positions of all replicas that hold padding
     imbalance: float  # work of the busiest replica over the mean
+
+    def describe_samples(self) -> list[dict[str, Any]]:
+        """Return what this replica works on as plain data, each with its origin, for the report of a failure."""
+        return [
+            {
+                "origin": sequence.origin or f"sequence {index} of replica {replica}",
+                "token_ids": sequence.token_ids,
+                "loss_mask": sequence.loss_mask,
+                "fields": sequence.fields,
+            }
+            for sequence, (replica, index) in zip(self.sequences, self.origins, strict=True)
+        ]
 
     def give_back(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return `values`, one per sequence of the share, to where the sequences came from, in their order."""

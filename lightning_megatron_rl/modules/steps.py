@@ -55,7 +55,14 @@ class TakesSteps(TrainsRouters):
         return self._forward(chunk, microbatch, processor), keep
 
     def _train_step(
-        self, chunk: nn.Module, microbatch: MicroBatch, *, token_loss: TokenLoss, processor: OutputProcessor, name: str
+        self,
+        chunk: nn.Module,
+        microbatch: MicroBatch,
+        *,
+        token_loss: TokenLoss,
+        processor: OutputProcessor,
+        name: str,
+        token_losses: list[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Any]:
         def loss(output: Tensor) -> tuple[Tensor, Tensor, Tally]:
             tally = Tally(output.device)
@@ -64,6 +71,7 @@ class TakesSteps(TrainsRouters):
             # where, not times: a masked position may hold anything, inf * 0 is nan
             losses = torch.where(microbatch.mask, losses, torch.zeros_like(losses))
             tally.add_mean(name, losses.detach(), microbatch.mask)
+            token_losses.append((losses.detach(), microbatch.sequence_index))
             return losses.sum(), microbatch.mask.sum().int(), tally
 
         return self._forward(chunk, microbatch, processor), loss

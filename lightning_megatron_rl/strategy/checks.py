@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
             " Megatron's schedule accumulates over its micro-batches. Set accumulate_grad_batches=1, raise the data"
             " module's batch_size for a larger mini-batch, and lower max_tokens_per_microbatch to save memory."
         )
+    check_checkpoint_callbacks(trainer.checkpoint_callbacks)
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ValueError(
@@ -31,6 +33,23 @@ def check_trainer(trainer: "pl.Trainer") -> None:
             " gradients nor steps learning-rate schedulers, and counts steps differently. Keep automatic optimisation;"
             " for several updates per batch call self.optimizers().step() for all but the last."
         )
+
+
+def check_checkpoint_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that save where an exception came up.
+
+    Raises:
+        ValueError: Naming the callback and what to use in its place.
+    """
+    for callback in callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) or (
+            isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        ):
+            raise ValueError(
+                f"{type(callback).__name__} would save when an exception comes up: in the middle of a batch, which a"
+                " resumed run would skip, and on some ranks only, which wait for the others. Use"
+                " ModelCheckpoint(every_n_train_steps=...); a run that is told to stop saves by itself."
+            )
 
 
 def avoid_inference_tensors(trainer: "pl.Trainer") -> None:

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim import Optimizer
+
+from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
+from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
@@ -34,8 +37,9 @@ class MegatronOptimizer(Optimizer):
         self._take_groups()
         self.grad_norm: float = 0.0  # global norm before clipping, of the last step
         self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
-        self.step_succeeded: bool = True  # False when Megatron skipped the step for non-finite gradients
-        self._skipped = 0  # steps since the last call of `take_step_metrics`
+        self.skipped: Literal["overflow", "loss", "gradient", "threshold"] | None = None  # why, if the last step was
+        self.trace: UpdateTrace | None = None  # of the gradients at hand; set by the module that computes them
+        self._num_skipped = 0  # steps since the last call of `take_step_metrics`
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Run `closure` (forward and backward), then Megatron's step; return the closure's loss."""
@@ -46,41 +50,68 @@ class MegatronOptimizer(Optimizer):
         self.last_lr = float(self.param_groups[0]["lr"])
         for group, leader in self._followers:
             group.update({key: value for key, value in leader.items() if key not in _OWN})
-        succeeded, grad_norm = self._step_in_bf16() if self._is_bf16_true else self.megatron.step()[:2]
+        self.skipped = self._step_if_finite()
         # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
         # gradient to itself
         self.megatron.zero_grad(set_to_none=True)
-        self.step_succeeded = bool(succeeded)
-        self._skipped += not self.step_succeeded
-        self.grad_norm = float(grad_norm) if grad_norm is not None else math.nan
+        self._num_skipped += self.skipped is not None
         return loss
+
+    @torch.no_grad()
+    def _step_if_finite(self) -> Literal["overflow", "loss", "gradient", "threshold"] | None:
+        """Take Megatron's step in its parts, or say why not.
+
+        Megatron's own would clip by a norm that is no number and take the step: every weight is lost. The norm is
+        reduced over all ranks, so all of them decide alike.
+        """
+        overflowed = self.megatron.prepare_grads()  # under a loss scale, which it lowers then
+        norm = math.nan if overflowed else self.megatron.get_grad_norm()
+        self.grad_norm = float(norm)
+        if self.trace is not None and not self.trace.loss_is_finite:
+            return "loss"
+        if overflowed:
+            return "overflow"
+        if not math.isfinite(self.grad_norm):
+            return "gradient"
+        if self.grad_norm > self.megatron.config.grad_norm_skip_threshold:
+            return "threshold"
+        self._clip(norm)
+        self.megatron.step_with_ready_grads()
+        return None
 
     @property
     def _is_bf16_true(self) -> bool:
         config = self.megatron.config
         return config.params_dtype == torch.bfloat16 and not config.bf16
 
-    @torch.no_grad()
-    def _step_in_bf16(self) -> tuple[bool, float]:
-        """As Megatron's step, which clips fp32 gradients only."""
-        self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
-        factor = self.megatron.config.clip_grad / (norm + 1e-6)
-        if factor < 1:
-            for parameter in self.megatron.get_parameters():
+    def _clip(self, norm: float | torch.Tensor) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        threshold = self.megatron.config.clip_grad
+        if math.isinf(threshold):
+            return
+        for part in self.parts():
+            parameters = part.get_parameters()
+            if parameters and not self._is_bf16_true:
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, threshold, norm, use_decoupled_grad=decoupled)
+                continue
+            factor = threshold / (self.grad_norm + 1e-6)  # Megatron clips fp32 gradients only
+            for parameter in parameters if factor < 1 else ():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        return self.megatron.step_with_ready_grads(), norm
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Return the loss scale and the number of steps skipped since the last call; nothing without a loss scale.
+        """Return the number of steps skipped since the last call and, if there is one, the loss scale.
 
-        A step is skipped when a gradient is not finite. The schedulers move on all the same, as Lightning's do.
+        A step is skipped when the loss or a gradient is not finite. The schedulers move on all the same, as Lightning's
+        do.
         """
-        skipped, self._skipped = self._skipped, 0
-        if not self.megatron.config.fp16:
-            return {}
-        return {"policy/step_skipped": float(skipped), "policy/loss_scale": float(self.megatron.get_loss_scale())}
+        metrics = {"step_skipped": float(self._num_skipped)}
+        self._num_skipped = 0
+        if self.megatron.config.fp16:
+            metrics["loss_scale"] = float(self.megatron.get_loss_scale())
+        return metrics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the main gradients (the schedule clears Megatron's gradient buffers itself)."""
@@ -97,27 +128,28 @@ class MegatronOptimizer(Optimizer):
             optimizer.config.clip_grad = threshold
         self.megatron.config.clip_grad = threshold
 
-    def sharded_state_dict(self, model_state: dict[str, Any], metadata: dict[str, Any], is_loading: bool) -> Any:
-        """Return the optimizer state as Megatron's sharded tensors, for distributed checkpoints."""
+    def state_of(self, model: dict[str, Any], *, is_loading: bool) -> OptimizerState:
+        """Return main parameters, moments and groups as a distributed checkpoint has them.
+
+        Args:
+            model: Megatron's sharded state dict of the model.
+            is_loading: Whether it is to be loaded.
+        """
         for part in self.parts():
             # before the first step that is not skipped there are no moments, which loading would look for
-            if part.init_state_fn is not None:
+            if part.init_state_fn is not None and not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
-        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+        return OptimizerState(self.parts(), model, is_loading=is_loading)
 
-    def load_sharded_state(self, state: Any) -> None:
-        """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it.
+    def load_state(self, state: OptimizerState, loaded: dict[str, Any]) -> None:
+        """Take over a state that was loaded, and the parameter groups that came with it.
 
         Raises:
-            ValueError: It has no parameters of a group's settings; or it is not sharded, and was saved with as many
-                optimizers as this layout does not have.
+            ValueError: It has no parameters of a group's settings.
         """
-        if self.megatron.config.use_distributed_optimizer:
-            state = arrange_for_parts(state, [part.param_groups for part in self.parts()])
-        else:
-            check_parts(state)
-        with torch.no_grad():
-            self.megatron.load_state_dict(state)
+        parts = [part for part in self.parts() if not part.is_stub_optimizer]
+        groups = [[_saved_group(group, loaded["groups"]) for group in part.param_groups] for part in parts]
+        state.load(loaded, groups)
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
         self._take_groups()
 
@@ -140,51 +172,6 @@ class MegatronOptimizer(Optimizer):
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
-
-
-def arrange_for_parts(state: dict[Any, Any], groups: Sequence[Sequence[dict[str, Any]]]) -> dict[Any, Any]:
-    """Return a loaded state of distributed optimizers as Megatron takes it in this layout.
-
-    Where the ranks of experts are others than those of the dense layers, experts have an optimizer of their own, and
-    Megatron numbers the states of the two; otherwise one optimizer has them all, and its state stands alone. Tensors
-    come as this layout asked for them, parameter groups as the saving layout had them: those of experts are told apart
-    from the dense ones of the same settings by a flag only.
-
-    Args:
-        state: Of this layout's tensors and the saving layout's groups.
-        groups: Parameter groups of each optimizer of this layout.
-
-    Raises:
-        ValueError: A parameter group with settings that no saved one has.
-    """
-    numbered = {number: part for number, part in state.items() if isinstance(number, int)}
-    alone = {name: value for name, value in state.items() if not isinstance(name, int)}
-    saved = [part for part in (alone, *numbered.values()) if "optimizer" in part]
-    saved_groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
-    parts = {}
-    for number, wanted in enumerate(groups):
-        tensors = numbered[number] if len(groups) > 1 else alone
-        matched = [_saved_group(group, saved_groups) for group in wanted]
-        optimizer = {**saved[0]["optimizer"], "param_groups": matched}
-        parts[number] = {**saved[0], **tensors, "optimizer": optimizer}
-    return parts if len(groups) > 1 else parts[0]
-
-
-def check_parts(state: dict[Any, Any]) -> None:
-    """Refuse a loaded state of optimizers that are not distributed, if the saving layout had another number of them.
-
-    Their states refer to parameters by numbers that belong to one optimizer each; see `arrange_for_parts`.
-
-    Raises:
-        ValueError: Part of the state is numbered, part stands alone.
-    """
-    if len({isinstance(name, int) for name in state}) > 1:
-        raise ValueError(
-            "one of the layouts that saved and that resume this checkpoint gives experts an optimizer of their own"
-            " (expert parallelism, or another tensor parallelism than the dense layers'), the other does not: with"
-            " use_distributed_optimizer=False the state cannot go from one to the other. Resume with the expert sizes"
-            " it was saved with, or start a new run from an export."
-        )
 
 
 def _saved_group(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:

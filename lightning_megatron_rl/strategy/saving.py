@@ -3,13 +3,13 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,17 +17,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
-from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
+from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
 
+_OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
 
-class DistributedCheckpointStrategy(CollectiveStrategy):
+
+@dataclass(frozen=True)
+class SavedMoment:
+    """What was saved last in this fit, and the weights it holds."""
+
+    path: Path
+    has_optimizer: bool
+    sums: list[float]  # of this rank's parameters and buffers
+
+
+class DistributedCheckpointStrategy(KeepsCheckpoints):
     """Saves and loads weights, optimizer and random-number states as directories, in any layout; see `checkpoint`."""
 
     layout: ParallelLayout
     use_distributed_optimizer: bool
+    verify_checkpoints: bool = True
+    fall_back_to_previous: bool = False
+    _saved: SavedMoment | None = None
     trained_on_top_of: dict[str, Any] | None = None
     """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
     adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
@@ -44,10 +59,6 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     @abstractmethod
     def chunks(self) -> nn.ModuleList:
         """This rank's model chunks."""
-
-    @abstractmethod
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what runs inside, for errors of collectives."""
 
     def gather_parameters(self) -> None:
         """Let every replica see all of the last step's parameters: a collective, needed under `overlap_param_gather`.
@@ -78,13 +89,25 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 state[f"{name}{index}"] = chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
         return state
 
-    def _other_optimizers_state(self, models: Mapping[str, Any], is_loading: bool) -> dict[str, Any]:
-        """State of `optimizers_saved_with_model`, given that of the models in `saved_with_model`."""
-        state = {}
-        for name, optimizer in self.optimizers_saved_with_model.items():
-            own = {f"{name}{index}": models[f"{name}{index}"] for index in range(len(self.saved_with_model[name]))}
-            state[f"optimizer_{name}"] = self._optimizer_state(optimizer, own, is_loading)
-        return state
+    def _optimizer_states(
+        self, optimizers: Sequence[Optimizer], models: Mapping[str, Any], *, is_loading: bool
+    ) -> dict[str, tuple[MegatronOptimizer, OptimizerState]]:
+        """The state of each optimizer, and of `optimizers_saved_with_model`, by its name in the checkpoint.
+
+        Args:
+            optimizers: Of the module's own model, if they are saved at all.
+            models: Sharded state dicts of all models.
+            is_loading: Whether they are to be loaded.
+        """
+        if not optimizers:
+            return {}
+        named = {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
+        named.update({f"optimizer_{name}": other for name, other in self.optimizers_saved_with_model.items()})
+        found = {}
+        for name, optimizer in named.items():
+            assert isinstance(optimizer, MegatronOptimizer)
+            found[name] = optimizer, optimizer.state_of(dict(models), is_loading=is_loading)
+        return found
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
@@ -94,16 +117,15 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
         return {**self._model_state(), **self._other_models_state(), "other": other}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as sharded tensors."""
+        """Return the optimizer itself: `save_checkpoint` takes its state, if that is not saved already."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        assert isinstance(optimizer, MegatronOptimizer)
-        return self._optimizer_state(optimizer, self._model_state(), is_loading=False)
+        return {_OPTIMIZER: optimizer}
 
-    def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        metadata = checkpoint_io.content_metadata()
-        model_state = next(iter(model.values())) if len(model) == 1 else model
-        return optimizer.sharded_state_dict(model_state, metadata, is_loading)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step; what was saved before is of another moment."""
+        self._saved = None
+        return super().optimizer_step(*args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint dictionary as a directory, by all ranks; see `strategy.checkpoint`."""
@@ -114,67 +136,87 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             )
         with self.phase("checkpoint save"):
             path = Path(self.broadcast(str(filepath)))
+            if self.links(path):
+                return
             state = checkpoint.pop("state_dict")
-            sharded = {key: value for key, value in state.items() if key != "other"}
-            for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
-                sharded[f"optimizer{index}"] = optimizer_state
-            has_optimizer = any(key.startswith("optimizer") for key in sharded)
-            if has_optimizer:
-                sharded.update(self._other_optimizers_state(sharded, is_loading=False))
-            layout = {
+            optimizers = [saved[_OPTIMIZER] for saved in checkpoint.pop("optimizer_states", [])]
+            moment = SavedMoment(path, bool(optimizers), self._weight_sums())
+            sharded: dict[str, Any] = {key: value for key, value in state.items() if key != "other"}
+            source = self._already_saved(moment)
+            if source is None:
+                self.finish_saving()
+                found = self._optimizer_states(optimizers, sharded, is_loading=False)
+                sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in found.items()})
+            description = {
                 "layout": asdict(self.layout),
                 "world_size": self.world_size,
                 "global_step": checkpoint.get("global_step", 0),
-                "has_optimizer": has_optimizer,
+                "has_optimizer": moment.has_optimizer,
                 "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
             }
-            checkpoint_io.save(path, sharded, {**checkpoint, "state_dict": state["other"]}, layout)
+            trainer_state = {**checkpoint, "state_dict": state["other"]}
+            content = sharded if source is None else source
+            self.keep(
+                checkpoint_io.PendingCheckpoint(path, content, trainer_state, description, later=self.saves_later)
+            )
+            self._saved = moment if self.is_fitting else None
+
+    def _weight_sums(self) -> list[float]:
+        """A sum per parameter and buffer: enough to see that weights were exchanged without a step."""
+        from megatron.core.utils import unwrap_model
+
+        others = [chunk for chunks in self.saved_with_model.values() for chunk in chunks]
+        chunks = unwrap_model([*self.chunks, *others])
+        tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors if tensor.is_floating_point()]
+        return torch.stack([total.to(self.root_device) for total in sums]).tolist()
+
+    def _already_saved(self, moment: SavedMoment) -> Path | None:
+        """Return the path of a checkpoint of this moment, such as the best one when the last one is saved."""
+        saved = self._saved
+        same = saved is not None and saved.has_optimizer == moment.has_optimizer and saved.sums == moment.sums
+        same = bool(self.reduce_boolean_decision(same)) and self.is_fitting
+        return saved.path if same and saved is not None else None
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Delete a checkpoint directory (rank 0), when what was saved before this call is complete."""
+        if self._saved is not None and self._saved.path == Path(filepath):
+            self._saved = None
+        super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights, optimizer and random-number states from a checkpoint of any layout.
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: It is not a checkpoint, of another model or other adapters, or holds objects that are not plain
-                data.
+            ValueError: It is not a checkpoint, damaged, of another model or other adapters, or holds objects that are
+                not plain data.
         """
         assert self.lightning_module is not None
         with self.phase("checkpoint load"):
-            path = Path(self.broadcast(str(checkpoint_path)))
-            layout = checkpoint_io.read_layout(path)
-            _check_base(path, layout.get("trained_on_top_of"), self.trained_on_top_of)
+            self.finish_saving()
+            self._saved = None
+            path, layout = self._open_checkpoint(Path(self.broadcast(str(checkpoint_path))))
+            _check_base(path, layout["trained_on_top_of"], self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
             if self.optimizers and not layout["has_optimizer"]:
                 raise ValueError(
                     f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
                     " cannot resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
                 )
-            sharded_optimizer = layout.get("use_distributed_optimizer", self.use_distributed_optimizer)
-            if self.optimizers and sharded_optimizer != self.use_distributed_optimizer:
-                raise ValueError(
-                    f"checkpoint {path} was saved with use_distributed_optimizer={sharded_optimizer}, and this run has"
-                    f" use_distributed_optimizer={self.use_distributed_optimizer}: their optimizers keep other tensors."
-                    f" Resume with MegatronStrategy(use_distributed_optimizer={sharded_optimizer})."
-                )
-            for index, optimizer in enumerate(self.optimizers):
-                assert isinstance(optimizer, MegatronOptimizer)
-                sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
+            trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+            generators = self._load_generators(path, layout) if self.optimizers else None
             sharded.update(self._other_models_state())
-            if self.optimizers:
-                sharded.update(self._other_optimizers_state(sharded, is_loading=True))
+            optimizers = self._optimizer_states(self.optimizers, sharded, is_loading=True)
+            sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in optimizers.items()})
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
-            for index, optimizer in enumerate(self.optimizers):
-                optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
-            for name, trained in self.optimizers_saved_with_model.items() if self.optimizers else ():
-                trained.load_sharded_state(loaded[f"optimizer_{name}"])
-            if self.optimizers and not self._restore_rng(path, layout):
-                rank_zero_warn(
-                    f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
-                    f" {layout['world_size']}): random-number states start anew from the seed."
-                )
-            return checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+            for name, (optimizer, optimizer_state) in optimizers.items():
+                optimizer.load_state(optimizer_state, loaded[name])
+            if generators is not None:
+                checkpoint_io.set_rng_state(generators)
+            return trainer_state
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
@@ -184,17 +226,27 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             ValueError: It is not a checkpoint, of another model, or of adapters.
         """
         with self.phase("checkpoint load"):
-            _check_base(path, checkpoint_io.read_layout(path).get("trained_on_top_of"), None)
+            self.finish_saving()
+            path, layout = self._open_checkpoint(path)
+            _check_base(path, layout["trained_on_top_of"], None)
             metadata = checkpoint_io.content_metadata()
             state = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}  # type: ignore[operator]
             loaded = checkpoint_io.load_sharded(path, state)
             for index, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded[f"model{index}"])
 
-    def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
+    def _open_checkpoint(self, path: Path) -> tuple[Path, dict[str, Any]]:
+        return checkpoint_io.open_checkpoint(path, verify=self.verify_checkpoints, fall_back=self.fall_back_to_previous)
+
+    def _load_generators(self, path: Path, layout: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
-            return False
-        return checkpoint_io.restore_rng_state(path)
+            rank_zero_warn(
+                f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
+                f" {layout['world_size']}): random-number states start anew from the seed."
+            )
+            return None
+        return checkpoint_io.load_rng_state(path)
 
     def _load_weights(self, loaded: dict[str, Any]) -> None:
         from megatron.core.utils import unwrap_model
@@ -224,11 +276,6 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_checkpoint` has restored the optimizer."""
-
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Delete a checkpoint directory (rank 0)."""
-        if self.is_global_zero:
-            checkpoint_io.remove(Path(filepath))
 
 
 def _trainable(chunk: nn.Module) -> set[str]:

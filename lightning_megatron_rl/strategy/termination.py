@@ -1,42 +1,70 @@
-"""SIGTERM: every rank stops before the same batch, wherever the signal came in and whichever rank it hit."""
+"""Signals that stop a run: noted wherever they come in, answered by all ranks together."""
 
+import os
 import signal
+import subprocess
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
-EXIT_CODE = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM has ended
+_IMPATIENT = 1.0  # seconds after which a second Ctrl-C counts: a launcher passes the first one on once more
 
 
-class TerminationNotice:
-    """Remembers a SIGTERM until all ranks can act on it together.
+class StopNotice:
+    """Remembers a signal until all ranks can act on it together.
 
-    Lightning's own handler runs a collective wherever the signal happens to arrive, such as within another collective
-    or while the other ranks wait for the sampler, and the run hangs. This one only takes a note.
+    Lightning's own handlers run collectives wherever a signal happens to arrive, such as within another collective or
+    while the other ranks wait for the sampler, and the run hangs. This one only takes a note.
+
+    Args:
+        signals: Those to take over; Lightning gives them back at the end of the run.
     """
 
-    def __init__(self) -> None:
-        self.received = False
+    def __init__(self, signals: Sequence[int]) -> None:
+        self.signals = signals
+        self.received = 0  # number of the first signal that came in
+        self._when = 0.0
 
     def install(self) -> None:
-        """Take SIGTERM over from Lightning, which gives it back at the end of the run."""
+        """Take the signals over."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._receive)
+            for number in self.signals:
+                signal.signal(number, self._receive)
 
-    def _receive(self, signum: int, frame: Any) -> None:
-        self.received = True
+    def _receive(self, number: int, frame: Any) -> None:
+        if not self.received:
+            self.received, self._when = number, time.monotonic()
+            rank_zero_info(f"{signal.Signals(number).name}: the run stops, with a checkpoint, after this batch.")
+        elif number == signal.SIGINT and time.monotonic() - self._when > _IMPATIENT:
+            signal.default_int_handler(number, frame)
 
-    def stop_if_received(self, device: torch.device) -> None:
-        """Raise on every rank if any rank was told to stop; a collective.
-
-        Raises:
-            SIGTERMException: Ends the run through Lightning's `on_exception` hooks; the first rank exits with 143, the
-                others with 0, so that a launcher does not take them for crashed and end the first one too early.
-        """
-        received = torch.tensor(int(self.received), device=device)
+    def agree(self, device: torch.device) -> int:
+        """Return the number of a signal that any rank received, the same on every rank, or 0; a collective."""
+        received = torch.tensor(self.received, device=device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        if int(received):
-            raise SIGTERMException(EXIT_CODE if dist.get_rank() == 0 else 0)
+        return int(received)
+
+
+def exit_code(number: int) -> int:
+    """Return what a shell reports for a process that a signal has ended.
+
+    Example:
+        ``exit_code(signal.SIGTERM) == 143``
+    """
+    return 128 + number
+
+
+def requeue_job() -> None:
+    """Have SLURM put this job back into its queue, which ends it."""
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60.0)
+    except (OSError, subprocess.SubprocessError) as error:
+        rank_zero_warn(f"SLURM job {job} was not requeued: {error}. Submit it again: it goes on from its checkpoint.")

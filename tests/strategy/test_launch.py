@@ -126,16 +126,16 @@ def test_a_lost_rank_ends_the_others(launch, qwen3_dir, rank):
     output = launch.output()
     assert f"rank {1 - rank} (" in output, output
     assert "a collective failed" in output
-    assert "phase 'start of batch'" in output
+    assert "phase 'update'" in output
 
 
 @pytest.mark.parametrize("rank", by_default([1], [0, 1]))
-def test_sigterm_to_one_rank_stops_all_of_them_before_the_same_batch(launch, qwen3_dir, rank):
+def test_sigterm_to_one_rank_stops_all_of_them_after_the_same_batch(launch, qwen3_dir, rank):
     """Hangs with Lightning's own handler, which broadcasts from within the signal."""
     launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--terminated-rank", str(rank))
     assert launch.wait() == [143], launch.output()
-    # the signal comes in the first batch, before the ranks look for it
-    assert [(launch.out / f"{rank}.stopped").read_text() for rank in (0, 1)] == ["SIGTERMException 0"] * 2
+    # the signal comes in the first batch, and the ranks look for it at its end
+    assert [(launch.out / f"{rank}.stopped").read_text() for rank in (0, 1)] == ["SIGTERMException 1"] * 2
     assert not list(launch.out.glob("*.json")), "the run went on to its end"
 
 
@@ -170,5 +170,5 @@ def test_process_group_timeout_names_the_phase(worker_pool, qwen3_dir):
     finally:
         worker_pool.close()  # what is left of broken process groups must not meet the next test
     assert "PhaseError: rank 0 (tp 0, pp 0, cp 0, dp 0)" in message
-    assert "in phase 'start of batch' (process-group timeout 5 s)" in message
+    assert "in phase 'update' (process-group timeout 5 s)" in message
     assert "raise MegatronStrategy(timeout_s=...)" in message

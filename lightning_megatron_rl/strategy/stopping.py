@@ -1,0 +1,161 @@
+"""`StopsTogether`: the part of the strategy that ends a run between two batches, with a checkpoint."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.guarding import GuardsSteps
+from lightning_megatron_rl.strategy.resuming import note_due_validation
+from lightning_megatron_rl.strategy.termination import StopNotice, exit_code, requeue_job
+
+
+class StopsTogether(GuardsSteps):
+    """A strategy that answers SIGTERM, SIGUSR1 and, if asked, Ctrl-C, after the batch in which they come.
+
+    Every rank looks for the note of any rank when a batch or a validation has ended, and after the checkpoint callbacks
+    have had their turn. The checkpoint is written there, where loops, data and callbacks are between two batches, and
+    the run ends when the batch's metrics are logged: before a validation that is due, or before the next batch.
+    """
+
+    save_on_interrupt: bool
+    _notice: StopNotice | None = None
+    _stopping = 0  # the signal that this run is about to end for
+
+    def watch_signals(self, trainer: "pl.Trainer") -> None:
+        """Have a look at every batch's end from now on, behind all other callbacks."""
+        self._notice = StopNotice(self._signals())
+        self._stopping = 0
+        trainer.callbacks.append(_EndsOfBatches(self))  # type: ignore[attr-defined]
+
+    def _signals(self) -> list[int]:
+        signals: list[int] = [signal.SIGTERM, self._requeue_signal]
+        return [*signals, signal.SIGINT] if self.save_on_interrupt else signals
+
+    @property
+    def _requeue_signal(self) -> int:
+        environment = self.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.requeue_signal is not None:
+            return environment.requeue_signal
+        return signal.SIGUSR1
+
+    @property
+    def _requeues(self) -> bool:
+        return isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue
+
+    def on_validation_start(self) -> None:
+        """Take the signals over from Lightning before the sanity check."""
+        if self._notice is not None:
+            self._notice.install()
+
+    def on_train_start(self) -> None:
+        """Take the signals over from Lightning; one that came before has nothing new to save."""
+        assert self._notice is not None
+        self._notice.install()
+        with self.phase("start of training"):
+            self._stopping = self._notice.agree(self.root_device)
+        self.stop_if_told()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """End the run if it was told to."""
+        self.stop_if_told()
+
+    def save_if_told(self, trainer: "pl.Trainer") -> None:
+        """Write the checkpoint of a run that was told to stop; a collective at every batch's end."""
+        assert self._notice is not None
+        with self.phase("end of batch"):
+            told = self._notice.agree(self.root_device)
+        if not told or 0 <= trainer.max_steps <= trainer.global_step:  # it is about to end by itself
+            return
+        self._stopping = told
+        path = stop_checkpoint(trainer)
+        if path is None:
+            rank_zero_warn(
+                "the run stops without a checkpoint: it has no ModelCheckpoint whose directory would take it."
+            )
+            return
+        trainer.save_checkpoint(path)
+        self.finish_saving()
+        if self._requeues:
+            root = Path(self.broadcast(trainer.default_root_dir))
+            run_on_rank_zero(lambda: _link_for_requeue(root, path))
+        rank_zero_info(f"The run stops for {signal.Signals(told).name} with the checkpoint {path}.")
+
+    def stop_if_told(self) -> None:
+        """Raise on every rank if the run was told to stop.
+
+        Raises:
+            SIGTERMException: Ends the run through Lightning's `on_exception` hooks; the first rank exits with 128 plus
+                the signal's number, the others with 0, so that a launcher does not take them for crashed and end the
+                first one too early.
+        """
+        if not self._stopping:
+            return
+        if self._requeues and self._stopping == self._requeue_signal and self.is_global_zero:
+            requeue_job()
+        raise SIGTERMException(exit_code(self._stopping) if self.is_global_zero else 0)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write the checkpoint, with a note of a validation that is due."""
+        assert self.lightning_module is not None
+        note_due_validation(checkpoint, self.lightning_module.trainer)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def forget_signals(self) -> None:
+        """Leave the Trainer as it was."""
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _EndsOfBatches)]
+        self._notice, self._stopping = None, 0
+
+
+class _EndsOfBatches(pl.Callback):
+    """Tells the strategy where a batch or a validation ends, which Lightning tells callbacks only."""
+
+    def __init__(self, strategy: StopsTogether) -> None:
+        self.strategy = strategy
+
+    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """Save if told to."""
+        self.strategy.save_if_told(trainer)
+
+    def on_validation_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """Leave a validation to the run that goes on."""
+        if not trainer.sanity_checking:
+            self.strategy.stop_if_told()
+
+    def on_validation_end(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """Save if told to during the validation."""
+        if not trainer.sanity_checking:
+            self.strategy.save_if_told(trainer)
+
+
+def stop_checkpoint(trainer: "pl.Trainer") -> Path | None:
+    """Return where a run that is told to stop leaves its checkpoint: where ``ckpt_path="last"`` looks for it.
+
+    Example:
+        With ``ModelCheckpoint("runs/7")`` it is ``runs/7/last-stopped.ckpt``.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}-stopped{callback.FILE_EXTENSION}"
+    return None
+
+
+def _link_for_requeue(root: Path, path: Path) -> None:
+    """Let a requeued job find `path` without a `ckpt_path`, where Lightning looks for the checkpoint it would write."""
+    link, new = root / "hpc_ckpt_1.ckpt", root / ".hpc_ckpt_1.ckpt.new"
+    root.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        new.unlink()
+    new.symlink_to(os.path.relpath(path.resolve(), root.resolve()))
+    new.replace(link)

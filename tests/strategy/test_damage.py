@@ -1,0 +1,143 @@
+"""Runs that meet a damaged checkpoint or a full disk: refused by name, or on from the previous checkpoint."""
+
+import resource
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
+from tests.drills.job import STEPS, Job, differences, history, train
+from tests.selection import by_default
+
+Damage = Literal["flipped", "truncated", "deleted"]
+FILE_LIMIT = 100_000  # bytes; a shard has more, the notes and the log have less
+
+
+class Breaks(pl.Callback):
+    """Ends the run with an error after a step, as anything may."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("broken on purpose")
+
+
+class FillsTheDisk(pl.Callback):
+    """Lets this process write no large file from a step on."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == STEPS - 2:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
+
+
+def harm(file: Path, damage: Damage) -> None:
+    """Damage a file as a disk or a copy that was cut off does."""
+    if damage == "deleted":
+        file.unlink()
+        return
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 2] ^= 1
+    file.unlink()  # it may be the file of another checkpoint as well
+    file.write_bytes(content)
+
+
+def try_to_resume(job: Job) -> str:
+    """What a run that goes on from the last checkpoint ends with, and whether it took a step."""
+    try:
+        train(job, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it went on"
+
+
+def run_on_a_full_disk(job: Job) -> str:
+    """What a run ends with that can write no large file from some step on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        return try_to_resume(job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def damage_each_file(job: Job, damage: Damage) -> dict[str, str]:
+    """Answers of runs that resume from a checkpoint of which one file is damaged, by the file's name."""
+    good = job.directory / "good"
+    last = job.directory / "checkpoints" / "last.ckpt"
+    shutil.copytree(last, good)
+    answers = {}
+    for file in sorted(path for path in good.rglob("*") if path.is_file()):
+        shutil.rmtree(last)
+        shutil.copytree(good, last)
+        name = str(file.relative_to(good))
+        harm(last / name, damage)
+        answers[name] = try_to_resume(job)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def broken_off(worker_pool, qwen3_dir, tmp_path_factory) -> Path:
+    """A run that ended with an error after five steps, with checkpoints of the second and the fourth."""
+    directory = tmp_path_factory.mktemp("broken_off")
+    job = Job(qwen3_dir, directory, "sft", callbacks=[Breaks(5)], keeps=-1)
+    answer = worker_pool.run(try_to_resume, job, world_size=1, init_process_group=False)
+    assert answer == ["RuntimeError: broken on purpose"]
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {"step=2.ckpt", "step=4.ckpt", "last.ckpt"}
+    return directory
+
+
+@pytest.mark.parametrize("damage", by_default(["flipped"], ["flipped", "truncated", "deleted"]))
+def test_each_damaged_file_is_refused_by_name(worker_pool, qwen3_dir, tmp_path, broken_off, damage):
+    shutil.copytree(broken_off, tmp_path, dirs_exist_ok=True)
+    before = history(tmp_path, 1)
+    job = Job(qwen3_dir, tmp_path, "sft", resumes=True, keeps=-1)
+    (answers,) = worker_pool.run(damage_each_file, job, damage, world_size=1, init_process_group=False)
+    assert {"manifest.json", "trainer.pt", "rng/0.pt", "sharded/.metadata"} < answers.keys()
+    for name, answer in answers.items():
+        assert "last.ckpt" in answer, (name, answer)
+        assert Path(name).name in answer, (name, answer)
+        assert "Error: " in answer, (name, answer)
+    assert history(tmp_path, 1) == before, "a run went on"
+
+
+def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one(worker_pool, qwen3_dir, tmp_path, broken_off):
+    """If the user allows it; the run then ends as the undisturbed one, bitwise."""
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    whole = worker_pool.run(train, Job(qwen3_dir, undisturbed, "sft"), 1, world_size=1, init_process_group=False)
+    directory = tmp_path / "resumed"
+    shutil.copytree(broken_off, directory)
+    harm(next((directory / "checkpoints" / "last.ckpt" / "sharded").glob("*.distcp")), "flipped")
+    harm(directory / "checkpoints" / "step=4.ckpt" / "trainer.pt", "truncated")
+    job = Job(qwen3_dir, directory, "sft", {"fall_back_to_previous": True}, resumes=True)
+    resumed = worker_pool.run(train, job, 1, world_size=1, init_process_group=False)
+    assert differences(resumed, whole) == []
+    assert differences(history(directory, 1), history(undisturbed, 1)) == []
+    rows = (directory / "seen-0.jsonl").read_text().splitlines()
+    assert sum('"rows"' in row for row in rows) == 6 + STEPS - 2, "it began again at the second step"
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(worker_pool, qwen3_dir, tmp_path):
+    """No half directory stays, and a run with room goes on from what is there."""
+    job = Job(qwen3_dir, tmp_path, "sft", callbacks=[FillsTheDisk()])
+    (answer,) = worker_pool.run(run_on_a_full_disk, job, world_size=1, init_process_group=False)
+    assert "cannot write the checkpoint" in answer
+    assert "step=6.ckpt" in answer
+    assert "Choose a writable" in answer
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step=4.ckpt", "last.ckpt"}
+    for name in left:
+        path = tmp_path / "checkpoints" / name
+        check_files(path, read_manifest(path), verify=True)
+    (resumed,) = worker_pool.run(
+        train, Job(qwen3_dir, tmp_path, "sft", resumes=True), 1, world_size=1, init_process_group=False
+    )
+    assert resumed["code"] == 0
