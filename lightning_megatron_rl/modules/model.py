@@ -140,6 +140,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
+        self.strategy.saved_beside = {"hf": self._hf_model.save_settings}
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)

@@ -7,16 +7,18 @@ On disk::
       sharded/        weights and optimizer, Megatron's `dist_checkpointing` format
       trainer.pt      Lightning's part: loops (data cursor), callbacks, learning-rate schedulers, hyper-parameters
       rng/<rank>.pt   random-number states of one rank (torch, numpy, python, Megatron's tracker)
+      hf/             of modules: the Hugging Face model without its weights, which a conversion needs
 """
 
 import json
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ EXTRA_STATE = "_extra_state"  # end of the names under which Transformer Engine 
 FORMAT_VERSION = 1
 LAYOUT_FILE = "layout.json"
 _TRAINER_FILE = "trainer.pt"
-_SHARDED = "sharded"
+SHARDED = "sharded"
 _RNG = "rng"
 
 
@@ -46,7 +48,14 @@ def content_metadata() -> dict[str, Any]:
     }
 
 
-def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], layout: dict[str, Any]) -> None:
+def save(
+    path: Path,
+    sharded: dict[str, Any],
+    trainer_state: dict[str, Any],
+    layout: dict[str, Any],
+    beside: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
+    sharded_strategy: Any | None = None,
+) -> None:
     """Write a checkpoint directory from all ranks; it appears under its name only when it is complete.
 
     Args:
@@ -54,6 +63,8 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
         sharded: Megatron's sharded state dict of weights and optimizer.
         trainer_state: The rest of Lightning's checkpoint; rank 0's is written.
         layout: Description of the run's layout, stored as JSON.
+        beside: Writes a directory of small files (rank 0), by its name in the checkpoint.
+        sharded_strategy: How Megatron writes `sharded`; by default its own way.
 
     Raises:
         OSError: The directory cannot be written, on every rank.
@@ -66,7 +77,7 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
     def prepare() -> None:
         with _writing(path):
             shutil.rmtree(partial, ignore_errors=True)
-            for part in (_SHARDED, _RNG):
+            for part in (SHARDED, _RNG):
                 (partial / part).mkdir(parents=True)
 
     def write_rng_state() -> None:
@@ -76,7 +87,9 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
     run_on_rank_zero(prepare)
     metadata = {key: value for key, value in content_metadata().items() if key != "dp_cp_group"}
     try:
-        dist_checkpointing.save(sharded, str(partial / _SHARDED), content_metadata=metadata)
+        dist_checkpointing.save(
+            sharded, str(partial / SHARDED), sharded_strategy=sharded_strategy, content_metadata=metadata
+        )
     except CheckpointException as failed:  # no `Exception`; on every rank, but only the first knows whose error it was
         failures = failed.failures
 
@@ -91,6 +104,8 @@ def save(path: Path, sharded: dict[str, Any], trainer_state: dict[str, Any], lay
         description = {"format_version": FORMAT_VERSION, **layout, "versions": _versions()}
         with _writing(path):
             torch.save(trainer_state, partial / _TRAINER_FILE)
+            for name, write in beside.items():
+                write(partial / name)
             (partial / LAYOUT_FILE).write_text(json.dumps(description, indent=2) + "\n")
             _fsync_tree(partial)
         replaced = path.with_name(f".{path.name}.replaced")
@@ -154,7 +169,7 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     _check_same_model(path, sharded)
-    return dist_checkpointing.load(_without_missing_extras(path, sharded), str(path / _SHARDED))
+    return dist_checkpointing.load(_without_missing_extras(path, sharded), str(path / SHARDED))
 
 
 def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:
@@ -237,7 +252,7 @@ def _check_same_model(path: Path, sharded: dict[str, Any]) -> None:
         wanted.update(other)
     saved = {
         key: tuple(tensor.global_shape)
-        for key, tensor in dist_checkpointing.load_tensors_metadata(str(path / _SHARDED)).items()
+        for key, tensor in dist_checkpointing.load_tensors_metadata(str(path / SHARDED)).items()
     }
     missing = [key for key in wanted if key not in saved]
     shapes = [f"{key} {saved[key]} != {wanted[key]}" for key in wanted if key in saved and saved[key] != wanted[key]]
@@ -254,7 +269,7 @@ def _without_missing_extras(path: Path, sharded: dict[str, Any]) -> dict[str, An
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    saved = dist_checkpointing.serialization.load_sharded_metadata(str(path / _SHARDED))
+    saved = dist_checkpointing.serialization.load_sharded_metadata(str(path / SHARDED))
 
     def is_there(key: Any, value: Any) -> bool:
         extra = isinstance(value, ShardedObject) and str(key).endswith(EXTRA_STATE)

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +39,10 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
 
     optimizers_saved_with_model: Mapping[str, MegatronOptimizer] = MappingProxyType({})
     """The optimizers of those that are trained (a critic), by the same names."""
+
+    saved_beside: Mapping[str, Callable[[Path], None]] = MappingProxyType({})
+    """Set by a module whose checkpoints are to be understood without it: what writes a directory of small files, by the
+    directory's name in the checkpoint."""
 
     @property
     @abstractmethod
@@ -129,7 +133,8 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
                 "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
             }
-            checkpoint_io.save(path, sharded, {**checkpoint, "state_dict": state["other"]}, layout)
+            trainer_state = {**checkpoint, "state_dict": state["other"]}
+            checkpoint_io.save(path, sharded, trainer_state, layout, self.saved_beside)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights, optimizer and random-number states from a checkpoint of any layout.
