@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.hf_files import FailedEverywhere
+from lightning_megatron_rl.models.hf_files import FailedEverywhereError
 from lightning_megatron_rl.models.hf_writer import check_space, publish
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
@@ -156,7 +156,7 @@ class HFExport(Callback):
             for target in self._directories(directory):
                 try:
                     self._write(pl_module, target, probe, expected, is_adapter=target != directory)
-                except FailedEverywhere as error:
+                except FailedEverywhereError as error:
                     if self.on_error == "raise":
                         raise
                     self.failures.append(str(error))
@@ -208,20 +208,20 @@ def _everywhere[T](function: Callable[[], T]) -> T:
     """Call `function` on rank 0 and return its result on all ranks.
 
     Raises:
-        FailedEverywhere: On all of them, what it raised on rank 0.
+        FailedEverywhereError: On all of them, what it raised on rank 0.
     """
 
     def attempt() -> tuple[T | None, str | None]:
         try:
             return function(), None
-        except FailedEverywhere as error:
+        except FailedEverywhereError as error:
             return None, str(error)
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
 
     result, error = run_on_rank_zero(attempt)
     if error is not None:
-        raise FailedEverywhere(error)
+        raise FailedEverywhereError(error)
     return result  # type: ignore[return-value]
 
 
@@ -239,7 +239,7 @@ def _check_tensors(target: Path, staging: Path, differences: list[str]) -> None:
     if differences:
         failed = _set_aside(target, staging)
         first = "; ".join(differences[:3])
-        raise FailedEverywhere(
+        raise FailedEverywhereError(
             f"the export {failed} is not the trained model: {len(differences)} tensors on disk are not the trainer's"
             f" ({first}). The disk may be at fault; training state is in the checkpoints."
         )
@@ -258,7 +258,7 @@ def _check_outputs(
     error = (load(staging, tokens) - torch.stack(expected)).abs().max().item()
     if not error <= tolerance:
         failed = _set_aside(target, staging)
-        raise FailedEverywhere(
+        raise FailedEverywhereError(
             f"the export {failed} is not the trained model: loaded back by Transformers, an output differs by"
             f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with"
             " the model's config."

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NoReturn
 
 PROGRAM = "lightning-megatron-rl convert"
-_DESCRIPTION = """Convert a Hugging Face model into a distributed checkpoint, or a distributed checkpoint into a Hugging Face model.
+_DESCRIPTION = """Convert a Hugging Face model into a distributed checkpoint, or the other way round.
 
-Which way it goes follows from SRC. It runs on the CPU, in one process, and holds one parameter at a time."""
-_EPILOG = """exit code: 0 if DST is complete, 1 if it could not be written or --verify found a difference, 2 for arguments that
-cannot be.
+Which way it goes follows from SRC. The checkpoint loads in every parallel layout. The command runs on the CPU, in one
+process, and holds one parameter at a time."""
+_EPILOG = """exit code: 0 if DST is complete, 1 if it could not be written or --verify found a difference, 2 for
+arguments that cannot be.
 
 examples:
   lightning-megatron-rl convert Qwen/Qwen3-0.6B qwen3.ckpt --verify

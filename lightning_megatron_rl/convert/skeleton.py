@@ -32,7 +32,7 @@ class Piece:
         """Whether a stored tensor of this shape can hold the piece."""
         if not self.resizable:
             return stored == self.global_shape
-        return len(stored) == len(self.sizes) and all(have >= want for have, want in zip(stored, self.global_shape))
+        return stored[1:] == self.global_shape[1:] and stored[0] >= self.global_shape[0]
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the part of a whole parameter, in the shape that the checkpoint has for it."""

@@ -16,6 +16,7 @@ from lightning_megatron_rl.strategy.checkpoint import LAYOUT_FILE, SHARDED, read
 
 _LAST_NORM = "decoder.final_layernorm.weight"  # every model has one
 _HEAD = "output_layer.weight"
+_OF_OPTIMIZERS = ("optimizer", "chained_")  # begin the names of their states' tensors
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -105,6 +106,16 @@ class StoredModel:
         return cls(path, description, tensors, found, prefix, lora, has_value_head)
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's own tensors, without those of optimizers and of other models."""
+        others = () if self.prefix else tuple(f"{name}." for name in other_models(self.tensors))
+        return {
+            key: shape
+            for key, shape in self.tensors.shapes.items()
+            if key.startswith(self.prefix) and not key.startswith((*others, *_OF_OPTIMIZERS))
+        }
+
+    @property
     def name(self) -> str:
         """How messages call it."""
         return f"{self.path}" + (f" ({self.prefix.rstrip('.')})" if self.prefix else "")
@@ -113,7 +124,7 @@ class StoredModel:
 def other_models(tensors: StoredTensors) -> list[str]:
     """Return the names of models in a checkpoint that were saved beside the trained one."""
     found = [key.removesuffix(f".{_LAST_NORM}") for key in tensors.shapes if key.endswith(f".{_LAST_NORM}")]
-    return sorted(name for name in found if not name.startswith(("optimizer", "chained_")))
+    return sorted(name for name in found if not name.startswith(_OF_OPTIMIZERS))
 
 
 def _open_base(path: Path, model: str | None, identity: dict[str, Any], has_head: bool, trust: bool) -> HFModel:

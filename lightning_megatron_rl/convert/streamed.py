@@ -76,8 +76,8 @@ class _Plan(DefaultSavePlanner):
         """Return what is to be written, in memory of its own."""
         value = self._values[write_item.index]
         if isinstance(value, ShardedTensor):
-            assert write_item.tensor_data is not None and write_item.tensor_data.chunk is not None
-            return self._make(value.data).reshape(write_item.tensor_data.chunk.sizes).clone()
+            sizes = (1,) * value.prepend_axis_num + tuple(value.local_shape)
+            return self._make(value.data).reshape(sizes).clone()
         stream = io.BytesIO()
         torch.save([value.data], stream)  # a list, as Megatron has it
         return stream

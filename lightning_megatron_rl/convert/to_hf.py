@@ -40,17 +40,20 @@ class HFConversion:
 
     def _check(self) -> None:
         """Refuse a checkpoint of another model than the config's."""
-        shapes = self.stored.tensors.shapes
-        wanted = [piece for _, tensor in self.skeleton.saved for piece in self.skeleton.pieces(tensor)]
-        missing = sorted({piece.key for piece in wanted if piece.key not in shapes})
-        other = sorted({piece.key for piece in wanted if piece.key in shapes and not piece.fits(shapes[piece.key])})
-        if missing or other:
-            of_shape = {piece.key: piece.global_shape for piece in wanted}
-            first = f"{missing[0]} is missing" if missing else f"{other[0]} {shapes[other[0]]} != {of_shape[other[0]]}"
+        shapes = self.stored.shapes
+        wanted = {piece.key: piece for _, tensor in self.skeleton.saved for piece in self.skeleton.pieces(tensor)}
+        wrong = [f"{key} is missing" for key in wanted if key not in shapes]
+        wrong += [f"{key} is not in the model" for key in shapes if key not in wanted]
+        wrong += [
+            f"{key} has shape {shapes[key]} instead of {piece.global_shape}"
+            for key, piece in wanted.items()
+            if key in shapes and not piece.fits(shapes[key])
+        ]
+        if wrong:
+            first = "; ".join(wrong[:3]) + ("; ..." if len(wrong) > 3 else "")
             raise ValueError(
-                f"checkpoint {self.stored.name} is of another model than {self.model.path}: {len(missing)} of"
-                f" {len({piece.key for piece in wanted})} tensors are missing, {len(other)} have another shape ({first})."
-                " Give the model that it was trained from with --model."
+                f"checkpoint {self.stored.name} is of another model than {self.model.path}: of {len(wanted)} tensors"
+                f" {len(wrong)} differ ({first}). Give the model that it was trained from with --model."
             )
 
     @property

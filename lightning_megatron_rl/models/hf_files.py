@@ -60,19 +60,19 @@ def _download(name: str) -> Path:
     return Path(path if path is not None else snapshot_download(name, local_files_only=True))
 
 
-class FailedEverywhere(ValueError):
+class FailedEverywhereError(ValueError):
     """What went wrong on some rank, raised on all of them at the same place: all can go on from there."""
 
 
 def raise_everywhere(error: str | None) -> None:
-    """Raise `FailedEverywhere` if any rank has an `error`; a barrier otherwise, so that none is left waiting."""
+    """Raise `FailedEverywhereError` if any rank has an `error`; a barrier otherwise, so that none is left waiting."""
     errors = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
     messages = [message for message in errors if message is not None]
     if messages:
-        raise FailedEverywhere(messages[0])
+        raise FailedEverywhereError(messages[0])
 
 
 def fingerprint(path: Path) -> str:

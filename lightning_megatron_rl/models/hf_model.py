@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
@@ -16,7 +15,6 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
-from lightning_megatron_rl.models.families import num_experts
 from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, save_settings
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles

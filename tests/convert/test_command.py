@@ -60,7 +60,8 @@ def test_destination_that_is_not_empty(qwen3_dir: Path, tmp_path: Path):
 @pytest.mark.parametrize("way", ["to checkpoint", "to hf"])
 def test_no_room_is_said_with_its_arithmetic(worker_pool: WorkerPool, qwen3_dir: Path, source: Path, way: str):
     """/proc is a file system without room."""
-    shown = refused(worker_pool, source if way == "to hf" else qwen3_dir, "/proc/out")
+    code, shown = convert(worker_pool, source if way == "to hf" else qwen3_dir, "/proc/out")
+    assert code == 1
     assert "needs 0.00 GB (the" in shown
     assert "and its file system has 0.00 GB free: make room for 0.00 GB" in shown
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides a language model: adapters, value heads, a critic or a reference beside the policy."""
+"""What a checkpoint holds besides a language model: adapters, value heads, a critic beside the policy."""
 
 import json
 import shutil

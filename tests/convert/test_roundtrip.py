@@ -118,7 +118,7 @@ def arithmetic(pool: WorkerPool, model: Path, layout: str, directory: Path) -> R
     )[0]
 
 
-@pytest.mark.parametrize("layout", by_default(["tp2_sp"], ["tp2_sp", "tp2_pp2_sp", "dp2"]))
+@pytest.mark.parametrize("layout", by_default(["tp2_sp"], ["tp2_sp", "tp2_pp2_sp", "dp2_plain", "pp2_vpp2"]))
 def test_trained_checkpoint_converts_without_the_model_it_came_from(
     worker_pool: WorkerPool, qwen3_dir: Path, tmp_path: Path, layout: str
 ):
@@ -132,6 +132,29 @@ def test_trained_checkpoint_converts_without_the_model_it_came_from(
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in run.weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_plain", "gpt_oss"])
+def test_trained_experts_convert(
+    worker_pool: WorkerPool, checkpoint: Callable[[str], Path], tmp_path: Path, family: str
+):
+    """Split over two ranks, which share the rest: one optimizer for each kind of parameter."""
+    keeper = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+    strategy = {"expert_model_parallel_size": 2}
+    trained = worker_pool.run(
+        fit_sft,
+        checkpoint(family),
+        strategy,
+        2,
+        steps=1,
+        callbacks=[keeper],
+        trainer={"enable_checkpointing": True},
+        world_size=2,
+        init_process_group=False,
+    )[0]
+    must_convert(worker_pool, tmp_path / "step=1.ckpt", tmp_path / "hf", "--verify")
+    assert_same_tensors(tensors(tmp_path / "hf"), trained.weights)
 
 
 def test_padding_of_the_vocabulary_is_left_out(worker_pool: WorkerPool, odd_vocabulary: Path, tmp_path: Path):
