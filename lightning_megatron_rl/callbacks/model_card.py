@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import lightning.pytorch as pl
 import yaml
 
 _PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers")
@@ -57,7 +57,7 @@ def describe_run(module: Any, proof: str) -> RunFacts:
         module.hf_model.name_or_path,
         module.exports_classifier,
         run,
-        plain_settings(module, pl.LightningModule()),
+        plain_settings(module),
         metrics,
     )
 
@@ -68,28 +68,29 @@ def describe_data(data: Any) -> str:
     Example:
         ``PromptDataModule: train_source=JSONLines(path='prompts.jsonl'), batch_size=16``
     """
-    settings = plain_settings(data, pl.LightningDataModule())
+    settings = plain_settings(data)
     named = {name: repr(value) for name, value in vars(data).items() if name in ("train_source", "val_sources")}
     listed = ", ".join(f"{name}={_short(value)}" for name, value in {**named, **settings}.items())
     return f"{type(data).__name__}: {listed}" if listed else type(data).__name__
 
 
-def plain_settings(owner: Any, plain: Any) -> dict[str, str]:
-    """Return an object's public attributes that are numbers, texts, functions, lists of them or dataclasses.
+def plain_settings(owner: Any) -> dict[str, str]:
+    """Return what an object keeps of the arguments it was made with.
 
-    Of dataclasses that are not this package's (Megatron's `OptimizerConfig` has a hundred fields) only the fields that
-    differ from their defaults.
+    Numbers, texts, functions, lists of them, and the fields of dataclasses: of those that are not this package's
+    (Megatron's `OptimizerConfig` has a hundred) only the fields that differ from their defaults. An argument
+    ``optimizer`` is kept as ``optimizer`` or, for example, ``optimizer_config``.
 
     Args:
         owner: Module or data module.
-        plain: A fresh object of Lightning's class, whose attributes are no settings.
 
     Example:
         ``{"num_generations": "8", "sampling.temperature": "1.0", ...}``
     """
+    arguments = {name for kind in type(owner).__mro__ for name in signature(kind.__init__).parameters} - {"self"}
     found: dict[str, str] = {}
     for name, value in vars(owner).items():
-        if name.startswith("_") or name in vars(plain):
+        if name not in arguments and not any(name.startswith(f"{argument}_") for argument in arguments):
             continue
         inner = {f"{name}.{key}": item for key, item in _items(value).items()} or {name: value}
         for key, item in inner.items():
@@ -121,8 +122,8 @@ def _text(value: Any) -> str | None:
     if isinstance(value, FunctionType | type):
         return value.__qualname__
     if isinstance(value, list | tuple):
-        texts = [_text(item) or type(item).__name__ for item in value]
-        return f"[{', '.join(texts)}]" if texts else None
+        texts = [_text(item) for item in value]
+        return f"[{', '.join(text for text in texts if text)}]" if texts and all(texts) else None
     return None
 
 

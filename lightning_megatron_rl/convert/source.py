@@ -16,7 +16,7 @@ from lightning_megatron_rl.strategy.checkpoint import LAYOUT_FILE, SHARDED, read
 
 _LAST_NORM = "decoder.final_layernorm.weight"  # every model has one
 _HEAD = "output_layer.weight"
-_OF_OPTIMIZERS = ("optimizer", "chained_")  # begin the names of their states' tensors
+_OPTIMIZER = "optimizer."  # begins the names of its state's tensors
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -112,7 +112,7 @@ class StoredModel:
         return {
             key: shape
             for key, shape in self.tensors.shapes.items()
-            if key.startswith(self.prefix) and not key.startswith((*others, *_OF_OPTIMIZERS))
+            if key.startswith(self.prefix) and not key.startswith((*others, _OPTIMIZER))
         }
 
     @property
@@ -124,7 +124,7 @@ class StoredModel:
 def other_models(tensors: StoredTensors) -> list[str]:
     """Return the names of models in a checkpoint that were saved beside the trained one."""
     found = [key.removesuffix(f".{_LAST_NORM}") for key in tensors.shapes if key.endswith(f".{_LAST_NORM}")]
-    return sorted(name for name in found if not name.startswith(_OF_OPTIMIZERS))
+    return sorted(name for name in found if not name.startswith(_OPTIMIZER))
 
 
 def _open_base(path: Path, model: str | None, identity: dict[str, Any], has_head: bool, trust: bool) -> HFModel:

@@ -1,5 +1,6 @@
 """Writing Hugging Face checkpoints: safetensors tensor by tensor, in a directory that appears when it is complete."""
 
+import contextlib
 import copy
 import json
 import os
@@ -81,7 +82,8 @@ class SafetensorsFile:
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        self._stream.close()
+        with contextlib.suppress(OSError):  # on a full disk what is still in memory cannot be written either
+            self._stream.close()
 
 
 class CheckpointWriter:
