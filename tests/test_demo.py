@@ -35,7 +35,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.deadline(450)
 def test_demo_leaves_what_it_promises(demo):
     out = demo / "run"
-    for path in ("curve.png", "table.txt", "grpo/checkpoints/last.ckpt/layout.json", "grpo/hf/last/config.json"):
+    for path in ("curve.png", "table.txt", "grpo/checkpoints/last.ckpt/manifest.json", "grpo/hf/last/config.json"):
         assert (out / path).is_file(), path
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((out / "results.json").read_text())

@@ -87,7 +87,8 @@ def plain_settings(owner: Any) -> dict[str, str]:
     Example:
         ``{"num_generations": "8", "sampling.temperature": "1.0", ...}``
     """
-    arguments = {name for kind in type(owner).__mro__ for name in signature(kind.__init__).parameters} - {"self"}
+    makers = [vars(kind)["__init__"] for kind in type(owner).__mro__[:-1] if "__init__" in vars(kind)]
+    arguments = {name for maker in makers for name in signature(maker).parameters} - {"self", "args", "kwargs"}
     found: dict[str, str] = {}
     for name, value in vars(owner).items():
         if name not in arguments and not any(name.startswith(f"{argument}_") for argument in arguments):

@@ -96,16 +96,15 @@ def main(args: list[str]) -> int:
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 
     from lightning_megatron_rl.convert.process import single_process
-    from lightning_megatron_rl.convert.source import is_checkpoint
-    from lightning_megatron_rl.strategy.checkpoint import LAYOUT_FILE
+    from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
 
     started = time.perf_counter()
     source = Path(options.source).expanduser()
     to_hf = is_checkpoint(source)
     if not to_hf and source.is_dir() and not (source / "config.json").is_file():
         parser.error(
-            f"SRC {source} is neither a distributed checkpoint nor a Hugging Face model: it has no {LAYOUT_FILE} and no"
-            " config.json"
+            f"SRC {source} is neither a distributed checkpoint nor a Hugging Face model: it has no {MANIFEST_FILE} and"
+            " no config.json"
         )
     if not to_hf:
         for name, given in (("--model", options.model), ("--part", options.part)):
@@ -152,6 +151,7 @@ def _to_hf(options: argparse.Namespace, destination: Path) -> tuple[str, list[st
         Path(options.source).expanduser(),
         part=options.part,
         model=options.model,
+        verify=options.verify,
         trust_remote_code=options.trust_remote_code,
     )
     others = other_models(stored.tensors)

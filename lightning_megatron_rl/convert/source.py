@@ -12,16 +12,12 @@ from lightning_megatron_rl.models.hf_files import INDEX_FILE, local_checkpoint, 
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.value_model import ValueModel
-from lightning_megatron_rl.strategy.checkpoint import LAYOUT_FILE, SHARDED, read_layout
+from lightning_megatron_rl.strategy.checkpoint import SHARDED
+from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
 
 _LAST_NORM = "decoder.final_layernorm.weight"  # every model has one
 _HEAD = "output_layer.weight"
 _OPTIMIZER = "optimizer."  # begins the names of its state's tensors
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a distributed checkpoint."""
-    return (path / LAYOUT_FILE).is_file()
 
 
 def open_model(name_or_path: str, *, trust_remote_code: bool = False) -> HFModel:
@@ -68,7 +64,13 @@ class StoredModel:
 
     @classmethod
     def find(
-        cls, path: Path, *, part: str | None = None, model: str | None = None, trust_remote_code: bool = False
+        cls,
+        path: Path,
+        *,
+        part: str | None = None,
+        model: str | None = None,
+        verify: bool = False,
+        trust_remote_code: bool = False,
     ) -> "StoredModel":
         """Find a model in a checkpoint.
 
@@ -76,12 +78,14 @@ class StoredModel:
             path: The checkpoint.
             part: Name of a model that was saved beside the trained one: "critic", "reference".
             model: Hugging Face model whose config and tokenizer it has; by default those that training saved with it.
+            verify: Compare the checksums of its files, not only their sizes.
             trust_remote_code: Run the code of models that bring their own.
 
         Raises:
             ValueError: It is not there, is damaged, or nothing tells its config.
         """
-        description = read_layout(path)
+        description = read_manifest(path)
+        check_files(path, description, verify=verify)
         tensors = StoredTensors(path / SHARDED)
         prefix = "" if part is None else f"{part}."
         others = other_models(tensors)
@@ -96,8 +100,8 @@ class StoredModel:
             found = _open_base(path, model or origin(saved), identity, has_value_head, trust_remote_code)
         elif model is None and not saved.is_dir():
             raise ValueError(
-                f"checkpoint {path} has no {saved.name}/ with config and tokenizer, an older version wrote it: give"
-                " --model, the Hugging Face model that training started from."
+                f"checkpoint {path} has no {saved.name}/ with config and tokenizer (a module that is no ModelModule"
+                " wrote it): give --model, the Hugging Face model that training started from."
             )
         else:
             kind = _ValueSettingsOnly if has_value_head else _SettingsOnly

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_megatron_rl.convert.skeleton import Piece, Skeleton
+from lightning_megatron_rl.strategy.shards import SavedShards
 
 
 class StoredTensors:
@@ -21,14 +22,14 @@ class StoredTensors:
         directory: With .metadata and *.distcp.
 
     Raises:
-        ValueError: A file that it names is missing or too short.
+        ValueError: Its index holds anything but data.
 
     Example:
         ``StoredTensors(path / "sharded").shapes["decoder.final_layernorm.weight"] == (1024,)``
     """
 
     def __init__(self, directory: Path) -> None:
-        self._reader = FileSystemReader(directory)
+        self._reader = SavedShards(directory).reader
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors: dict[str, TensorStorageMetadata] = {
@@ -37,7 +38,6 @@ class StoredTensors:
             if isinstance(value, TensorStorageMetadata)
         }
         self._by_number: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
-        _check_files(directory, metadata.storage_data)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -97,19 +97,6 @@ class _Into(DefaultLoadPlanner):
         """Return the part of a parameter that is read."""
         assert index.offset is not None
         return self._targets[index.fqn, tuple(index.offset)]
-
-
-def _check_files(directory: Path, storage: dict[Any, Any]) -> None:
-    """Refuse a directory with a file that is missing or cut short, before anything is read."""
-    ends: dict[str, int] = {}
-    for info in storage.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        file = directory / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None or size < end:
-            state = "is missing" if size is None else f"has {size} bytes of at least {end}"
-            raise ValueError(f"{file} {state}: the checkpoint is damaged. Copy it again, or use an earlier one.")
 
 
 class StoredTasks(Sequence[Any]):

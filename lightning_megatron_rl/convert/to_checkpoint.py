@@ -1,6 +1,7 @@
 """From a Hugging Face checkpoint to a distributed one, parameter by parameter."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import lightning
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.convert.skeleton import Skeleton
 from lightning_megatron_rl.convert.stored import StoredTasks, StoredTensors
-from lightning_megatron_rl.convert.streamed import StreamedSave
+from lightning_megatron_rl.convert.streamed import stage_streamed
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.hf_save import describe_difference
 from lightning_megatron_rl.models.hf_writer import check_space
@@ -29,7 +30,6 @@ class _Maker:
         if isinstance(skeleton.model, ValueModel) and HEAD in skeleton.weights.names:
             self._head = dict(skeleton.saved)["output_layer.weight"]
         self._last: tuple[Tensor, Tensor] | None = None
-        self.error: ValueError | None = None  # torch wraps it in one of its own
 
     def check(self) -> None:
         """Refuse a checkpoint without the weights of some parameter.
@@ -52,11 +52,7 @@ class _Maker:
             if parameter is self._head:
                 weight = self._skeleton.weights.tensor(HEAD).to(parameter.dtype)
             else:
-                try:
-                    weight = self._skeleton.weights.read(self._tasks[id(parameter)])
-                except ValueError as error:
-                    self.error = error
-                    raise
+                weight = self._skeleton.weights.read(self._tasks[id(parameter)])
             self._last = (parameter, weight.contiguous())
         weight = self._last[1]
         return weight.as_strided(part.size(), part.stride(), weight.storage_offset() + part.storage_offset())
@@ -87,7 +83,6 @@ def write_checkpoint(model: HFModel, destination: Path, dtype: torch.dtype | Non
     maker = _Maker(skeleton)
     maker.check()
     check_space(destination, skeleton.bytes, f"the parameters in {str(dtype).removeprefix('torch.')}")
-    destination.parent.mkdir(parents=True, exist_ok=True)
     trainer_state = {
         "epoch": 0,
         "global_step": 0,
@@ -95,18 +90,24 @@ def write_checkpoint(model: HFModel, destination: Path, dtype: torch.dtype | Non
         "state_dict": {},
         LAST_LAYER: VALUE_HEAD if isinstance(model, ValueModel) else OUTPUT_LAYER,
     }
-    layout = {
+    description = {
         "layout": asdict(ParallelLayout()),
         "world_size": 1,
         "global_step": 0,
         "has_optimizer": False,
+        "use_distributed_optimizer": True,
         "trained_on_top_of": None,
     }
-    beside = {"hf": model.save_settings}
-    try:
-        checkpoint_io.save(destination, {"model0": skeleton.state}, trainer_state, layout, beside, StreamedSave(maker))
-    except OSError as error:
-        raise maker.error or error from error
+    pending = checkpoint_io.PendingCheckpoint(
+        destination,
+        {"model0": skeleton.state},
+        trainer_state,
+        description,
+        later=False,
+        beside=model.settings_files("hf"),
+        stage=partial(stage_streamed, make=maker),
+    )
+    pending.write()
     return skeleton
 
 

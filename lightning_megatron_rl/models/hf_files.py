@@ -99,23 +99,21 @@ def copy_settings(source: Path, directory: Path) -> None:
             shutil.copyfile(original, directory / original.name)
 
 
-def save_settings(source: Path, name_or_path: str, directory: Path) -> None:
-    """Write a checkpoint without its weights: config, tokenizer and the names of its tensors, which `origin` reads.
+def settings_files(path: Path, name_or_path: str) -> dict[str, bytes]:
+    """Return the files of a checkpoint but its weights: config, tokenizer, and an index with its tensors' names.
 
     Args:
-        source: Directory of the checkpoint.
-        name_or_path: How the user calls it.
-        directory: Made here.
+        path: Directory of the checkpoint.
+        name_or_path: How the user calls it, which `origin` reads.
     """
-    directory.mkdir()
-    copy_settings(source, directory)
-    shutil.copyfile(source / "config.json", directory / "config.json")
-    listing = {"metadata": {_ORIGIN: name_or_path}, "weight_map": weight_map(source)}
-    (directory / INDEX_FILE).write_text(json.dumps(listing, indent=2) + "\n")
+    listing = {"metadata": {_ORIGIN: name_or_path}, "weight_map": weight_map(path)}
+    files = {"config.json": (path / "config.json").read_bytes(), INDEX_FILE: json.dumps(listing, indent=2).encode()}
+    settings = [file for file in path.iterdir() if file.is_file() and _belongs(file.name)]
+    return files | {file.name: file.read_bytes() for file in settings}
 
 
 def origin(directory: Path) -> str | None:
-    """How the user of `save_settings` called the checkpoint; None for other directories."""
+    """How the user of `settings_files` called the checkpoint; None for other directories."""
     index = directory / INDEX_FILE
     return json.loads(index.read_text()).get("metadata", {}).get(_ORIGIN) if index.is_file() else None
 

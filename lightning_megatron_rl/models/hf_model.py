@@ -15,7 +15,7 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
-from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, save_settings
+from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
@@ -48,9 +48,10 @@ class HFModel(SavesFiles):
         """The checkpoint's directory."""
         return local_checkpoint(name_or_path)
 
-    def save_settings(self, directory: Path) -> None:
-        """Write the checkpoint without its weights: config, tokenizer, names of tensors."""
-        save_settings(self.path, self.name_or_path, directory)
+    def settings_files(self, directory: str) -> dict[str, bytes]:
+        """Return the files of the checkpoint without its weights by their paths; see `hf_files.settings_files`."""
+        files = settings_files(self.path, self.name_or_path)
+        return {f"{directory}/{name}": content for name, content in files.items()}
 
     def _read_config(self) -> Any:
         """The config of the language model that the checkpoint holds."""

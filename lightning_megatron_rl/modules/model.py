@@ -21,8 +21,8 @@ from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
 from lightning_megatron_rl.rollout.engine import RolloutEngine
-from lightning_megatron_rl.strategy.checkpoint import read_layout
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum
+from lightning_megatron_rl.strategy.manifest import read_manifest
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -136,11 +136,11 @@ class ModelModule(TakesSteps, ReportsSteps):
             sequence_parallel=layout.sequence_parallel,
         )
         if self.init_from is not None:
-            read_layout(Path(self.init_from))
+            read_manifest(Path(self.init_from))
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
-        self.strategy.saved_beside = {"hf": self._hf_model.save_settings}
+        self.strategy.saved_beside = self._hf_model.settings_files("hf")
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)

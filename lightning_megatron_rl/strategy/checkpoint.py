@@ -3,36 +3,49 @@
 On disk::
 
     <name>.ckpt/
-      layout.json     written last: what this directory is, its layout and versions
+      manifest.json   written last: what this directory is, its layout and versions, each file's size and checksum
       sharded/        weights and optimizer, Megatron's `dist_checkpointing` format
       trainer.pt      Lightning's part: loops (data cursor), callbacks, learning-rate schedulers, hyper-parameters
       rng/<rank>.pt   random-number states of one rank (torch, numpy, python, Megatron's tracker)
       hf/             of modules: the Hugging Face model without its weights, which a conversion needs
 """
 
-import json
-import os
 import random
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
+from functools import partial
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import distributed as dist
 
+from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, free_bytes, share_files
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks, run_on_rank_zero
+from lightning_megatron_rl.strategy.manifest import (
+    DamagedCheckpointError,
+    FileRecord,
+    HashedFile,
+    check_files,
+    previous_checkpoints,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.strategy.shards import SavedShards, StagedShards, WrittenShards
 
 EXTRA_STATE = "_extra_state"  # end of the names under which Transformer Engine keeps more than parameters
-FORMAT_VERSION = 1
-LAYOUT_FILE = "layout.json"
-_TRAINER_FILE = "trainer.pt"
 SHARDED = "sharded"
+_TRAINER_FILE = "trainer.pt"
 _RNG = "rng"
+_SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, at least
 
 
 def content_metadata() -> dict[str, Any]:
@@ -48,77 +61,147 @@ def content_metadata() -> dict[str, Any]:
     }
 
 
-def save(
-    path: Path,
-    sharded: dict[str, Any],
-    trainer_state: dict[str, Any],
-    layout: dict[str, Any],
-    beside: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
-    sharded_strategy: Any | None = None,
-) -> None:
-    """Write a checkpoint directory from all ranks; it appears under its name only when it is complete.
+class PendingCheckpoint:
+    """A checkpoint as it was at one moment, to be written then or later; made by all ranks together.
 
     Args:
-        path: Where it shall stand; one that is there already is replaced.
-        sharded: Megatron's sharded state dict of weights and optimizer.
+        path: Where it shall stand; one that is there already is replaced when this one is complete.
+        sharded: Megatron's sharded state dict of weights and optimizer; or the path of a checkpoint of this moment,
+            which is complete when this one is written, and whose shards are shared.
         trainer_state: The rest of Lightning's checkpoint; rank 0's is written.
-        layout: Description of the run's layout, stored as JSON.
-        beside: Writes a directory of small files (rank 0), by its name in the checkpoint.
-        sharded_strategy: How Megatron writes `sharded`; by default its own way.
+        description: Layout, world size, step and more, for the manifest.
+        later: Training goes on before `write`: take copies.
+        beside: Small files to write as well (rank 0's), by their path in the checkpoint.
+        stage: Plans what is written of `sharded` into a directory; by default its tensors as they are.
 
     Raises:
-        OSError: The directory cannot be written, on every rank.
+        OSError: The directory cannot be written, or has too little room, on every rank.
     """
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    partial = path.with_name(f".{path.name}.incomplete")
+    def __init__(
+        self,
+        path: Path,
+        sharded: dict[str, Any] | Path,
+        trainer_state: dict[str, Any],
+        description: dict[str, Any],
+        *,
+        later: bool,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+        stage: "Callable[[dict[str, Any], Path], StagedShards] | None" = None,
+    ) -> None:
+        self.path, self._description, self._beside = path, description, dict(beside)
+        self._directory: UnfinishedDirectory | None = None  # rank 0 has it
+        self._source = sharded if isinstance(sharded, Path) else None
+        self._staged: StagedShards | None = None
 
-    def prepare() -> None:
-        with _writing(path):
-            shutil.rmtree(partial, ignore_errors=True)
-            for part in (SHARDED, _RNG):
-                (partial / part).mkdir(parents=True)
+        def prepare() -> Path:
+            with _writing(path):
+                # names that begin with "last" are not counted up, and are looked for when a run resumes
+                self._directory = UnfinishedDirectory(path, reserve=later and not path.name.startswith("last"))
+                for part in (SHARDED, _RNG):
+                    (self._directory.path / part).mkdir()
+                return self._directory.path
 
-    def write_rng_state() -> None:
-        with _writing(path):
-            torch.save(rng_state(), partial / _RNG / f"{dist.get_rank()}.pt")
+        with self._leaving_nothing():
+            self._partial = run_on_rank_zero(prepare)
+            if isinstance(sharded, dict):
+                self._staged = (stage or partial(_stage, copy=later))(sharded, self._partial / SHARDED)
+            self._rng_state = _serialized(rng_state())
+            self._trainer_state = _serialized(trainer_state) if dist.get_rank() == 0 else b""
+            self._check_room()
 
-    run_on_rank_zero(prepare)
-    metadata = {key: value for key, value in content_metadata().items() if key != "dp_cp_group"}
-    try:
-        dist_checkpointing.save(
-            sharded, str(partial / SHARDED), sharded_strategy=sharded_strategy, content_metadata=metadata
-        )
-    except CheckpointException as failed:  # no `Exception`; on every rank, but only the first knows whose error it was
-        failures = failed.failures
+    def _check_room(self) -> None:
+        own = sum(len(content) for content in self._beside.values()) if dist.get_rank() == 0 else 0
+        own += self._staged.num_bytes if self._staged is not None else 0
+        sizes = run_on_all_ranks(lambda: own + len(self._rng_state) + len(self._trainer_state))
+        needed = sum(sizes) + _SMALL_FILES
 
-        def tell() -> None:
-            rank, (error, _) = min(failures.items(), key=lambda item: item[0])
-            raise _cannot_write(path, rank, error)
+        def check() -> None:
+            free = free_bytes(self.path.parent)
+            if needed > free:
+                raise OSError(
+                    f"not enough room for the checkpoint {self.path}: {len(sizes)} rank(s) have {needed:,} bytes to"
+                    f" write, {self.path.parent} has {free:,} bytes free, {needed - free:,} too few. Free them, choose"
+                    " another ModelCheckpoint(dirpath=...), or keep fewer checkpoints (save_top_k) or only weights"
+                    " (save_weights_only=True). Nothing was written."
+                )
 
-        run_on_rank_zero(tell)
-    run_on_all_ranks(write_rng_state)
+        run_on_rank_zero(check)
 
-    def publish() -> None:
-        description = {"format_version": FORMAT_VERSION, **layout, "versions": _versions()}
-        with _writing(path):
-            torch.save(trainer_state, partial / _TRAINER_FILE)
-            for name, write in beside.items():
-                write(partial / name)
-            (partial / LAYOUT_FILE).write_text(json.dumps(description, indent=2) + "\n")
-            _fsync_tree(partial)
-        replaced = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.exists():
-            path.rename(replaced)
-        partial.rename(path)
-        _fsync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write everything and give the directory its name; a collective.
 
-    run_on_rank_zero(publish)
+        Args:
+            group: All ranks; one that no other thread uses, if this is not the main thread.
+
+        Raises:
+            OSError: A file cannot be written, on every rank. What stood under the name before still does.
+        """
+        with self._leaving_nothing():
+            written = run_on_all_ranks(self._write_own, group)
+            run_on_rank_zero(lambda: self._publish(written), group)
+
+    def _write_own(self) -> "tuple[WrittenShards | None, dict[str, FileRecord]]":
+        with _writing(self.path):
+            shards = self._staged.write() if self._staged is not None else None
+            name = f"{_RNG}/{dist.get_rank()}.pt"
+            return shards, {name: _write(self._partial / name, self._rng_state)}
+
+    def _publish(self, written: "list[tuple[WrittenShards | None, dict[str, FileRecord]]]") -> None:
+        assert self._directory is not None
+        with _writing(self.path):
+            files = {name: record for _, own in written for name, record in own.items()}
+            for name, content in {**self._beside, _TRAINER_FILE: self._trainer_state}.items():
+                (self._partial / name).parent.mkdir(parents=True, exist_ok=True)
+                files[name] = _write(self._partial / name, content)
+            files.update({f"{SHARDED}/{name}": record for name, record in self._sharded_files(written).items()})
+            # whatever else was put there, such as by a subclass of the strategy
+            others = (entry for entry in self._partial.rglob("*") if entry.is_file())
+            names = [str(entry.relative_to(self._partial)) for entry in others]
+            files.update({name: record_file(self._partial / name) for name in names if name not in files})
+            write_manifest(self._partial, self._description, files)
+            self._directory.publish()
+
+    def _sharded_files(
+        self, written: "list[tuple[WrittenShards | None, dict[str, FileRecord]]]"
+    ) -> dict[str, FileRecord]:
+        if self._staged is not None:
+            return self._staged.finish_all([shards for shards, _ in written if shards is not None])
+        assert self._source is not None
+        share_files(self._source / SHARDED, self._partial / SHARDED)
+        files = read_manifest(self._source)["files"]
+        prefix = f"{SHARDED}/"
+        return {
+            name.removeprefix(prefix): FileRecord(**record) for name, record in files.items() if name.startswith(prefix)
+        }
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Remove what was written if what runs inside fails, which it does on every rank."""
+        try:
+            yield
+        except BaseException:
+            if self._directory is not None:
+                self._directory.abandon()
+            raise
+
+
+def _stage(sharded: dict[str, Any], directory: Path, *, copy: bool) -> "StagedShards":
+    from lightning_megatron_rl.strategy.shards import stage
+
+    return stage(sharded, directory, content_metadata(), copy=copy)
+
+
+def _serialized(state: dict[str, Any]) -> bytes:
+    stream = BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+def _write(file: Path, content: bytes) -> FileRecord:
+    with HashedFile(file) as stream:
+        stream.write(content)
+    return stream.record
 
 
 @contextmanager
@@ -127,37 +210,50 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        raise _cannot_write(path, dist.get_rank(), error) from error
+        raise OSError(
+            f"rank {dist.get_rank()} cannot write the checkpoint {path}: {error}. Choose a writable"
+            " ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...) with enough room. A checkpoint that stood"
+            " under this name before is untouched."
+        ) from error
 
 
-def _cannot_write(path: Path, rank: int, error: BaseException) -> OSError:
-    return OSError(
-        f"rank {rank} cannot write the checkpoint {path}: {error}. Choose a writable ModelCheckpoint(dirpath=...) or"
-        " Trainer(default_root_dir=...) with enough room. A checkpoint that stood under this name before is untouched."
-    )
+def open_checkpoint(path: Path, *, verify: bool, fall_back: bool = False) -> tuple[Path, dict[str, Any]]:
+    """Check a checkpoint's files, shared among the ranks, and return its path and manifest; a collective.
 
-
-def read_layout(path: Path) -> dict[str, Any]:
-    """Return the description of the checkpoint at `path`.
+    Args:
+        path: The checkpoint.
+        verify: Compare checksums, not only sizes.
+        fall_back: If it is damaged, take the latest undamaged one beside it that is not of a later step, and warn.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: `path` is not a (complete) checkpoint, or one of a newer format.
+        ValueError: `path` is not a checkpoint, or of a newer format, or damaged.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"checkpoint {path} does not exist.")
-    if not (path / LAYOUT_FILE).is_file():
-        raise ValueError(
-            f"{path} is not a checkpoint of this strategy: it has no {LAYOUT_FILE}. A checkpoint is the directory that"
-            " ModelCheckpoint wrote; a Hugging Face model directory goes into the module's `model` argument."
-        )
-    layout = json.loads((path / LAYOUT_FILE).read_text())
-    if layout["format_version"] > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has checkpoint format {layout['format_version']}, this version reads up to {FORMAT_VERSION}:"
-            " upgrade lightning-megatron-rl."
-        )
-    return layout
+    damage = _find_damage(path, verify)
+    if damage is None:
+        return path, read_manifest(path)
+    if fall_back:
+        for other in run_on_rank_zero(lambda: list(previous_checkpoints(path))):
+            if _find_damage(other, verify) is None:
+                if dist.get_rank() == 0:
+                    warnings.warn(f"{damage} It was not loaded: {other} takes its place.", stacklevel=2)
+                return other, read_manifest(other)
+        damage += f" There is no other undamaged checkpoint in {path.parent}."
+    raise DamagedCheckpointError(damage)
+
+
+def _find_damage(path: Path, verify: bool) -> str | None:
+    """What is wrong with a checkpoint's files, the same on every rank; None if nothing is."""
+
+    def check() -> str | None:
+        try:
+            manifest = read_manifest(path)
+            check_files(path, manifest, verify=verify, rank=dist.get_rank(), world_size=dist.get_world_size())
+        except DamagedCheckpointError as error:
+            return str(error)
+        return None
+
+    return next((damage for damage in run_on_all_ranks(check) if damage is not None), None)
 
 
 def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
@@ -166,10 +262,11 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint is of another model: missing or extra parameters, or other shapes.
     """
-    from megatron.core import dist_checkpointing
+    from lightning_megatron_rl.strategy.shards import SavedShards
 
-    _check_same_model(path, sharded)
-    return dist_checkpointing.load(_without_missing_extras(path, sharded), str(path / SHARDED))
+    saved = SavedShards(path / SHARDED)
+    _check_same_model(path, saved, sharded)
+    return saved.load(_without_missing_extras(saved, sharded))
 
 
 def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:
@@ -221,41 +318,23 @@ def restore_rng_state(path: Path) -> bool:
     return True
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint directory, and nothing that is not one.
-
-    Raises:
-        ValueError: `path` is a directory without a layout file.
-    """
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        if not (path / LAYOUT_FILE).is_file():
-            raise ValueError(f"refusing to delete {path}: it has no {LAYOUT_FILE}, so it is not a checkpoint.")
-        shutil.rmtree(path)
-
-
-def _check_same_model(path: Path, sharded: dict[str, Any]) -> None:
-    from megatron.core import dist_checkpointing
+def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any]) -> None:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    wanted: dict[str, tuple[int, ...]] = {}
-    for part, state in sharded.items():
-        if not part.startswith("optimizer"):
-            for tensor in nested_values(state):
-                if isinstance(tensor, ShardedTensor) and not tensor.allow_shape_mismatch:
-                    wanted[tensor.key] = tuple(tensor.global_shape)
-    everywhere: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, wanted)
-    for other in everywhere:
-        wanted.update(other)
-    saved = {
-        key: tuple(tensor.global_shape)
-        for key, tensor in dist_checkpointing.load_tensors_metadata(str(path / SHARDED)).items()
+    parts = (state for part, state in sharded.items() if not part.startswith("optimizer"))
+    own = {
+        tensor.key: tuple(tensor.global_shape)
+        for tensor in chain.from_iterable(nested_values(state) for state in parts)
+        if isinstance(tensor, ShardedTensor) and not tensor.allow_shape_mismatch
     }
-    missing = [key for key in wanted if key not in saved]
-    shapes = [f"{key} {saved[key]} != {wanted[key]}" for key in wanted if key in saved and saved[key] != wanted[key]]
+    wanted = {key: shape for shapes in run_on_all_ranks(lambda: own) for key, shape in shapes.items()}
+    missing = [key for key in wanted if key not in saved.shapes]
+    shapes = [
+        f"{key} {saved.shapes[key]} != {wanted[key]}"
+        for key in wanted
+        if key in saved.shapes and saved.shapes[key] != wanted[key]
+    ]
     if missing or shapes:
         raise ValueError(
             f"checkpoint {path} is of another model: {len(missing)} of {len(wanted)} parameters are missing"
@@ -264,16 +343,13 @@ def _check_same_model(path: Path, sharded: dict[str, Any]) -> None:
         )
 
 
-def _without_missing_extras(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
+def _without_missing_extras(saved: "SavedShards", sharded: dict[str, Any]) -> dict[str, Any]:
     """Leave out the extra state of Transformer Engine's layers (fp8 scales) where torch layers wrote the checkpoint."""
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    saved = dist_checkpointing.serialization.load_sharded_metadata(str(path / SHARDED))
 
     def is_there(key: Any, value: Any) -> bool:
         extra = isinstance(value, ShardedObject) and str(key).endswith(EXTRA_STATE)
-        return not extra or value.unique_key in saved
+        return not extra or value.unique_key in saved.objects
 
     return {
         part: {key: value for key, value in state.items() if is_there(key, value)} if isinstance(state, dict) else state
@@ -283,21 +359,3 @@ def _without_missing_extras(path: Path, sharded: dict[str, Any]) -> dict[str, An
 
 def _first(items: list[str], count: int = 3) -> str:
     return f" ({', '.join(items[:count])}{', ...' if len(items) > count else ''})" if items else ""
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "lightning", "megatron-core", "megatron-bridge")}
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_tree(root: Path) -> None:
-    paths: Iterable[Path] = root.rglob("*")
-    for path in [*paths, root]:
-        _fsync(path)

@@ -7,9 +7,13 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce
+
 
 class CollectiveStrategy(ParallelStrategy):
     """A strategy whose ranks are joined by torch.distributed."""
+
+    replica: ReplicaGroup | None = None
 
     def union(self, names: Sequence[str]) -> list[str]:
         """Return the sorted names of all ranks."""
@@ -43,3 +47,15 @@ class CollectiveStrategy(ParallelStrategy):
         op = dist.ReduceOp.SUM if is_mean or isinstance(reduce_op, str) else reduce_op
         dist.all_reduce(tensor, op=op, group=group)
         return tensor / dist.get_world_size(group) if is_mean else tensor
+
+    def data_parallel_all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False
+    ) -> Tensor:
+        """Reduce in place over the model replicas; see `distributed.data_parallel_all_reduce`."""
+        return data_parallel_all_reduce(tensor, op, with_context_parallel=with_context_parallel)
+
+    def broadcast_from_last_stage[T](self, obj: T) -> T:
+        """Return the object of this replica's last pipeline stage on every rank of the replica."""
+        assert self.replica is not None
+        # Megatron orders ranks with the pipeline outermost: the last rank is of the last stage
+        return self.replica.broadcast_object(obj, source=self.replica.ranks[-1])

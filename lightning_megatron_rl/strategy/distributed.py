@@ -81,8 +81,13 @@ class ReplicaGroup:
         return result  # type: ignore[return-value]
 
 
-def run_on_rank_zero[T](function: Callable[[], T]) -> T:
-    """Call `function` on global rank 0; every rank gets its result, or raises what it raised."""
+def run_on_rank_zero[T](function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `function` on global rank 0; every rank gets its result, or raises what it raised.
+
+    Args:
+        function: What rank 0 does.
+        group: All ranks, joined for the caller's thread; None is the default group.
+    """
     outcome: list[Any] = [None, None]
     error: Exception | None = None
     if dist.get_rank() == 0:
@@ -92,24 +97,31 @@ def run_on_rank_zero[T](function: Callable[[], T]) -> T:
             error = caught
             outcome[1] = _portable(caught)
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise error or outcome[1]
     return outcome[0]
 
 
-def run_on_all_ranks(function: Callable[[], Any]) -> None:
-    """Call `function` on every rank; if it failed on any, every rank raises the lowest such rank's error."""
+def run_on_all_ranks[T](function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call `function` on every rank and return all results; if it failed on any, every rank raises the lowest's error.
+
+    Args:
+        function: What each rank does; its result is pickled.
+        group: All ranks, joined for the caller's thread; None is the default group.
+    """
+    result: T | None = None
     error: Exception | None = None
     try:
-        function()
+        result = function()
     except Exception as caught:
         error = caught
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else _portable(error))
-    first = next((found for found in errors if found is not None), None)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, None if error is None else _portable(error)), group=group)
+    first = next((found for _, found in outcomes if found is not None), None)
     if first is not None:
         raise error or first
+    return [found for found, _ in outcomes]
 
 
 def _portable(error: Exception) -> Exception:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +30,7 @@ from lightning_megatron_rl.strategy.checks import (
     check_trainer,
     warn_of_slow_links,
 )
-from lightning_megatron_rl.strategy.distributed import ReplicaGroup, data_parallel_all_reduce, phase_deadline
+from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.offloading import OffloadsState
@@ -49,7 +49,6 @@ _DEFAULT_SEED = 1234
 # its info lines are lists of every parameter, its warnings advice to Megatron's own developers
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"megatron\.")
-T = TypeVar("T")
 
 
 @StrategyRegistry.register("megatron", description="Megatron-core: tensor, pipeline and data parallelism")
@@ -72,6 +71,10 @@ class MegatronStrategy(OffloadsState):
         ddp_config: Megatron's own `DistributedDataParallelConfig`, for everything else about gradient reduction.
         offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients"
             (dropped: none is needed then) and "parameters"; nothing if not given.
+        async_save: Write checkpoints while training goes on, from a copy in the host's memory. The next save, the end
+            of the run and whatever loads a checkpoint wait for it.
+        verify_checkpoints: Compare the checksum of each file of a checkpoint before loading it.
+        fall_back_to_previous: Load the previous checkpoint in the directory, with a warning, if one is damaged.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 
@@ -94,6 +97,9 @@ class MegatronStrategy(OffloadsState):
         use_distributed_optimizer: bool = True,
         ddp_config: Optional["DistributedDataParallelConfig"] = None,
         offload_while_sampling: list[OffloadPart] | None = None,
+        async_save: bool = True,
+        verify_checkpoints: bool = True,
+        fall_back_to_previous: bool = False,
         timeout_s: float = 1800.0,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
@@ -113,8 +119,10 @@ class MegatronStrategy(OffloadsState):
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
         self.offloads = check_parts(offload_while_sampling)
+        self.async_save = async_save
+        self.verify_checkpoints = verify_checkpoints
+        self.fall_back_to_previous = fall_back_to_previous
         self.num_nodes = 1
-        self.replica: ReplicaGroup | None = None
         self.phase_name = "setup"
         self.termination = TerminationNotice()
 
@@ -247,6 +255,7 @@ class MegatronStrategy(OffloadsState):
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
                 check_optimizers(self.optimizers)
+                self.start_keeping(trainer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -307,8 +316,9 @@ class MegatronStrategy(OffloadsState):
         self.termination.install()
 
     def on_train_end(self) -> None:
-        """Leave no parameter to be gathered."""
+        """Leave no parameter to be gathered, and no checkpoint to be written."""
         self.gather_parameters()
+        self.finish_saving()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop on every rank if one was told to."""
@@ -368,25 +378,14 @@ class MegatronStrategy(OffloadsState):
         finally:
             self.phase_name = outer
 
-    # ---- collectives -----------------------------------------------------------------------------------------------
-
-    def data_parallel_all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False
-    ) -> Tensor:
-        """Reduce in place over the model replicas; see `distributed.data_parallel_all_reduce`."""
-        return data_parallel_all_reduce(tensor, op, with_context_parallel=with_context_parallel)
-
-    def broadcast_from_last_stage(self, obj: T) -> T:
-        """Return the object of this replica's last pipeline stage on every rank of the replica."""
-        assert self.replica is not None
-        # Megatron orders ranks with the pipeline outermost: the last rank is of the last stage
-        return self.replica.broadcast_object(obj, source=self.replica.ranks[-1])
-
     def teardown(self) -> None:
         """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        # not super().teardown(): it moves the model and the optimizer state to the CPU
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        try:
+            self.stop_keeping()
+        finally:
+            # not super().teardown(): it moves the model and the optimizer state to the CPU
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()

@@ -2,14 +2,14 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,17 +17,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
-from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
+from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
 
+_OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
 
-class DistributedCheckpointStrategy(CollectiveStrategy):
+
+@dataclass(frozen=True)
+class SavedMoment:
+    """What was saved last in this fit, and the weights it holds."""
+
+    path: Path
+    has_optimizer: bool
+    sums: list[float]  # of this rank's parameters and buffers
+
+
+class DistributedCheckpointStrategy(KeepsCheckpoints):
     """Saves and loads weights, optimizer and random-number states as directories, in any layout; see `checkpoint`."""
 
     layout: ParallelLayout
     use_distributed_optimizer: bool
+    verify_checkpoints: bool = True
+    fall_back_to_previous: bool = False
+    _saved: SavedMoment | None = None
     trained_on_top_of: dict[str, Any] | None = None
     """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
     adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
@@ -40,18 +54,13 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
     optimizers_saved_with_model: Mapping[str, MegatronOptimizer] = MappingProxyType({})
     """The optimizers of those that are trained (a critic), by the same names."""
 
-    saved_beside: Mapping[str, Callable[[Path], None]] = MappingProxyType({})
-    """Set by a module whose checkpoints are to be understood without it: what writes a directory of small files, by the
-    directory's name in the checkpoint."""
+    saved_beside: Mapping[str, bytes] = MappingProxyType({})
+    """Set by a module whose checkpoints are to be understood without it: small files, by their path in a checkpoint."""
 
     @property
     @abstractmethod
     def chunks(self) -> nn.ModuleList:
         """This rank's model chunks."""
-
-    @abstractmethod
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what runs inside, for errors of collectives."""
 
     def gather_parameters(self) -> None:
         """Let every replica see all of the last step's parameters: a collective, needed under `overlap_param_gather`.
@@ -98,11 +107,15 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
         return {**self._model_state(), **self._other_models_state(), "other": other}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as sharded tensors."""
+        """Return the optimizer itself: `save_checkpoint` takes its state, if that is not saved already."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        assert isinstance(optimizer, MegatronOptimizer)
-        return self._optimizer_state(optimizer, self._model_state(), is_loading=False)
+        return {_OPTIMIZER: optimizer}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step; what was saved before is of another moment."""
+        self._saved = None
+        return super().optimizer_step(*args, **kwargs)
 
     def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         metadata = checkpoint_io.content_metadata()
@@ -118,44 +131,80 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             )
         with self.phase("checkpoint save"):
             path = Path(self.broadcast(str(filepath)))
+            if self.links(path):
+                return
             state = checkpoint.pop("state_dict")
-            sharded = {key: value for key, value in state.items() if key != "other"}
-            for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
-                sharded[f"optimizer{index}"] = optimizer_state
-            has_optimizer = any(key.startswith("optimizer") for key in sharded)
-            if has_optimizer:
-                sharded.update(self._other_optimizers_state(sharded, is_loading=False))
-            layout = {
+            optimizers = [saved[_OPTIMIZER] for saved in checkpoint.pop("optimizer_states", [])]
+            moment = SavedMoment(path, bool(optimizers), self._weight_sums())
+            sharded: dict[str, Any] = {key: value for key, value in state.items() if key != "other"}
+            source = self._already_saved(moment)
+            if source is None:
+                self.finish_saving()
+                for index, optimizer in enumerate(optimizers):
+                    sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, self._model_state(), False)
+                if optimizers:
+                    sharded.update(self._other_optimizers_state(sharded, is_loading=False))
+            description = {
                 "layout": asdict(self.layout),
                 "world_size": self.world_size,
                 "global_step": checkpoint.get("global_step", 0),
-                "has_optimizer": has_optimizer,
+                "has_optimizer": moment.has_optimizer,
                 "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
             }
             trainer_state = {**checkpoint, "state_dict": state["other"]}
-            checkpoint_io.save(path, sharded, trainer_state, layout, self.saved_beside)
+            content = sharded if source is None else source
+            self.keep(
+                checkpoint_io.PendingCheckpoint(
+                    path, content, trainer_state, description, later=self.saves_later, beside=self.saved_beside
+                )
+            )
+            self._saved = moment if self.is_fitting else None
+
+    def _weight_sums(self) -> list[float]:
+        """A sum per parameter and buffer: enough to see that weights were exchanged without a step."""
+        from megatron.core.utils import unwrap_model
+
+        others = [chunk for chunks in self.saved_with_model.values() for chunk in chunks]
+        chunks = unwrap_model([*self.chunks, *others])
+        tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors if tensor.is_floating_point()]
+        return torch.stack([total.to(self.root_device) for total in sums]).tolist()
+
+    def _already_saved(self, moment: SavedMoment) -> Path | None:
+        """Return the path of a checkpoint of this moment, such as the best one when the last one is saved."""
+        saved = self._saved
+        same = saved is not None and saved.has_optimizer == moment.has_optimizer and saved.sums == moment.sums
+        same = bool(self.reduce_boolean_decision(same)) and self.is_fitting
+        return saved.path if same and saved is not None else None
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Delete a checkpoint directory (rank 0), when what was saved before this call is complete."""
+        if self._saved is not None and self._saved.path == Path(filepath):
+            self._saved = None
+        super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights, optimizer and random-number states from a checkpoint of any layout.
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: It is not a checkpoint, of another model or other adapters, or holds objects that are not plain
-                data.
+            ValueError: It is not a checkpoint, damaged, of another model or other adapters, or holds objects that are
+                not plain data. No weight was touched, unless it is the last of these.
         """
         assert self.lightning_module is not None
         with self.phase("checkpoint load"):
-            path = Path(self.broadcast(str(checkpoint_path)))
-            layout = checkpoint_io.read_layout(path)
-            _check_base(path, layout.get("trained_on_top_of"), self.trained_on_top_of)
+            self.finish_saving()
+            self._saved = None
+            path, layout = self._open_checkpoint(Path(self.broadcast(str(checkpoint_path))))
+            _check_base(path, layout["trained_on_top_of"], self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
             if self.optimizers and not layout["has_optimizer"]:
                 raise ValueError(
                     f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
                     " cannot resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
                 )
-            sharded_optimizer = layout.get("use_distributed_optimizer", self.use_distributed_optimizer)
+            sharded_optimizer = layout["use_distributed_optimizer"]
             if self.optimizers and sharded_optimizer != self.use_distributed_optimizer:
                 raise ValueError(
                     f"checkpoint {path} was saved with use_distributed_optimizer={sharded_optimizer}, and this run has"
@@ -189,12 +238,17 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
             ValueError: It is not a checkpoint, of another model, or of adapters.
         """
         with self.phase("checkpoint load"):
-            _check_base(path, checkpoint_io.read_layout(path).get("trained_on_top_of"), None)
+            self.finish_saving()
+            path, layout = self._open_checkpoint(path)
+            _check_base(path, layout["trained_on_top_of"], None)
             metadata = checkpoint_io.content_metadata()
             state = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}  # type: ignore[operator]
             loaded = checkpoint_io.load_sharded(path, state)
             for index, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded[f"model{index}"])
+
+    def _open_checkpoint(self, path: Path) -> tuple[Path, dict[str, Any]]:
+        return checkpoint_io.open_checkpoint(path, verify=self.verify_checkpoints, fall_back=self.fall_back_to_previous)
 
     def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
@@ -229,11 +283,6 @@ class DistributedCheckpointStrategy(CollectiveStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_checkpoint` has restored the optimizer."""
-
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Delete a checkpoint directory (rank 0)."""
-        if self.is_global_zero:
-            checkpoint_io.remove(Path(filepath))
 
 
 def _trainable(chunk: nn.Module) -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_megatron_rl.convert.command import make_parser, parse_size
 from lightning_megatron_rl.models.hf_writer import check_space
-from lightning_megatron_rl.strategy.checkpoint import LAYOUT_FILE
+from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE
 from tests.command_line import ROOT
 from tests.convert.jobs import command, convert, must_convert
 from tests.distributed import WorkerPool
@@ -96,8 +96,8 @@ def test_shard_that_was_cut_short(worker_pool: WorkerPool, copy: Path, tmp_path:
 
 
 def test_newer_format(worker_pool: WorkerPool, copy: Path, tmp_path: Path):
-    layout = json.loads((copy / LAYOUT_FILE).read_text())
-    (copy / LAYOUT_FILE).write_text(json.dumps({**layout, "format_version": 99}))
+    layout = json.loads((copy / MANIFEST_FILE).read_text())
+    (copy / MANIFEST_FILE).write_text(json.dumps({**layout, "format_version": 99}))
     assert "upgrade lightning-megatron-rl" in refused(worker_pool, copy, tmp_path / "out")
 
 

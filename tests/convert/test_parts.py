@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.strategy.manifest import FileRecord, read_manifest, write_manifest
 from tests.convert.jobs import assert_same_tensors, convert, must_convert, tensors
 from tests.distributed import WorkerPool
 from tests.modules.ppo_runs import fit_ppo
@@ -119,7 +120,7 @@ def test_critic_is_chosen_by_name(worker_pool: WorkerPool, qwen3_dir: Path, tmp_
 def test_checkpoint_without_settings_wants_a_model(
     worker_pool: WorkerPool, qwen3_dir: Path, adapted: tuple[Path, Run], tmp_path: Path
 ):
-    """As older versions wrote them."""
+    """As a strategy writes them whose module does not say what it trains."""
     must_convert(worker_pool, qwen3_dir, tmp_path / "c.ckpt")
     old = without_settings(tmp_path / "c.ckpt")
     code, shown = convert(worker_pool, old, tmp_path / "hf")
@@ -134,5 +135,9 @@ def test_checkpoint_without_settings_wants_a_model(
 
 
 def without_settings(path: Path) -> Path:
+    manifest = read_manifest(path)
+    kept = {name: FileRecord(**record) for name, record in manifest["files"].items() if not name.startswith("hf/")}
+    description = {name: manifest[name] for name in manifest if name not in ("files", "manifest_sha256")}
+    write_manifest(path, description, kept)
     shutil.rmtree(path / "hf")
     return path

@@ -168,7 +168,7 @@ def test_checkpoint_holds_adapters_alone(saved):
     assert numbers == sum(tensor.numel() for tensor in run.extra["adapter"].values()) - shared
     state = sum(math.prod(tensor.global_shape) for name, tensor in tensors.items() if name.startswith("optimizer"))
     assert state == 3 * numbers, "fp32 copy and two moments"
-    assert json.loads((path / "layout.json").read_text())["trained_on_top_of"]["lora.rank"] == 4
+    assert json.loads((path / "manifest.json").read_text())["trained_on_top_of"]["lora.rank"] == 4
 
 
 @pytest.mark.parametrize("layout", by_default(["tp2_sp", "single"], ["tp2_sp", "pp2", "single"]))

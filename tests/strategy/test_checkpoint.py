@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.directories import remove
+from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, read_manifest
 from lightning_megatron_rl.strategy.optimizer import arrange_for_parts, check_parts
 from tests.distributed import WorkerError
 from tests.selection import by_default
@@ -116,11 +117,11 @@ def test_optimizers_that_are_not_distributed_do_not_change_in_number():
 
 def test_checkpoint_directory_is_complete_and_described(directory, whole):
     path = directory / f"step={SAVED_AT}.ckpt"
-    layout = checkpoint_io.read_layout(path)
+    layout = read_manifest(path)
     assert layout["global_step"] == SAVED_AT
     assert layout["has_optimizer"]
     assert layout["world_size"] == 2
-    assert sorted(entry.name for entry in path.iterdir()) == ["hf", "layout.json", "rng", "sharded", "trainer.pt"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["hf", "manifest.json", "rng", "sharded", "trainer.pt"]
     assert not [entry for entry in directory.iterdir() if entry.name.startswith(".")], "half a checkpoint was left"
 
 
@@ -143,7 +144,7 @@ def test_checkpoint_of_another_model_is_refused(worker_pool, tied_dir, directory
 
 
 def test_path_that_is_no_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path):
-    with pytest.raises(WorkerError, match="is not a checkpoint of this strategy: it has no layout"):
+    with pytest.raises(WorkerError, match="is not a checkpoint of this strategy, or one that was never finished"):
         job(worker_pool, "dp2", qwen3_dir, max_steps=1, ckpt_path=str(qwen3_dir))
     with pytest.raises(WorkerError, match="does not exist"):
         job(worker_pool, "dp2", qwen3_dir, max_steps=1, ckpt_path=str(tmp_path / "nothing"))
@@ -155,24 +156,24 @@ def test_unwritable_directory_is_named(worker_pool, qwen3_dir):
 
 
 def test_newer_format_is_refused(tmp_path):
-    (tmp_path / checkpoint_io.LAYOUT_FILE).write_text('{"format_version": 99}')
+    (tmp_path / MANIFEST_FILE).write_text('{"format_version": 99}')
     with pytest.raises(ValueError, match="upgrade lightning-megatron-rl"):
-        checkpoint_io.read_layout(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_only_checkpoints_are_deleted(tmp_path):
     (tmp_path / "precious.txt").write_text("x")
     with pytest.raises(ValueError, match="refusing to delete"):
-        checkpoint_io.remove(tmp_path)
-    (tmp_path / checkpoint_io.LAYOUT_FILE).write_text("{}")
-    checkpoint_io.remove(tmp_path)
+        remove(tmp_path)
+    (tmp_path / MANIFEST_FILE).write_text("{}")
+    remove(tmp_path)
     assert not tmp_path.exists()
 
 
 def test_layout_files_survive_a_second_run(worker_pool, qwen3_dir, directory, whole):
     """Saving over a checkpoint of the same name replaces it whole."""
     path = directory / f"step={SAVED_AT}.ckpt"
-    before = checkpoint_io.read_layout(path)
+    before = read_manifest(path)
     (path / "stale").write_text("from the first run")
     job(worker_pool, "dp2", qwen3_dir, max_steps=SAVED_AT, checkpoints=directory, every_n_steps=SAVED_AT)
-    assert checkpoint_io.read_layout(path) == before
+    assert read_manifest(path) == before

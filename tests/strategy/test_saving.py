@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.manifest import read_manifest
 from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -80,7 +81,7 @@ def save_and_resume(model: Path, directory: Path, world_size: int) -> dict[str, 
         "states": {**states, "last": after.at_start, "by_hand": by_path.at_start},
         "global_step": last.global_step,
         "losses": [[step["policy/loss"] for step in steps] for steps in (last_steps, by_path_steps)],
-        "layout": checkpoint_io.read_layout(by_hand)["layout"],
+        "layout": read_manifest(by_hand)["layout"],
     }
 
 
@@ -153,4 +154,4 @@ def test_interrupted_save_keeps_the_previous_checkpoint(worker_pool, qwen3_dir, 
         assert str(tmp_path / "good.ckpt") in message
         assert "Choose a writable" in message
     assert (tmp_path / "good.ckpt" / "mark").is_file()
-    assert checkpoint_io.read_layout(tmp_path / "good.ckpt")["has_optimizer"]
+    assert read_manifest(tmp_path / "good.ckpt")["has_optimizer"]

@@ -1,0 +1,210 @@
+"""Directories that appear and change at once: checkpoints under way, published, replaced, linked and removed."""
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
+
+_INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # linux/fcntl.h
+
+
+class UnfinishedDirectory:
+    """The hidden directory that a checkpoint is written to, until `publish` gives it its name.
+
+    It is locked while its writer lives, so that what a killed run has left can be told from what a run is writing.
+
+    Args:
+        path: The name it shall have.
+        reserve: Keep the name with an empty directory if nothing has it, so that it is not given to another one.
+
+    Raises:
+        OSError: It cannot be made, or another run is writing under this name.
+    """
+
+    def __init__(self, path: Path, *, reserve: bool) -> None:
+        self.target = path
+        self.path = _hidden(path, _INCOMPLETE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path.parent)
+        if self.path.exists():
+            if _is_locked(self.path):
+                raise OSError(f"another run is writing {self.path}; give each run a directory of its own")
+            shutil.rmtree(self.path)
+        self.path.mkdir()
+        self._lock: int | None = os.open(self.path, os.O_RDONLY)
+        _lock(self._lock)
+        self._reserved = reserve and not os.path.lexists(path)
+        if self._reserved:
+            path.mkdir()
+
+    def publish(self) -> None:
+        """Give the directory its name, in place of whatever has it; its files are on the disk already."""
+        for directory in [entry for entry in self.path.rglob("*") if entry.is_dir()] + [self.path]:
+            fsync(directory)
+        replace(self.path, self.target)
+        fsync(self.target.parent)
+        self._unlock()
+
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._reserved:
+            _remove_if_empty(self.target)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Remove what killed runs have left in `parent`: nothing that has a name of its own and is complete."""
+    for entry in list(parent.glob(".*")):
+        if entry.suffix == _INCOMPLETE:
+            if _is_locked(entry) is False:
+                shutil.rmtree(entry, ignore_errors=True)
+                _remove_if_empty(_visible(entry))
+        elif entry.suffix == _REPLACED and is_checkpoint(entry) and not os.path.lexists(_visible(entry)):
+            entry.rename(_visible(entry))  # killed between two renames
+        elif entry.suffix in (_REPLACED, _REMOVED):
+            _delete(entry)
+
+
+def replace(new: Path, path: Path) -> None:
+    """Give the directory or link `new` the name `path`; what had it is deleted after that, never before."""
+    try:
+        new.rename(path)  # nothing, an empty directory, or a link for a link
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            raise
+    old = _hidden(path, _REPLACED)
+    _delete(old)
+    if _exchange(new, path):
+        new.rename(old)
+    else:  # a file system that cannot exchange names: for an instant nothing has this one
+        path.rename(old)
+        new.rename(path)
+    _delete(old)
+
+
+def switch_link(link: Path, target: Path) -> None:
+    """Let `link` point to `target`, by a relative path; at every moment it points to the old or to the new one."""
+    new = _hidden(link, ".link")
+    new.unlink(missing_ok=True)
+    new.symlink_to(os.path.relpath(target, link.parent))
+    replace(new, link)
+    fsync(link.parent)
+
+
+def is_linked(path: Path) -> bool:
+    """Whether a link beside `path` points to it."""
+    links = (entry for entry in path.parent.glob("[!.]*") if entry.is_symlink())
+    return any(link.resolve() == path.resolve() for link in links)
+
+
+def share_files(source: Path, directory: Path) -> None:
+    """Fill `directory` with the files of `source`, by hard links; copies where a file system has none."""
+    for file in source.rglob("*"):
+        if file.is_file():
+            copy = directory / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, copy)
+            except OSError:
+                shutil.copyfile(file, copy)
+                fsync(copy)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint directory, and nothing that is not one; a link, and not what it points to.
+
+    Raises:
+        ValueError: `path` is a directory without a manifest.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        if not is_checkpoint(path):
+            raise ValueError(f"refusing to delete {path}: it has no {MANIFEST_FILE}, so it is not a checkpoint.")
+        hidden = _hidden(path, _REMOVED)  # half deleted it shall not look like one
+        _delete(hidden)
+        path.rename(hidden)
+        _delete(hidden)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that can be written below `path`, which need not be there yet."""
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(there).free
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")
+
+
+def _visible(hidden: Path) -> Path:
+    return hidden.with_name(hidden.name.removeprefix(".").removesuffix(hidden.suffix))
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_if_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError:  # it is not there, not a directory, or not empty
+        return
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock a directory while this process lives; False if another one has it, None if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_locked(directory: Path) -> bool | None:
+    """Whether a process that lives has locked `directory`; None if that cannot be known."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        locked = _lock(descriptor)
+        return None if locked is None else not locked
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Let two names change places in one step; False where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(left), os.fsencode(right)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(right))

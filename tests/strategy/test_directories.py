@@ -1,0 +1,178 @@
+"""Directories change at once: at every moment a name stands for something whole, or for nothing."""
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron_rl.strategy import directories
+from lightning_megatron_rl.strategy.directories import (
+    UnfinishedDirectory,
+    is_linked,
+    remove,
+    remove_unfinished,
+    replace,
+    share_files,
+    switch_link,
+)
+from lightning_megatron_rl.strategy.manifest import is_checkpoint, write_manifest
+
+
+def checkpoint(path: Path, content: str = "x") -> Path:
+    path.mkdir()
+    (path / "content").write_text(content)
+    write_manifest(path, {"global_step": 1}, {})
+    return path
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def write(path: Path, content: str, *, reserve: bool = False) -> None:
+    unfinished = UnfinishedDirectory(path, reserve=reserve)
+    (unfinished.path / "content").write_text(content)
+    write_manifest(unfinished.path, {"global_step": 1}, {})
+    unfinished.publish()
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed_twice"])
+def test_published_in_place_of_what_was_there(tmp_path, monkeypatch, exchange):
+    """Nothing, a name kept free, a checkpoint, a file, a link; and no trace of it."""
+    if not exchange:
+        monkeypatch.setattr(directories, "_exchange", lambda left, right: False)
+    path = tmp_path / "a.ckpt"
+    for number, reserve in enumerate([False, True, True]):
+        write(path, f"content {number}", reserve=reserve)
+        assert (path / "content").read_text() == f"content {number}"
+        assert names(tmp_path) == ["a.ckpt"]
+    remove(path)
+    path.write_text("a file")
+    write(path, "over a file")
+    remove(path)
+    other = checkpoint(tmp_path / "b.ckpt")
+    path.symlink_to("b.ckpt")
+    write(path, "over a link")
+    assert (path / "content").read_text() == "over a link"
+    assert (other / "content").read_text() == "x"
+    assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
+def test_a_name_always_stands_for_a_whole_checkpoint(tmp_path):
+    """Another process that looks at any moment finds the old or the new one, under a name and behind a link."""
+    path, link = checkpoint(tmp_path / "last.ckpt"), tmp_path / "link.ckpt"
+    targets = [checkpoint(tmp_path / f"{number}.ckpt") for number in range(2)]
+    switch_link(link, targets[0])
+    missing, done = [], threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            missing.extend(entry.name for entry in (path, link) if not is_checkpoint(entry))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for number in range(200):
+        write(path, "y")
+        switch_link(link, targets[number % 2])
+    done.set()
+    looking.join()
+    assert not missing
+    assert link.resolve() == targets[1]
+    assert os.readlink(link) == "1.ckpt", "the directory can be moved"
+    assert names(tmp_path) == ["0.ckpt", "1.ckpt", "last.ckpt", "link.ckpt"]
+
+
+def test_a_link_takes_the_place_of_a_checkpoint(tmp_path):
+    """A run with `save_last=True` goes on with `save_last="link"`."""
+    link, target = checkpoint(tmp_path / "last.ckpt"), checkpoint(tmp_path / "a.ckpt", "target")
+    switch_link(link, target)
+    assert (link / "content").read_text() == "target"
+    assert names(tmp_path) == ["a.ckpt", "last.ckpt"]
+    assert is_linked(target)
+    link.unlink()
+    assert not is_linked(target)
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    """Half a checkpoint, the name that was kept for it, half a removal; nothing whole."""
+    checkpoint(tmp_path / "a.ckpt")
+    for hidden in (".b.ckpt.incomplete", ".c.ckpt.removed", ".a.ckpt.replaced", ".notes"):
+        (tmp_path / hidden).mkdir()
+        (tmp_path / hidden / "content").write_text("x")
+    (tmp_path / "b.ckpt").mkdir()
+    checkpoint(tmp_path / ".d.ckpt.replaced")  # killed between two renames
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == [".notes", "a.ckpt", "d.ckpt"]
+    assert is_checkpoint(tmp_path / "d.ckpt")
+
+
+def test_what_another_run_is_writing_stays(tmp_path):
+    unfinished = UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == [".a.ckpt.incomplete", "a.ckpt"]
+    with pytest.raises(OSError, match="another run is writing"):
+        UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
+    unfinished.abandon()
+    assert names(tmp_path) == []
+
+
+def test_without_locks_only_the_own_name_is_cleared(tmp_path, monkeypatch):
+    """A file system that has none does not tell who is alive."""
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for name in ("a", "b"):
+        (tmp_path / f".{name}.ckpt.incomplete").mkdir()
+    write(tmp_path / "a.ckpt", "x")
+    assert names(tmp_path) == [".b.ckpt.incomplete", "a.ckpt"]
+
+
+def test_a_name_that_is_taken_is_not_given_back(tmp_path):
+    path = checkpoint(tmp_path / "a.ckpt")
+    UnfinishedDirectory(path, reserve=True).abandon()
+    assert is_checkpoint(path)
+    assert names(tmp_path) == ["a.ckpt"]
+
+
+def test_only_checkpoints_are_deleted(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "precious.txt").write_text("x")
+    with pytest.raises(ValueError, match="refusing to delete"):
+        remove(precious)
+    path, link = checkpoint(tmp_path / "a.ckpt"), tmp_path / "link.ckpt"
+    link.symlink_to("a.ckpt")
+    remove(link)
+    assert is_checkpoint(path), "a link is removed, not what it points to"
+    remove(path)
+    remove(path)  # gone already
+    assert names(tmp_path) == ["precious"]
+
+
+def test_shared_files_are_links_or_copies(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep" / "file").write_text("content")
+    share_files(source, tmp_path / "linked")
+    assert (tmp_path / "linked" / "deep" / "file").samefile(source / "deep" / "file")
+
+    def no_links(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    share_files(source, tmp_path / "copied")
+    assert not (tmp_path / "copied" / "deep" / "file").samefile(source / "deep" / "file")
+    assert (tmp_path / "copied" / "deep" / "file").read_text() == "content"
+
+
+def test_exchange_falls_back_only_where_it_is_not_known(tmp_path):
+    """Other errors are the caller's."""
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError):
+        directories._exchange(tmp_path / "a", tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError):
+        replace(tmp_path / "nothing", tmp_path / "a")
