@@ -1,4 +1,4 @@
-"""Write the tables of measured results into docs/performance.md and README.md: `python scripts/performance_table.py`.
+"""Write the tables of measured results into docs/ and README.md: `python scripts/performance_table.py`.
 
 Every figure comes from a JSON file in benchmarks/results; a test holds the documents to what this writes.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("docs/performance.md", "README.md")
+DOCUMENTS = ("docs/performance.md", "README.md", "docs/checkpoints.md")
 NOTHING = "Not measured yet.\n"
 Result = dict[str, Any]
 
@@ -143,12 +143,35 @@ def headline(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def conversion(results: Path = RESULTS) -> str:
+    """Return the table of `convert`."""
+    lines = [
+        "| device | model, bf16 | GB | largest tensor, GB | to a checkpoint: s, CPU s, peak GB |"
+        " to Hugging Face: s, CPU s, peak GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for _, result in load("convert_*.json", results):
+        for row in result["rows"]:
+            ways = [
+                f"{row[way]['seconds']:.0f}, {row[way]['cpu_seconds']:.0f}, {row[way]['peak_gb']:.2f}"
+                for way in ("to_checkpoint", "to_hf")
+            ]
+            name, _, layers = row["shape"].partition(":")
+            model = f"{name}, {layers} layers" if layers else name
+            lines.append(
+                f"| {result['device']}, {result['cpu_cores']} cores | {model} | {row['gb']:.2f}"
+                f" | {row['largest_tensor_gb']:.3f} | {ways[0]} | {ways[1]} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "weight sync": weight_sync,
     "grpo step": grpo_step,
     "real run": real_run,
     "performance": headline,
+    "conversion": conversion,
 }
 
 
