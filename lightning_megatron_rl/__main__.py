@@ -14,6 +14,7 @@ commands:
   test           run the test loop once
   predict        run the predict loop once
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
+  convert        Hugging Face models to distributed checkpoints and back (convert --help)
   doctor         say what this machine has, what it lacks, and what helps (doctor --help)
 
 Each command takes Lightning's arguments: --config FILE (repeat it for overlays, later ones win), --trainer.*,
@@ -49,6 +50,10 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.verify.command import main as verify_layout
 
         sys.exit(verify_layout(arguments[1:]))
+    if arguments[0] == "convert":
+        from lightning_megatron_rl.convert.command import main as convert
+
+        sys.exit(convert(arguments[1:]))
     if arguments[0] == "doctor":
         from lightning_megatron_rl.doctor.command import main as doctor
 

@@ -1,4 +1,4 @@
-"""Write the tables of measured results into docs/performance.md and README.md: `python scripts/performance_table.py`.
+"""Write the tables of measured results into docs/ and README.md: `python scripts/performance_table.py`.
 
 Every figure comes from a JSON file in benchmarks/results; a test holds the documents to what this writes.
 """
@@ -158,6 +158,28 @@ def kill_drill(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def conversion(results: Path = RESULTS) -> str:
+    """Return the table of `convert`."""
+    lines = [
+        "| device | model, bf16 | GB | largest tensor, GB | to a checkpoint: s, CPU s, peak GB |"
+        " to Hugging Face: s, CPU s, peak GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for _, result in load("convert_*.json", results):
+        for row in result["rows"]:
+            ways = [
+                f"{row[way]['seconds']:.0f}, {row[way]['cpu_seconds']:.0f}, {row[way]['peak_gb']:.2f}"
+                for way in ("to_checkpoint", "to_hf")
+            ]
+            name, _, layers = row["shape"].partition(":")
+            model = f"{name}, {layers} layers" if layers else name
+            lines.append(
+                f"| {result['device']}, {result['cpu_cores']} cores | {model} | {row['gb']:.2f}"
+                f" | {row['largest_tensor_gb']:.3f} | {ways[0]} | {ways[1]} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "weight sync": weight_sync,
@@ -165,6 +187,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "real run": real_run,
     "performance": headline,
     "kill drill": kill_drill,
+    "conversion": conversion,
 }
 
 

@@ -6,7 +6,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,22 @@ def qwen3_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deepseek_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random DeepSeek-V3 (fp32): two dense layers, then two with experts, whose routers have an expert bias."""
     return save_tiny_model(tmp_path_factory.mktemp("deepseek"), "deepseek_v3_plain")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny random checkpoints by family, written once."""
+    return cache(lambda family: save_tiny_model(tmp_path_factory.mktemp("models") / family, family))
+
+
+@pytest.fixture(scope="session")
+def odd_vocabulary(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model with 127 tokens, which no tensor-parallel size but one divides."""
+    directory = tmp_path_factory.mktemp("odd") / "qwen2"
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2_tied"), dtype=torch.float32)
+    model.resize_token_embeddings(127)
+    model.save_pretrained(directory)
+    return directory

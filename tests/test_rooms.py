@@ -23,6 +23,7 @@ FLOORS = {
     "callbacks": 3,
     "modules": 4,
     "cli": 5,
+    "convert": 6,  # knows what modules write into checkpoints
     "doctor": 6,
     "verify": 6,  # reads the configs that the command line reads
     "__init__": 7,

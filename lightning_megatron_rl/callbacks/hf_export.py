@@ -1,4 +1,4 @@
-"""`HFExport`: the trained policy as a Hugging Face directory, proved by loading it back."""
+"""`HFExport`: the trained policy as a Hugging Face directory, proved by reading it back."""
 
 import shutil
 from collections.abc import Callable
@@ -9,11 +9,15 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.models.hf_files import FailedEverywhereError
+from lightning_megatron_rl.models.hf_writer import check_space, publish
 from lightning_megatron_rl.models.peft_files import merge_adapter
+from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.strategy.distributed import check_writable, run_on_rank_zero
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
@@ -26,17 +30,22 @@ _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
 class HFExport(Callback):
     """Write the policy in Hugging Face format at the end of training, and every n steps if asked.
 
-    Each export holds weights, config, tokenizer and generation config. Before it is reported as done, Transformers
-    loads it and its log-probs of a probe (of a reward model: its scores) are compared with the trainer's. Adapters
-    (LoRA) are merged into the weights, or written alone in PEFT's format into ``<export>-adapter``.
+    Each export holds weights, config, tokenizer, chat template, generation config and a model card with the run's
+    provenance. It gets its name when it is proved: every tensor on disk is the trainer's, bit by bit, and Transformers
+    loads it and computes the trainer's log-probs of a probe (of a reward model: its scores). One that is not is kept
+    as ``<export>.failed``. Adapters (LoRA) are merged into the weights, or written alone in PEFT's format into
+    ``<export>-adapter``.
 
     Args:
         dirpath: Directory of the exports: ``<dirpath>/step-000100`` while training, ``<dirpath>/last`` at the end.
         every_n_steps: Export every so many steps as well.
         at_end: Export when training ends.
-        verify: Load each export back and compare.
+        verify: Read each export back and compare.
         overwrite: Replace an export that is there already instead of refusing to start.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
+        max_shard_size_gb: Largest file of weights, in 10^9 bytes.
+        on_error: What an export that fails does to the run: "warn" lets it go on and lists the failures once more when
+            it ends, "raise" stops it.
 
     Example:
         ``Trainer(callbacks=[HFExport(dirpath="runs/grpo/hf")])``
@@ -50,15 +59,22 @@ class HFExport(Callback):
         verify: bool = True,
         overwrite: bool = False,
         adapter: Literal["merged", "peft", "both"] = "merged",
+        max_shard_size_gb: float = 5.0,
+        on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
+        if not max_shard_size_gb > 0:
+            raise ValueError(f"max_shard_size_gb={max_shard_size_gb}: a size in 10^9 bytes, above 0.")
         self.dirpath = Path(dirpath)
         self.every_n_steps = every_n_steps
         self.at_end = at_end
         self.verify = verify
         self.overwrite = overwrite
         self.adapter = adapter
+        self.max_shard_size = int(max_shard_size_gb * 1e9)
+        self.on_error = on_error
+        self.failures: list[str] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Check before training that the exports can be written at its end.
@@ -69,6 +85,7 @@ class HFExport(Callback):
         """
         if stage != "fit":
             return
+        self.failures = []
         if self.adapter != "merged" and pl_module.lora is None:
             raise ValueError(
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
@@ -86,6 +103,14 @@ class HFExport(Callback):
 
         run_on_rank_zero(check)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Check that there is room for one export.
+
+        Raises:
+            OSError: There is not, with the arithmetic.
+        """
+        run_on_rank_zero(partial(self._check_space, pl_module))
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Export every n steps."""
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
@@ -96,6 +121,14 @@ class HFExport(Callback):
         if self.at_end:
             self.export(pl_module, self._last)
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Tell once more, as the run's last words, what went wrong."""
+        if self.failures:
+            rank_zero_warn(
+                f"HFExport: {len(self.failures)} exports of this run FAILED: {'; '.join(self.failures)}. The weights"
+                " are in the run's checkpoints: `lightning-megatron-rl convert CHECKPOINT DIRECTORY` exports them."
+            )
+
     @property
     def _last(self) -> Path:
         return self.dirpath / "last"
@@ -104,31 +137,92 @@ class HFExport(Callback):
         adapter = model.with_name(f"{model.name}-adapter")
         return {"merged": [model], "peft": [adapter], "both": [model, adapter]}[self.adapter]
 
+    def _check_space(self, pl_module: Any) -> None:
+        if self.adapter == "peft":  # megabytes
+            return
+        source, dtype = pl_module.hf_model.path, pl_module.hf_model.dtype
+        count = sum(torch.Size(shape).numel() for shape in CheckpointLayout.read(source).shapes.values())
+        check_space(self.dirpath, count * dtype.itemsize, f"{count:,} weights of {dtype.itemsize} bytes")
+
     def export(self, pl_module: Any, directory: Path) -> None:
         """Write and verify one export; a collective of all ranks.
 
         Raises:
-            RuntimeError: Loaded back, it does not compute what the trainer computes; it is renamed to ``*.failed``.
+            ValueError: It failed, and `on_error` is "raise".
         """
         with pl_module.phase("hf_export"):
             probe = _probe(pl_module.hf_model.config.vocab_size)
             expected = pl_module.export_outputs(probe) if self.verify else []
             for target in self._directories(directory):
-                if self.overwrite:
-                    run_on_rank_zero(partial(shutil.rmtree, target, ignore_errors=True))
-                base = None  # of an adapter
-                if target == directory:
-                    pl_module.save_pretrained(target)
-                else:
-                    base = pl_module.hf_model.path
-                    pl_module.save_adapter(target)
-                if self.verify:
-                    tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
-                    compute = _scores if pl_module.exports_classifier else _logprobs
-                    load = partial(compute, target, temperature=pl_module.temperature, base=base)
-                    error = run_on_rank_zero(partial(_verify, target, probe, expected, load, tolerance))
-                    what = "scores" if pl_module.exports_classifier else "log-probs"
-                    rank_zero_info(f"exported to {target}; loaded back, {what} differ by at most {error:.1e}")
+                try:
+                    self._write(pl_module, target, probe, expected, is_adapter=target != directory)
+                except FailedEverywhereError as error:
+                    if self.on_error == "raise":
+                        raise
+                    self.failures.append(str(error))
+                    rank_zero_warn(f"HFExport FAILED, training goes on: {error}")
+
+    def _write(
+        self, pl_module: Any, target: Path, probe: list[TokenSequence], expected: list[Tensor], *, is_adapter: bool
+    ) -> None:
+        """Write a directory under another name, and rename it when it is proved."""
+        staging = target.with_name(f".{target.name}.unverified")
+        _everywhere(partial(self._prepare, pl_module, target, staging))
+        if is_adapter:
+            pl_module.save_adapter(staging)
+        else:
+            pl_module.save_pretrained(staging, self.max_shard_size)
+        proof = "not verified"
+        if self.verify:
+            differences = (pl_module.adapter_differences if is_adapter else pl_module.export_differences)(staging)
+            check = partial(_check_tensors, target, staging, differences)
+            _everywhere(check)
+            tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
+            what = "scores" if pl_module.exports_classifier else "log-probs"
+            load = partial(
+                _scores if pl_module.exports_classifier else _logprobs,
+                temperature=pl_module.temperature,
+                base=pl_module.hf_model.path if is_adapter else None,
+            )
+            error = _everywhere(partial(_check_outputs, target, staging, probe, expected, load, tolerance))
+            proof = f"every tensor is the trainer's; loaded by Transformers, {what} differ by at most {error:.1e}"
+        facts = describe_run(pl_module, proof)
+
+        def finish() -> None:
+            write_card(staging, facts, adapter=is_adapter)
+            if self.overwrite:
+                shutil.rmtree(target, ignore_errors=True)
+            publish(staging, target)
+
+        _everywhere(finish)
+        rank_zero_info(f"exported to {target}: {proof}")
+
+    def _prepare(self, pl_module: Any, target: Path, staging: Path) -> None:
+        if target.exists() and not self.overwrite:
+            raise ValueError(f"{target} exists already")
+        shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+        self._check_space(pl_module)
+
+
+def _everywhere[T](function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 and return its result on all ranks.
+
+    Raises:
+        FailedEverywhereError: On all of them, what it raised on rank 0.
+    """
+
+    def attempt() -> tuple[T | None, str | None]:
+        try:
+            return function(), None
+        except FailedEverywhereError as error:
+            return None, str(error)
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    result, error = run_on_rank_zero(attempt)
+    if error is not None:
+        raise FailedEverywhereError(error)
+    return result  # type: ignore[return-value]
 
 
 def _probe(vocab_size: int) -> list[TokenSequence]:
@@ -141,26 +235,42 @@ def _probe(vocab_size: int) -> list[TokenSequence]:
     ]
 
 
+def _check_tensors(target: Path, staging: Path, differences: list[str]) -> None:
+    if differences:
+        failed = _set_aside(target, staging)
+        first = "; ".join(differences[:3])
+        raise FailedEverywhereError(
+            f"the export {failed} is not the trained model: {len(differences)} tensors on disk are not the trainer's"
+            f" ({first}). The disk may be at fault; training state is in the checkpoints."
+        )
+
+
 @torch.no_grad()
-def _verify(
-    directory: Path,
+def _check_outputs(
+    target: Path,
+    staging: Path,
     probe: list[TokenSequence],
     expected: list[Tensor],
-    load: Callable[[Tensor], Tensor],
+    load: Callable[[Path, Tensor], Tensor],
     tolerance: float,
 ) -> float:
     tokens = torch.stack([sequence.token_ids for sequence in probe])
-    error = (load(tokens) - torch.stack(expected)).abs().max().item()
+    error = (load(staging, tokens) - torch.stack(expected)).abs().max().item()
     if not error <= tolerance:
-        failed = directory.with_name(f"{directory.name}.failed")
-        shutil.rmtree(failed, ignore_errors=True)
-        directory.rename(failed)
-        raise RuntimeError(
+        failed = _set_aside(target, staging)
+        raise FailedEverywhereError(
             f"the export {failed} is not the trained model: loaded back by Transformers, an output differs by"
             f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with"
             " the model's config."
         )
-    return error
+    return float(error)
+
+
+def _set_aside(target: Path, staging: Path) -> Path:
+    failed = target.with_name(f"{target.name}.failed")
+    shutil.rmtree(failed, ignore_errors=True)
+    staging.rename(failed)
+    return failed
 
 
 def _logprobs(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:

@@ -1,6 +1,5 @@
-"""Files of Hugging Face checkpoints: finding or downloading one, and writing one that appears when it is complete."""
+"""Files of Hugging Face checkpoints: finding or downloading one, what is in it, and what belongs to it but weights."""
 
-import copy
 import hashlib
 import json
 import os
@@ -8,18 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+INDEX_FILE = "model.safetensors.index.json"
+_ORIGIN = "name_or_path"  # in the index of a checkpoint without weights
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def local_checkpoint(name_or_path: str) -> Path:
     """The directory of a checkpoint: a local one as it is, a hub name downloaded by one process of each node.
 
-    Raises `ValueError` if the directory has no config.json or no safetensors weights, or the name cannot be downloaded.
+    Raises `ValueError` if the directory has no config.json or no safetensors weights, if a file that its index names is
+    missing, or if the name cannot be downloaded.
     """
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
@@ -34,6 +34,12 @@ def local_checkpoint(name_or_path: str) -> Path:
         raise ValueError(
             f"model directory {path} has no *.safetensors weights: save the model again with "
             "`save_pretrained(..., safe_serialization=True)`"
+        )
+    missing = sorted({file for file in weight_map(path).values() if not (path / file).is_file()})
+    if missing:
+        raise ValueError(
+            f"model directory {path} lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} of the files"
+            f" that {INDEX_FILE} names: the download or copy is not complete, repeat it"
         )
     return path
 
@@ -54,15 +60,19 @@ def _download(name: str) -> Path:
     return Path(path if path is not None else snapshot_download(name, local_files_only=True))
 
 
+class FailedEverywhereError(ValueError):
+    """What went wrong on some rank, raised on all of them at the same place: all can go on from there."""
+
+
 def raise_everywhere(error: str | None) -> None:
-    """Raise `ValueError` on all ranks if any rank has an `error`; a barrier otherwise, so that none is left waiting."""
+    """Raise `FailedEverywhereError` if any rank has an `error`; a barrier otherwise, so that none is left waiting."""
     errors = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
     messages = [message for message in errors if message is not None]
     if messages:
-        raise ValueError(messages[0])
+        raise FailedEverywhereError(messages[0])
 
 
 def fingerprint(path: Path) -> str:
@@ -72,81 +82,58 @@ def fingerprint(path: Path) -> str:
     """
     entries = []
     for file in path.glob("*.safetensors"):
+        header, begin = read_header(file)
         with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(header_size))
-            header.pop("__metadata__", None)
             for name, entry in header.items():
                 start, end = entry["data_offsets"]
-                stream.seek(8 + header_size + start)
+                stream.seek(begin + start)
                 content = hashlib.sha256(stream.read(min(end - start, 4096))).hexdigest()
                 entries.append(f"{name} {entry['dtype']} {entry['shape']} {content}")
     return hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest()
 
 
-class CheckpointWriter:
-    """Writes a Hugging Face checkpoint tensor by tensor into a temporary directory and renames it at the end.
+def copy_settings(source: Path, directory: Path) -> None:
+    """Copy what belongs to a checkpoint beside its weights and its config: tokenizer, chat template, generation."""
+    for original in source.iterdir():
+        if original.is_file() and _belongs(original.name):
+            shutil.copyfile(original, directory / original.name)
 
-    At most one shard of `max_shard_size` bytes (or one tensor) is held in memory. Raises `ValueError` if `directory`
-    exists and is not empty.
+
+def settings_files(path: Path, name_or_path: str) -> dict[str, bytes]:
+    """Return the files of a checkpoint but its weights: config, tokenizer, and an index with its tensors' names.
+
+    Args:
+        path: Directory of the checkpoint.
+        name_or_path: How the user calls it, which `origin` reads.
     """
+    listing = {"metadata": {_ORIGIN: name_or_path}, "weight_map": weight_map(path)}
+    files = {"config.json": (path / "config.json").read_bytes(), INDEX_FILE: json.dumps(listing, indent=2).encode()}
+    settings = [file for file in path.iterdir() if file.is_file() and _belongs(file.name)]
+    return files | {file.name: file.read_bytes() for file in settings}
 
-    def __init__(self, directory: Path, max_shard_size: int) -> None:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise ValueError(f"{directory} exists and is not empty: remove it or choose another directory")
-        self.directory = directory
-        self.max_shard_size = max_shard_size
-        self.temporary = directory.parent / f".{directory.name}.{os.getpid()}.partial"
-        self.temporary.mkdir(parents=True)
-        self._shards: list[list[str]] = []  # names of the tensors in each
-        self._pending: dict[str, Tensor] = {}
-        self._pending_size = 0  # bytes
-        self._total_size = 0  # bytes
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_size + size > self.max_shard_size:
-            self._flush()
-        # a copy of its own: tied tensors may share memory, which safetensors refuses
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._pending_size += size
-        self._total_size += size
+def origin(directory: Path) -> str | None:
+    """How the user of `settings_files` called the checkpoint; None for other directories."""
+    index = directory / INDEX_FILE
+    return json.loads(index.read_text()).get("metadata", {}).get(_ORIGIN) if index.is_file() else None
 
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
 
-        save_file(self._pending, self.temporary / f"shard-{len(self._shards)}", metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._pending = {}
-        self._pending_size = 0
+def weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor of a checkpoint, as its index has it, or the headers of its files."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return files
+    return {name: file.name for file in sorted(path.glob("*.safetensors")) for name in read_header(file)[0]}
 
-    def finish(self, source: Path, config: Any, dtype: torch.dtype) -> None:
-        """Add config, tokenizer and generation config of `source`, and make the checkpoint appear."""
-        self._flush()
-        count = len(self._shards)
-        weight_map = {}
-        for index, names in enumerate(self._shards):
-            file = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            (self.temporary / f"shard-{index}").rename(self.temporary / file)
-            weight_map.update(dict.fromkeys(names, file))
-        if count > 1:
-            listing = {"metadata": {"total_size": self._total_size}, "weight_map": weight_map}
-            (self.temporary / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2) + "\n")
-        for original in source.iterdir():
-            if original.is_file() and _belongs(original.name):
-                shutil.copyfile(original, self.temporary / original.name)
-        config = copy.deepcopy(config)
-        config.dtype = dtype
-        config.__dict__.pop("quantization_config", None)  # the weights are written as they are trained
-        config.save_pretrained(self.temporary)
-        if self.directory.exists():
-            self.directory.rmdir()
-        self.temporary.rename(self.directory)
 
-    def abandon(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return what a safetensors file says about its tensors, by name, and where their bytes begin."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
 
 
 def _belongs(name: str) -> bool:

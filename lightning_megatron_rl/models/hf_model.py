@@ -2,13 +2,12 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
@@ -16,16 +15,10 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
-from lightning_megatron_rl.models.families import num_experts
-from lightning_megatron_rl.models.hf_files import CheckpointWriter, fingerprint, local_checkpoint, raise_everywhere
+from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
+from lightning_megatron_rl.models.hf_import import HFWeights
+from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
-from lightning_megatron_rl.models.peft_files import (
-    INTERLEAVED,
-    adapter_config,
-    name_experts,
-    stack_experts,
-    write_adapter,
-)
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
@@ -33,7 +26,7 @@ SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
 KEPT_IN_FP32 = "e_score_correction_bias"
 
 
-class HFModel:
+class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
     The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing or the
@@ -47,9 +40,18 @@ class HFModel:
     def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:
         self.name_or_path = name_or_path
         self.trust_remote_code = trust_remote_code
-        self.path: Path = local_checkpoint(name_or_path)
+        self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
+
+    def _find(self, name_or_path: str) -> Path:
+        """The checkpoint's directory."""
+        return local_checkpoint(name_or_path)
+
+    def settings_files(self, directory: str) -> dict[str, bytes]:
+        """Return the files of the checkpoint without its weights by their paths; see `hf_files.settings_files`."""
+        files = settings_files(self.path, self.name_or_path)
+        return {f"{directory}/{name}": content for name, content in files.items()}
 
     def _read_config(self) -> Any:
         """The config of the language model that the checkpoint holds."""
@@ -131,9 +133,10 @@ class HFModel:
 
         Megatron's parallel state must be up; the layout is read from it. `config_overrides` are fields of Megatron's
         `TransformerConfig`. Losses are summed over tokens (`calculate_per_token_loss`), micro-batches may differ in
-        length, dropout is off. With `lora` its adapters are trainable and nothing else. Raises `ValueError` for a
-        layout the model cannot be split into, for unknown overrides and for overrides of what the strategy decides,
-        for adapters that fit no layer, and if the checkpoint lacks a weight.
+        length, dropout is off. With `lora` its adapters are trainable and nothing else. On the meta device the model
+        has shapes and no numbers. Raises `ValueError` for a layout the model cannot be split into, for unknown
+        overrides and for overrides of what the strategy decides, for adapters that fit no layer, and if the checkpoint
+        lacks a weight.
         """
         overrides = config_overrides or {}
         settings = _settings(params_dtype, sequence_parallel)
@@ -167,8 +170,10 @@ class HFModel:
                 provider.transformer_layer_spec = partial(torch_block_spec, post_norm=True)
                 settings["window_size"] = (provider.window_size - 1, 0)
                 settings["window_attn_skip_freq"] = sum(provider.interleaved_attn_pattern)
-        if device.type == "cpu":
+        if device.type != "cuda":
             settings |= _WITHOUT_CUDA
+        if device.type == "meta":
+            settings["perform_initialization"] = False
         for name, value in {**_DEFAULTS, **settings, **overrides}.items():
             setattr(provider, name, value)
         provider.finalize()
@@ -179,14 +184,17 @@ class HFModel:
         if lora is not None:
             provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
         chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=device.type == "cpu"
+            wrap_with_ddp=False,
+            mixed_precision_wrapper=None,
+            use_cpu_initialization=device.type != "cuda",
+            init_model_with_meta_device=device.type == "meta",
         )
         if lora is not None:
             add_adapters(chunks, lora)
         return chunks
 
-    def _conversion_tasks(self, chunks: list[Any]) -> list[Any]:
-        """Megatron-Bridge's plan for exporting each weight."""
+    def conversion_tasks(self, chunks: list[Any]) -> list[Any]:
+        """Return Megatron-Bridge's plan for each weight that it converts."""
         return list(self._bridge.get_conversion_tasks(chunks))
 
     def _is_loaded(self, name: str) -> bool:
@@ -200,8 +208,12 @@ class HFModel:
         raise_everywhere(f"checkpoint {self.path} has no weights for {', '.join(missing)}" if missing else None)
         return chunks
 
-    def export_weights(self, chunks: list[Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, chunks: list[Any], dtype: torch.dtype | None = None, tasks: Sequence[Any] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, under its Hugging Face name, in `dtype` (default: the checkpoint's) on its device.
+
+        The weights are the chunks' own, or those that come with `tasks`.
 
         A collective: all ranks of the world must iterate to the end, and all get all tensors. Padding of the
         vocabulary is cut off; a tied output layer is yielded only if the checkpoint has one. Biases that balance
@@ -210,12 +222,17 @@ class HFModel:
         from lightning_megatron_rl.models.adapter_weights import MergedTasks
 
         with torch.no_grad():
-            for name, tensor in self._convert(chunks, MergedTasks(self._conversion_tasks(chunks), chunks)):
+            tasks = self.conversion_tasks(chunks) if tasks is None else tasks
+            for name, tensor in self._convert(chunks, MergedTasks(tasks, chunks)):
                 yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype or self.dtype)
+
+    def open_weights(self, chunks: list[Any]) -> HFWeights:
+        """Return the checkpoint's weights as the parameters of `chunks`, which are made one at a time."""
+        return HFWeights(self._bridge, chunks)
 
     def plan_export_views(self, chunks: list[Any]) -> ExportViews | None:
         """Plan to export the chunks' own memory, for a rank that has the whole model; None if that cannot be."""
-        tasks = list(self._conversion_tasks(chunks))
+        tasks = list(self.conversion_tasks(chunks))
         return plan_views(tasks, lambda numbered: self._convert(chunks, numbered), self.export_weights(chunks))
 
     def _convert(self, chunks: list[Any], tasks: Any) -> Iterator[tuple[str, Tensor]]:
@@ -231,69 +248,6 @@ class HFModel:
         mappings = self._bridge._model_bridge.mapping_registry()
         found = [mappings.megatron_to_hf_lookup(name) for name in SHARED_WITH_OUTPUT]
         return {mapping.hf_param for mapping in found if mapping is not None}  # Gemma has no output layer of its own
-
-    def save_pretrained(
-        self,
-        chunks: list[Any],
-        directory: str | Path,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int = 5_000_000_000,
-    ) -> None:
-        """Write a checkpoint that Transformers loads: weights, config, tokenizer and generation config.
-
-        A collective: all ranks call it, rank 0 writes, in files of at most `max_shard_size` bytes. The directory
-        appears under its name only when it is complete. Raises `ValueError` on all ranks if it is not empty or rank 0
-        cannot write.
-        """
-        writer = None
-        error = None
-        if dist.get_rank() == 0:
-            try:
-                writer = CheckpointWriter(Path(directory), max_shard_size)
-            except (OSError, ValueError) as exception:
-                error = str(exception)
-        raise_everywhere(error)
-        for name, tensor in self.export_weights(chunks, dtype):
-            if writer is not None and error is None:
-                try:
-                    writer.add(name, tensor)
-                except Exception as exception:  # the other ranks are inside the collective: finish it, then tell them
-                    error = f"writing {directory} failed at {name}: {type(exception).__name__}: {exception}"
-        if writer is not None and error is None:
-            try:
-                writer.finish(self.path, self.export_config, dtype or self.dtype)
-            except Exception as exception:
-                error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
-        if writer is not None and error is not None:
-            writer.abandon()
-        raise_everywhere(error)
-
-    def save_adapter(self, chunks: list[Any], directory: str | Path, lora: LoRASettings) -> None:
-        """Write the chunks' adapters as PEFT loads them: adapter_config.json and adapter_model.safetensors.
-
-        A collective: all ranks call it, rank 0 writes. Raises `ValueError` on all ranks if the directory is not empty
-        or cannot be written.
-        """
-        weights, experts = self.export_adapter(chunks)
-        error = None
-        if dist.get_rank() == 0:
-            layers, mixture = self.config.num_hidden_layers, num_experts(self.config) > 0
-            config = adapter_config(weights, lora, self.name_or_path, layers, experts=experts, mixture=mixture)
-            try:
-                write_adapter(Path(directory), weights | name_experts(experts), config)
-            except Exception as exception:
-                error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
-        raise_everywhere(error)
-
-    def export_adapter(self, chunks: list[Any]) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Return the adapters whole, on the CPU: by name in PEFT, and A and B of experts by parameter; a collective."""
-        from lightning_megatron_rl.models.adapter_weights import dense_adapters, expert_adapters
-
-        with torch.no_grad():
-            dense = dense_adapters(self._bridge, chunks, self.config.num_hidden_layers)
-            weights = {name: tensor.to(copy=True).contiguous() for name, tensor in dense}  # projections share A
-        count, family = num_experts(self.config), self.config.model_type
-        return weights, stack_experts(expert_adapters(chunks), count, interleaved=family == INTERLEAVED)
 
 
 # Megatron's own defaults that are wrong here; a user may ask for dropout.

@@ -7,7 +7,6 @@ of the parameter; that of the second wraps the first's, which files call the ``b
 """
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.models.hf_writer import make_temporary, publish
 from lightning_megatron_rl.models.lora import LoRASettings
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -124,6 +124,11 @@ def adapter_config(
     }
 
 
+def prefixed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of adapters under their names in a file."""
+    return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
+
+
 def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: dict[str, Any]) -> None:
     """Write both files; the directory appears under its name when it is complete.
 
@@ -132,17 +137,11 @@ def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: dict[s
     """
     from safetensors.torch import save_file
 
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not empty: remove it or choose another directory")
-    temporary = directory.parent / f".{directory.name}.{os.getpid()}.partial"
-    temporary.mkdir(parents=True)
+    temporary = make_temporary(directory)
     try:
-        named = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
-        save_file(named, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(prefixed(weights), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        if directory.exists():
-            directory.rmdir()
-        temporary.rename(directory)
+        publish(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,7 +1,7 @@
 """`ValueModel`: a Hugging Face checkpoint and its Megatron twin with a value head: reward models and critics."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning_megatron_rl.models.families import FAMILIES
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.value_head import new_weight, put_value_head, untie_output_layer
 
-_HEAD = "score.weight"  # in checkpoints of AutoModelForSequenceClassification
+HEAD = "score.weight"  # in checkpoints of AutoModelForSequenceClassification
 _OUTPUT_LAYER = "output_layer."
 
 
@@ -68,21 +68,24 @@ class ValueModel(HFModel):
 
     def _head_weight(self, load_weights: bool) -> Tensor:
         state = self._bridge.hf_pretrained.state
-        if load_weights and _HEAD in state.source.get_all_keys():
-            return state[_HEAD]
+        if load_weights and HEAD in state.source.get_all_keys():
+            return state[HEAD]
         return new_weight(self.config.hidden_size)
 
     def _is_loaded(self, name: str) -> bool:
         return not name.startswith(_OUTPUT_LAYER)
 
-    def _conversion_tasks(self, chunks: list[Any]) -> list[Any]:
-        tasks = super()._conversion_tasks(chunks)  # None for the head where the family has no output layer of its own
+    def conversion_tasks(self, chunks: list[Any]) -> list[Any]:
+        """Return Megatron-Bridge's plan for each weight but the head's."""
+        tasks = super().conversion_tasks(chunks)  # None for the head where the family has no output layer of its own
         return [task for task in tasks if task is not None and self._is_loaded(task.global_param_name)]
 
-    def export_weights(self, chunks: list[Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, chunks: list[Any], dtype: torch.dtype | None = None, tasks: Sequence[Any] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as `HFModel.export_weights` does, and then the head; a collective of all ranks."""
-        yield from super().export_weights(chunks, dtype)
-        yield _HEAD, self._whole_head(chunks).to(dtype or self.dtype)
+        yield from super().export_weights(chunks, dtype, tasks)
+        yield HEAD, self._whole_head(chunks).to(dtype or self.dtype)
 
     @torch.no_grad()
     def _whole_head(self, chunks: list[Any]) -> Tensor:

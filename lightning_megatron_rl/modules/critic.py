@@ -86,6 +86,7 @@ class Critic:
         self.optimizer = make_optimizer(strategy.resolve_optimizer_config(config), self.chunks)
         self.optimizer.set_clip_grad(gradient_clip_val or 0.0)
         strategy.saved_with_model = {**strategy.saved_with_model, "critic": self.chunks}
+        strategy.saved_beside = {**strategy.saved_beside, **self.hf_model.settings_files("hf_critic")}
         strategy.optimizers_saved_with_model = {**strategy.optimizers_saved_with_model, "critic": self.optimizer}
 
 

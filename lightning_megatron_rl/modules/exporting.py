@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf_model import HFModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-_KIND = "last_layer"  # key of a checkpoint
+LAST_LAYER = "last_layer"  # key of a checkpoint; its values:
+VALUE_HEAD, OUTPUT_LAYER = "value head", "output layer"
 
 
 class ExportsWeights(pl.LightningModule):
@@ -65,10 +66,25 @@ class ExportsWeights(pl.LightningModule):
         views = planned[1]
         return self.hf_model.export_weights(chunks) if views is None else views.tensors()
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks."""
+    def save_pretrained(self, directory: Path, max_shard_size: int = 5_000_000_000) -> None:
+        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks.
+
+        Args:
+            directory: New, or empty.
+            max_shard_size: Of a file of weights, in bytes.
+        """
         self.strategy.gather_parameters()
-        self.hf_model.save_pretrained(list(self.model), directory)
+        self.hf_model.save_pretrained(list(self.model), directory, max_shard_size=max_shard_size)
+
+    def export_differences(self, directory: Path) -> list[str]:
+        """Return how the tensors of a directory differ from what `save_pretrained` would write now; a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.differences(list(self.model), directory)
+
+    def adapter_differences(self, directory: Path) -> list[str]:
+        """Return how the adapters of a directory differ from what `save_adapter` would write now; a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.adapter_differences(list(self.model), directory)
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters in PEFT's format; a collective of all ranks.
@@ -83,7 +99,7 @@ class ExportsWeights(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note what the last layer is: its weight has the same name in both kinds of model."""
-        checkpoint[_KIND] = self._kind
+        checkpoint[LAST_LAYER] = self._kind
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of a language model where a value head is trained, and the reverse.
@@ -91,7 +107,7 @@ class ExportsWeights(pl.LightningModule):
         Raises:
             ValueError: With what to do in its place.
         """
-        saved = checkpoint.get(_KIND, "output layer")
+        saved = checkpoint.get(LAST_LAYER, OUTPUT_LAYER)
         if saved != self._kind:
             raise ValueError(
                 f"the checkpoint is of a model with a(n) {saved}, {type(self).__name__} trains one with a(n)"
@@ -100,7 +116,7 @@ class ExportsWeights(pl.LightningModule):
 
     @property
     def _kind(self) -> str:
-        return "value head" if self.exports_classifier else "output layer"
+        return VALUE_HEAD if self.exports_classifier else OUTPUT_LAYER
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ExportsWeights":

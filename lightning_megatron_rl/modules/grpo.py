@@ -144,6 +144,7 @@ class GRPOModule(SamplesResponses):
             temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop
         )
         self.temperature = sampling.temperature
+        self.loss_config = config
         self.loss = GRPOLoss(config, context_parallel_sum)
         self.has_old_logprobs = not config.bypass
         self.overlong = overlong

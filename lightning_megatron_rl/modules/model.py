@@ -142,6 +142,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
+        self.strategy.saved_beside = self._hf_model.settings_files("hf")
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)

@@ -7,15 +7,18 @@ On disk::
       sharded/        weights and optimizer, Megatron's `dist_checkpointing` format
       trainer.pt      Lightning's part: loops (data cursor), callbacks, learning-rate schedulers, hyper-parameters
       rng/<rank>.pt   random-number states of one rank (torch, numpy, python, Megatron's tracker)
+      hf/             of modules: the Hugging Face model without its weights, which a conversion needs
 """
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +71,8 @@ class PendingCheckpoint:
         trainer_state: The rest of Lightning's checkpoint; rank 0's is written.
         description: Layout, world size, step and more, for the manifest.
         later: Training goes on before `write`: take copies.
+        beside: Small files to write as well (rank 0's), by their path in the checkpoint.
+        stage: Plans what is written of `sharded` into a directory; by default its tensors as they are.
 
     Raises:
         OSError: The directory cannot be written, or has too little room, on every rank.
@@ -81,8 +86,10 @@ class PendingCheckpoint:
         description: dict[str, Any],
         *,
         later: bool,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+        stage: "Callable[[dict[str, Any], Path], StagedShards] | None" = None,
     ) -> None:
-        self.path, self._description = path, description
+        self.path, self._description, self._beside = path, description, dict(beside)
         self._directory: UnfinishedDirectory | None = None  # rank 0 has it
         self._source = sharded if isinstance(sharded, Path) else None
         self._staged: StagedShards | None = None
@@ -98,13 +105,14 @@ class PendingCheckpoint:
         with self._leaving_nothing():
             self._partial = run_on_rank_zero(prepare)
             if isinstance(sharded, dict):
-                self._staged = _stage(sharded, self._partial / SHARDED, copy=later)
+                self._staged = (stage or partial(_stage, copy=later))(sharded, self._partial / SHARDED)
             self._rng_state = _serialized(rng_state())
             self._trainer_state = _serialized(trainer_state) if dist.get_rank() == 0 else b""
             self._check_room()
 
     def _check_room(self) -> None:
-        own = self._staged.num_bytes if self._staged is not None else 0
+        own = sum(len(content) for content in self._beside.values()) if dist.get_rank() == 0 else 0
+        own += self._staged.num_bytes if self._staged is not None else 0
         sizes = run_on_all_ranks(lambda: own + len(self._rng_state) + len(self._trainer_state))
         needed = sum(sizes) + _SMALL_FILES
 
@@ -143,7 +151,9 @@ class PendingCheckpoint:
         assert self._directory is not None
         with _writing(self.path):
             files = {name: record for _, own in written for name, record in own.items()}
-            files[_TRAINER_FILE] = _write(self._partial / _TRAINER_FILE, self._trainer_state)
+            for name, content in {**self._beside, _TRAINER_FILE: self._trainer_state}.items():
+                (self._partial / name).parent.mkdir(parents=True, exist_ok=True)
+                files[name] = _write(self._partial / name, content)
             files.update({f"{SHARDED}/{name}": record for name, record in self._sharded_files(written).items()})
             # whatever else was put there, such as by a subclass of the strategy
             others = (entry for entry in self._partial.rglob("*") if entry.is_file())

@@ -55,6 +55,9 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     optimizers_saved_with_model: Mapping[str, MegatronOptimizer] = MappingProxyType({})
     """The optimizers of those that are trained (a critic), by the same names."""
 
+    saved_beside: Mapping[str, bytes] = MappingProxyType({})
+    """Set by a module whose checkpoints are to be understood without it: small files, by their path in a checkpoint."""
+
     @property
     @abstractmethod
     def chunks(self) -> nn.ModuleList:
@@ -158,7 +161,9 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             trainer_state = {**checkpoint, "state_dict": state["other"]}
             content = sharded if source is None else source
             self.keep(
-                checkpoint_io.PendingCheckpoint(path, content, trainer_state, description, later=self.saves_later)
+                checkpoint_io.PendingCheckpoint(
+                    path, content, trainer_state, description, later=self.saves_later, beside=self.saved_beside
+                )
             )
             self._saved = moment if self.is_fitting else None
 

@@ -144,10 +144,15 @@ def stage(sharded: dict[str, Any], directory: Path, content_metadata: dict[str, 
         copy: See `StagedShards`.
     """
     staged = StagedShards(directory, copy=copy)
+    plan_save(sharded, staged, content_metadata)
+    return staged
+
+
+def plan_save(sharded: dict[str, Any], staged: StagedShards, content_metadata: dict[str, Any]) -> None:
+    """Share out a sharded state dict over all ranks, and give `staged` what this one has to write; a collective."""
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(_Staging(staged), replicas)
-    save(sharded, str(directory), strategy, async_sharded_save=True, content_metadata=content_metadata)
-    return staged
+    save(sharded, str(staged.directory), strategy, async_sharded_save=True, content_metadata=content_metadata)
 
 
 class SavedShards:

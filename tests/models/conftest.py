@@ -1,7 +1,5 @@
-"""Checkpoints and independent references for the tests of this room."""
+"""Sequences and an independent reference for the tests of this room."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,25 +7,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE
 
 TOLERANCE = 1e-4  # what the project promises in fp32; reassociated sums in 4 layers differ by up to about 5e-6
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tiny random checkpoints by family, written once."""
-    return cache(lambda family: save_tiny_model(tmp_path_factory.mktemp("models") / family, family))
-
-
-@pytest.fixture(scope="session")
-def odd_vocabulary(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied model with 127 tokens, which no tensor-parallel size but one divides."""
-    directory = tmp_path_factory.mktemp("odd") / "qwen2"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2_tied"), dtype=torch.float32)
-    model.resize_token_embeddings(127)
-    model.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

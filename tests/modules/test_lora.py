@@ -278,9 +278,11 @@ def test_exports_of_a_run_load_and_agree(worker_pool, qwen3_dir, tmp_path):
     names = ["last", "last-adapter", "step-000002", "step-000002-adapter"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert sorted(path.name for path in (tmp_path / "last-adapter").iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+    assert "library_name: peft" in (tmp_path / "last-adapter" / "README.md").read_text()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "last", dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, tmp_path / "last-adapter").eval()
@@ -294,7 +296,11 @@ def test_exports_of_a_run_load_and_agree(worker_pool, qwen3_dir, tmp_path):
 
 def test_wrong_adapter_export_is_not_reported_as_done(worker_pool, qwen3_dir, tmp_path):
     with pytest.raises(WorkerError, match="is not the trained model"):
-        job(worker_pool, qwen3_dir, callbacks=[BreakAdapter(), HFExport(str(tmp_path), adapter="peft")])
+        job(
+            worker_pool,
+            qwen3_dir,
+            callbacks=[BreakAdapter(), HFExport(str(tmp_path), adapter="peft", on_error="raise")],
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["last-adapter.failed"]
 
 

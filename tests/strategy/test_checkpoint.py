@@ -97,7 +97,7 @@ def test_checkpoint_directory_is_complete_and_described(directory, whole):
     assert layout["global_step"] == SAVED_AT
     assert layout["has_optimizer"]
     assert layout["world_size"] == 2
-    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "rng", "sharded", "trainer.pt"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["hf", "manifest.json", "rng", "sharded", "trainer.pt"]
     assert not [entry for entry in directory.iterdir() if entry.name.startswith(".")], "half a checkpoint was left"
 
 

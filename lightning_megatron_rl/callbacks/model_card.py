@@ -1,0 +1,200 @@
+"""The model card of an export: what was trained from what, how, with which versions and to which metrics."""
+
+import math
+import subprocess
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import yaml
+
+_PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers")
+_GIT_DEADLINE_S = 5.0
+_LONGEST_VALUE = 200  # characters
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a card says of a run."""
+
+    base_model: str
+    is_classifier: bool
+    run: dict[str, str]  # method, data, step, layout, versions, ...
+    settings: dict[str, str]
+    metrics: dict[str, float]
+
+
+def describe_run(module: Any, proof: str) -> RunFacts:
+    """Collect the facts of the module's run.
+
+    Args:
+        module: A `ModelModule` in a Trainer.
+        proof: What was compared.
+    """
+    trainer = module.trainer
+    data = trainer.datamodule
+    run = {
+        "base model": module.hf_model.name_or_path,
+        "method": type(module).__name__,
+        "data": "given to the Trainer as data loaders" if data is None else describe_data(data),
+        "step": f"{trainer.global_step} (epoch {trainer.current_epoch})",
+        "precision": str(trainer.precision),
+        "layout": f"{module.strategy.layout.describe(trainer.world_size)}, {trainer.world_size} processes",
+        "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
+        "git commit": (git_commit(Path.cwd()) or "none") if trainer.is_global_zero else "",  # its rank writes the card
+        "exported": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "verified": proof,
+    }
+    if module.lora is not None:
+        run["adapters"] = module.lora.describe()
+    metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+    return RunFacts(
+        module.hf_model.name_or_path,
+        module.exports_classifier,
+        run,
+        plain_settings(module),
+        metrics,
+    )
+
+
+def describe_data(data: Any) -> str:
+    """Return a data module's class, and the sources that it has.
+
+    Example:
+        ``PromptDataModule: train_source=JSONLines(path='prompts.jsonl'), batch_size=16``
+    """
+    settings = plain_settings(data)
+    named = {name: repr(value) for name, value in vars(data).items() if name in ("train_source", "val_sources")}
+    listed = ", ".join(f"{name}={_short(value)}" for name, value in {**named, **settings}.items())
+    return f"{type(data).__name__}: {listed}" if listed else type(data).__name__
+
+
+def plain_settings(owner: Any) -> dict[str, str]:
+    """Return what an object keeps of the arguments it was made with.
+
+    Numbers, texts, functions, lists of them, and the fields of dataclasses: of those that are not this package's
+    (Megatron's `OptimizerConfig` has a hundred) only the fields that differ from their defaults. An argument
+    ``optimizer`` is kept as ``optimizer`` or, for example, ``optimizer_config``.
+
+    Args:
+        owner: Module or data module.
+
+    Example:
+        ``{"num_generations": "8", "sampling.temperature": "1.0", ...}``
+    """
+    makers = [vars(kind)["__init__"] for kind in type(owner).__mro__[:-1] if "__init__" in vars(kind)]
+    arguments = {name for maker in makers for name in signature(maker).parameters} - {"self", "args", "kwargs"}
+    found: dict[str, str] = {}
+    for name, value in vars(owner).items():
+        if name not in arguments and not any(name.startswith(f"{argument}_") for argument in arguments):
+            continue
+        inner = {f"{name}.{key}": item for key, item in _items(value).items()} or {name: value}
+        for key, item in inner.items():
+            text = _text(item)
+            if text is not None:
+                found[key] = _short(text)
+    return dict(sorted(found.items()))
+
+
+def _items(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass or the entries of a mapping."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if not is_dataclass(value) or isinstance(value, type):
+        return {}
+    ours = type(value).__module__.startswith(__name__.partition(".")[0])
+    return {field.name: getattr(value, field.name) for field in fields(value) if ours or not _is_default(field, value)}
+
+
+def _is_default(field: Any, owner: Any) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(owner, field.name) == default)
+
+
+def _text(value: Any) -> str | None:
+    """A number, text, function, or list of them as text; None for anything else."""
+    if isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, FunctionType | type):
+        return value.__qualname__
+    if isinstance(value, list | tuple):
+        texts = [_text(item) for item in value]
+        return f"[{', '.join(text for text in texts if text)}]" if texts and all(texts) else None
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def git_commit(directory: Path) -> str | None:
+    """Return the commit that is checked out in a directory, and whether files differ from it; None outside of git.
+
+    Example:
+        ``"1a2b3c... with local changes"``
+    """
+    answers = []
+    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=directory, capture_output=True, text=True, timeout=_GIT_DEADLINE_S
+            )
+        except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that is too slow for it
+            return None
+        if done.returncode != 0:
+            return None
+        answers.append(done.stdout.strip())
+    return f"{answers[0]} with local changes" if answers[1] else answers[0]
+
+
+def write_card(directory: Path, facts: RunFacts, *, adapter: bool) -> None:
+    """Write README.md, as the hub shows it."""
+    (directory / "README.md").write_text(format_card(facts, adapter=adapter))
+
+
+def format_card(facts: RunFacts, *, adapter: bool) -> str:
+    """Return the card: the hub's fields in YAML, and tables.
+
+    Args:
+        facts: Of the run.
+        adapter: The directory holds adapters in PEFT's format.
+
+    Example:
+        ``format_card(facts, adapter=False).startswith("---\\nbase_model: Qwen/Qwen3-0.6B")``
+    """
+    fields = {
+        "base_model": facts.base_model,
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-classification" if facts.is_classifier else "text-generation",
+        "tags": ["lightning-megatron-rl", facts.run["method"]],
+    }
+    loader = "AutoModelForSequenceClassification" if facts.is_classifier else "AutoModelForCausalLM"
+    what = "Adapters (LoRA) in PEFT's format" if adapter else f"Loads with Transformers' `{loader}`"
+    kind = "reward model" if facts.is_classifier else "language model"
+    parts = [
+        f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n",
+        f"# {kind.capitalize()} trained from {facts.base_model}\n",
+        f"{what}. Trained by {facts.run['method']} of lightning-megatron-rl; what this model may be used for is a"
+        " matter of the base model's license and of the data.\n",
+        "## Run\n",
+        _table("", "", facts.run),
+        "## Hyper-parameters\n",
+        _table("setting", "value", facts.settings),
+        "## Metrics at export\n",
+        _table("metric", "value", {name: _number(value) for name, value in facts.metrics.items()}),
+    ]
+    return "\n".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}" if math.isfinite(value) else str(value)
+
+
+def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
+    escaped = [(name, value.replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
+    return "\n".join([f"| {left} | {right} |", "|---|---|", *(f"| {name} | {value} |" for name, value in escaped), ""])

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints into distributed ones and back, without holding a model in memory: `convert`."""
