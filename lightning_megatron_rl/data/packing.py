@@ -66,7 +66,7 @@ class MicroBatch:
     num_sequences: int  # of the list given to `make_microbatches`: every `sequence_index` is below it
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """A copy whose tensors live on `device`."""
+        """A copy whose tensors live on `device`, but for the boundaries: every forward pass reads them on the CPU."""
         return MicroBatch(
             tokens=self.tokens.to(device),
             labels=self.labels.to(device),
@@ -74,7 +74,7 @@ class MicroBatch:
             mask=self.mask.to(device),
             sequence_index=self.sequence_index.to(device),
             fields={name: values.to(device) for name, values in self.fields.items()},
-            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device),
+            cu_seqlens=self.cu_seqlens,
             max_seqlen=self.max_seqlen,
             num_sequences=self.num_sequences,
         )
