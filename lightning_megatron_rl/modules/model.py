@@ -54,7 +54,7 @@ class ModelModule(TakesSteps, ReportsSteps):
     """
 
     default_lr = 1e-6
-    logprob_chunk_size = 0  # tokens whose fp32 logits exist at one time; a model without an output layer has none
+    logprob_chunk_size = 0  # tokens whose logits exist at one time; a model without an output layer has none
 
     def __init__(
         self,
