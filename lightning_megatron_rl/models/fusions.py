@@ -25,8 +25,8 @@ def fused_kernels(
     """Return the fields of Megatron's `TransformerConfig` that turn fused kernels on where they compute the same.
 
     A gated SiLU in one kernel keeps its input alone for the backward pass, the separate operations two vectors of the
-    MLP's width more per token and layer. The fused rotation has no factor for attention, which YaRN needs, and no latent
-    attention.
+    MLP's width more per token and layer. The fused rotation has no factor for attention, which YaRN needs, and no
+    latent attention.
 
     Args:
         backend: Of the layers; torch's have no fused kernels.

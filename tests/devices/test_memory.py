@@ -121,7 +121,7 @@ def test_adapters_and_scoring_need_no_state_of_the_model():
         parts = trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=8192, logprob_chunk=1024, **options)
         assert {part.name for part in parts} == {"trainer: process", "trainer: weights", "trainer: activations"}
     scoring = size_of(parts, "trainer: activations")
-    assert scoring == 3 * 4 * 1024 * SMALL.vocabulary  # one chunk of logits
+    assert scoring == 2 * 1024 * SMALL.vocabulary  # one chunk of logits
 
 
 def test_reference_is_a_second_set_of_weights():
