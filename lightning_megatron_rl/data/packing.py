@@ -67,7 +67,7 @@ class MicroBatch:
     num_sequences: int  # of the list given to `make_microbatches`: every `sequence_index` is below it
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """A copy whose tensors live on `device`."""
+        """A copy whose tensors live on `device`, but for the boundaries: every forward pass reads them on the CPU."""
         return MicroBatch(
             tokens=self.tokens.to(device),
             labels=self.labels.to(device),
@@ -75,7 +75,7 @@ class MicroBatch:
             mask=self.mask.to(device),
             sequence_index=self.sequence_index.to(device),
             fields={name: values.to(device) for name, values in self.fields.items()},
-            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device),
+            cu_seqlens=self.cu_seqlens,
             max_seqlen=self.max_seqlen,
             num_sequences=self.num_sequences,
         )
@@ -188,9 +188,9 @@ def _shift(values: Tensor) -> Tensor:
     return torch.cat([values[1:], values.new_zeros(1)])
 
 
-def _pad(values: Tensor, length: int, fill: int = 0) -> Tensor:
-    """`[n]` padded on the right to `[length]`."""
-    return torch.nn.functional.pad(values, (0, length - values.shape[0]), value=fill)
+def _pad(values: Tensor, length: int) -> Tensor:
+    """`[n]` padded with zeros on the right to `[length]`."""
+    return torch.nn.functional.pad(values, (0, length - values.shape[0]))
 
 
 def _lay_out_packed(
@@ -201,24 +201,37 @@ def _lay_out_packed(
     rules: MicroBatchRules,
 ) -> MicroBatch:
     width = shape[1]
-    places = [rules.place(len(sequences[index])) for index in bin_]
+    lengths = [len(sequences[index]) for index in bin_]
+    places = [rules.place(length) for length in lengths]
     segments = places + _padding_segments(width - sum(places), max(places, default=width), rules.sequence_multiple)
+    ends = torch.tensor(segments).cumsum(0)
 
-    def join(parts: list[Tensor], dtype: torch.dtype, fill: int = 0) -> Tensor:
-        padded = [_pad(part, place, fill) for part, place in zip(parts, places, strict=True)]
-        return _pad(torch.cat([torch.empty(0, dtype=dtype), *padded]), width, fill)[None]
+    # a rollout has hundreds of sequences and half a dozen fields: few operations on the whole row, not one for each
+    def join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        placed = [part if place == len(part) else _pad(part, place) for part, place in zip(parts, places, strict=True)]
+        return _pad(torch.cat([torch.empty(0, dtype=dtype), *placed]), width)
 
+    def join_shifted(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        row = _shift(join(parts, dtype))
+        row[ends[: len(places)] - 1] = 0  # the first token of the neighbour
+        return row[None]
+
+    token_ids = [sequences[index].token_ids for index in bin_]
+    positions = torch.arange(width) - (ends - torch.tensor(segments)).repeat_interleave(torch.tensor(segments))
+    padding = [-1] * (len(segments) - len(places))
+    owners = torch.tensor(bin_ + padding).repeat_interleave(torch.tensor(segments))
+    owned = positions < torch.tensor(lengths + padding).repeat_interleave(torch.tensor(segments))
     return MicroBatch(
-        tokens=join([sequences[index].token_ids for index in bin_], torch.int64),
-        labels=join([_shift(sequences[index].token_ids) for index in bin_], torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in segments])[None],
-        mask=join([_shift(sequences[index].loss_mask) for index in bin_], torch.bool),
-        sequence_index=join([torch.full((len(sequences[index]),), index) for index in bin_], torch.int64, fill=-1),
+        tokens=join(token_ids, torch.int64)[None],
+        labels=join_shifted(token_ids, torch.int64),
+        position_ids=positions[None],
+        mask=join_shifted([sequences[index].loss_mask for index in bin_], torch.bool),
+        sequence_index=torch.where(owned, owners, -1)[None],
         fields={
-            name: join([_shift(sequences[index].fields[name]) for index in bin_], _dtype(sequences, name))
+            name: join_shifted([sequences[index].fields[name] for index in bin_], _dtype(sequences, name))
             for name in names
         },
-        cu_seqlens=torch.nn.functional.pad(torch.tensor(segments).cumsum(0), (1, 0)).to(torch.int32),
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
         max_seqlen=max(segments),
         num_sequences=len(sequences),
     )

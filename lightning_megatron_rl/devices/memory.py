@@ -9,7 +9,6 @@ from dataclasses import dataclass
 GIB = 2**30
 # per process on the GPU: the CUDA context, cuBLAS's and NCCL's workspaces; measured 0.5 to 1.2 GiB
 PROCESS_BYTES = 1 * GIB
-LOGIT_COPIES = 3  # fp32 [tokens of a chunk, vocabulary]: logits, their exponentials, their gradient
 _ELEMENT_BYTES = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2, "bf16-true": 2}
 
 
@@ -141,22 +140,43 @@ def state_bytes(precision: str, *, sharded: bool, replicas: int) -> tuple[float,
     return weights, gradients, optimizer / (replicas if sharded else 1)
 
 
-def activation_bytes(size: ModelSize, split: Split, *, tokens: int, element_bytes: int, recompute: bool) -> float:
+def activation_bytes(
+    size: ModelSize,
+    split: Split,
+    *,
+    tokens: int,
+    element_bytes: int,
+    recompute: bool,
+    fused_activation: bool = True,
+) -> float:
     """Return what the backward pass of one micro-batch keeps per GPU.
 
     Per token and layer (after Korthikanti et al., 2022, for gated MLPs, grouped keys and an attention that keeps no
     scores): four vectors of the hidden width (inputs of the two norms, and what they give), queries, keys and values
-    before and after their rotation, attention's output, and three vectors of the MLP's width. With full recompute one
-    vector of the hidden width, and one layer's whole. Tensor parallelism divides what is as wide as heads and MLP.
+    before and after their rotation, attention's output, and three vectors of the MLP's width, five where its gate is
+    not computed by one kernel. With full recompute one vector of the hidden width, and one layer's whole. Tensor
+    parallelism divides what is as wide as heads and MLP.
     A pipeline keeps as many micro-batches on its first stage as it has stages, each of 1/stages of the layers.
 
     Example:
         Hidden 1024, 16 heads of 128, 8 groups, MLP 3072, 28 layers, 8192 tokens in bf16: 11.4 GiB.
     """
-    wide = 3 * size.query_width + 2 * size.key_value_width + 3 * size.ffn_width
+    wide = 3 * size.query_width + 2 * size.key_value_width + (3 if fused_activation else 5) * size.ffn_width
     per_layer = 4 * size.hidden + wide / split.tensor
     kept = size.layers * size.hidden + per_layer if recompute else size.layers * per_layer
     return kept * element_bytes * tokens / split.context
+
+
+def output_bytes(size: ModelSize, split: Split, *, chunk: int, element_bytes: int, trained: bool) -> float:
+    """Return what log-probs take per GPU: the logits of a chunk of tokens, and the output layer's gradient.
+
+    The gradient is summed over the chunks in fp32, and handed on in the model's precision.
+
+    Example:
+        Hidden 1024, vocabulary 151,936, chunks of 2048 tokens in bf16: 0.58 GiB, in training 1.45 GiB.
+    """
+    gradient = (4 + element_bytes) * size.vocabulary * size.hidden if trained else 0
+    return (element_bytes * chunk * size.vocabulary + gradient) / split.tensor
 
 
 def trainer_parts(
@@ -167,6 +187,7 @@ def trainer_parts(
     tokens: int,
     logprob_chunk: int,
     recompute: bool = False,
+    fused_activation: bool = True,
     frozen_copies: int = 0,
     training: bool = True,
     adapters: bool = False,
@@ -178,8 +199,9 @@ def trainer_parts(
         split: How it is divided.
         precision: A `MegatronPrecision` by name.
         tokens: Of one micro-batch, over all context-parallel ranks.
-        logprob_chunk: Tokens whose fp32 logits exist at one time.
+        logprob_chunk: Tokens whose logits exist at one time; 0: a model without an output layer.
         recompute: `recompute_granularity="full"`.
+        fused_activation: Whether one kernel computes the MLP's gate.
         frozen_copies: Reference policies on the GPU.
         training: Whether there is a backward pass; without, weights and one chunk of logits are all.
         adapters: Whether low-rank adapters are trained alone. Their own state, a thousandth of a model's or so, is left
@@ -205,10 +227,18 @@ def trainer_parts(
             ),
             Part("trainer: optimizer state", parameters * optimizer, optimizer_text, f"{_ADAPTERS}, or {_SHARD}"),
         ]
-    kept = LOGIT_COPIES * 4 * min(logprob_chunk, tokens) * size.vocabulary / split.tensor
+    element = _ELEMENT_BYTES[precision]
+    trained = training and not adapters and logprob_chunk > 0
+    kept = output_bytes(size, split, chunk=min(logprob_chunk, tokens), element_bytes=element, trained=trained)
     if training:
-        element = _ELEMENT_BYTES[precision]
-        kept += activation_bytes(size, split, tokens=tokens, element_bytes=element, recompute=recompute)
+        kept += activation_bytes(
+            size,
+            split,
+            tokens=tokens,
+            element_bytes=element,
+            recompute=recompute,
+            fused_activation=fused_activation,
+        )
     arithmetic = f"{tokens} tokens, {size.layers} layers" + (", recomputed" if recompute else "")
     remedy = "lower max_tokens_per_microbatch" + ("" if recompute else f", or {_RECOMPUTE}")
     parts.append(Part(ACTIVATIONS, kept, arithmetic, remedy))

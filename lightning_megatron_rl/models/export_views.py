@@ -82,13 +82,15 @@ class ExportViews:
 
         The copies lie in one piece of memory, whose handle another process opens once.
         """
-        views = [plan.rows.view(plan.parameter.detach()) for plan in self._planned]
+        views = [plan.rows.view(plan.parameter) for plan in self._planned]
         apart = [number for number, plan in enumerate(self._planned) if plan.rows.count > 1]
         if apart and len({views[number].dtype for number in apart}) == 1:
             sizes = [views[number].numel() for number in apart]
             memory = views[apart[0]].new_empty(sum(sizes)).split(sizes)
-            for number, piece in zip(apart, memory, strict=True):
-                views[number] = piece.view(views[number].shape).copy_(views[number])
+            pieces = [piece.view(views[number].shape) for number, piece in zip(apart, memory, strict=True)]
+            torch._foreach_copy_(pieces, [views[number] for number in apart])
+            for number, piece in zip(apart, pieces, strict=True):
+                views[number] = piece
         return [(plan.name, view.reshape(plan.shape)) for plan, view in zip(self._planned, views, strict=True)]
 
 

@@ -22,9 +22,10 @@ def microbatch_forward(
 ) -> Tensor:
     """Run `chunk` (bare, or wrapped by `Float16Module` or DDP) on `tokens`, `position_ids`, `labels`, each [b, s].
 
-    Sequences of a padded batch are padded on the right. A packed batch has b = 1; `cu_seqlens` (int32, [sequences + 1])
-    holds the boundaries of its sequences, which do not see each other, and `max_seqlen` the length of the longest;
-    under context parallelism they count whole sequences, of which this rank's tokens are the zigzag share.
+    Sequences of a padded batch are padded on the right. A packed batch has b = 1; `cu_seqlens` (int32, [sequences + 1],
+    on the CPU: reading it must not wait for the GPU) holds the boundaries of its sequences, which do not see each other,
+    and `max_seqlen` the length of the longest; under context parallelism they count whole sequences, of which this
+    rank's tokens are the zigzag share.
     The last pipeline stage returns what `output_processor` returns, the others their hidden states.
 
     Raises `ValueError` if the boundaries do not fit the tokens, or the tokens cannot be split for sequence parallelism.
@@ -45,7 +46,8 @@ def microbatch_forward(
     packed_seq_params = None
     if cu_seqlens is not None:
         install_packed_rope()
-        packed_seq_params = _packed_seq_params(cu_seqlens, max_seqlen, length * config.context_parallel_size)
+        _check_boundaries(cu_seqlens, max_seqlen, length * config.context_parallel_size)
+        packed_seq_params = _packed_seq_params(cu_seqlens.to(tokens.device, non_blocking=True), max_seqlen)
     return chunk(
         tokens,
         position_ids,
@@ -56,10 +58,12 @@ def microbatch_forward(
     )
 
 
-def _packed_seq_params(cu_seqlens: Tensor, max_seqlen: int | None, length: int) -> Any:
-    """Megatron's description of a packed batch of `length` tokens on all context-parallel ranks together."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+def _check_boundaries(cu_seqlens: Tensor, max_seqlen: int | None, length: int) -> None:
+    """Refuse boundaries that do not describe a packed batch of `length` tokens on all context-parallel ranks together.
 
+    Raises:
+        ValueError: They end elsewhere, or the longest sequence is another.
+    """
     boundaries = cu_seqlens.tolist()
     longest = max(end - start for start, end in pairwise(boundaries))
     if boundaries[0] != 0 or boundaries[-1] != length:
@@ -70,6 +74,12 @@ def _packed_seq_params(cu_seqlens: Tensor, max_seqlen: int | None, length: int) 
     if max_seqlen != longest:
         # Megatron reads a longest sequence as long as the whole batch as "positions do not restart"
         raise ValueError(f"max_seqlen={max_seqlen}, but the longest sequence of cu_seqlens has {longest} tokens")
+
+
+def _packed_seq_params(cu_seqlens: Tensor, max_seqlen: int | None) -> Any:
+    """Megatron's description of a packed batch."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

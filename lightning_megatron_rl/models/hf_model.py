@@ -15,6 +15,8 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
+from lightning_megatron_rl.models.families import num_experts
+from lightning_megatron_rl.models.fusions import fused_kernels
 from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
@@ -148,8 +150,7 @@ class HFModel(SavesFiles):
         )
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
-        if backend == "torch":
-            settings |= _WITHOUT_TRANSFORMER_ENGINE
+        settings |= fused_kernels(backend, provider, self.config.model_type, overrides)
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         _check_model(overrides, settings, provider)
         self.check_layout(
@@ -257,15 +258,6 @@ _DEFAULTS = {
     "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
     "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
     "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
-}
-# Kernels that Transformer Engine brings along.
-_WITHOUT_TRANSFORMER_ENGINE = {
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    "moe_shared_expert_overlap": False,
 }
 # Fusions that are compiled for CUDA.
 _WITHOUT_CUDA = {"bias_activation_fusion": False, "bias_dropout_fusion": False}

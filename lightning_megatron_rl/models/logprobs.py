@@ -91,16 +91,13 @@ class _TokenLogprobs(torch.autograd.Function):
         largest, total, weighted, label_logit = (
             torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device) for _ in range(4)
         )
+        reduce_logits = _kernels().reduce_logits if hidden.is_cuda else _reduce_logits
         for start in range(0, hidden.size(0), chunk_size):
             part = slice(start, start + chunk_size)
-            logits = _scaled_logits(hidden[part], weight[:columns], temperature)
-            label_logit[part] = _at(logits, local[part])
-            largest[part] = logits.amax(1)
-            logits -= largest[part, None]
-            exponentials = logits.exp()
-            total[part] = exponentials.sum(1)
-            if with_entropy:
-                weighted[part] = (exponentials * logits).sum(1)
+            logits = hidden[part] @ weight[:columns].T  # in the model's own precision, as in inference
+            largest[part], total[part], weighted[part], label_logit[part] = reduce_logits(
+                logits, local[part], temperature
+            )
         own_largest = largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = own_largest - largest  # every rank took its own maximum out of its sums
@@ -111,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_z = largest + total.log()
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, local, log_z, entropy)
-        ctx.columns, ctx.temperature, ctx.chunk_size, ctx.with_entropy = columns, temperature, chunk_size, with_entropy
+        ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
         return label_logit - log_z, entropy
 
     @staticmethod
@@ -122,20 +119,22 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # chunks are summed in fp32, so that their number does not show in a bf16 gradient
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        differentiate_logits = _kernels().differentiate_logits if hidden.is_cuda else _differentiate_logits
         for start in range(0, hidden.size(0), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            log_p = _scaled_logits(hidden[part], weight_used, ctx.temperature) - log_z[part, None]
-            p = log_p.exp()
-            factor = grad_logprobs[part, None]
-            if ctx.with_entropy:
-                factor = factor + grad_entropy[part, None] * (log_p + entropy[part, None])
-            grad_logits = -p * factor
-            _add_at(grad_logits, local[part], grad_logprobs[part])
-            grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_logits = differentiate_logits(
+                hidden[part] @ weight_used.T,
+                local[part],
+                log_z[part],
+                entropy[part],
+                grad_logprobs[part],
+                grad_entropy[part],
+                ctx.temperature,
+            )
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight_used
             if grad_weight is not None:
-                grad_weight[: ctx.columns] += grad_logits.T @ hidden[part]
+                _add_product(grad_weight[: ctx.columns], grad_logits.T, hidden[part])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -143,9 +142,46 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """fp32 logits / temperature, [tokens, columns]; the product is in the model's own precision, as in inference."""
-    return (hidden @ weight.T).float().div_(temperature)
+def _kernels() -> Any:
+    """The same two functions for CUDA; Triton is imported there only."""
+    from lightning_megatron_rl.models import logprob_kernels
+
+    return logprob_kernels
+
+
+def _reduce_logits(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `logprob_kernels.reduce_logits`."""
+    z = logits.float().div_(temperature)
+    label_logit = _at(z, labels)
+    largest = z.amax(1)
+    z -= largest[:, None]
+    exponentials = z.exp()
+    return largest, exponentials.sum(1), (exponentials * z).sum(1), label_logit
+
+
+def _differentiate_logits(
+    logits: Tensor,
+    labels: Tensor,
+    log_z: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    temperature: float,
+) -> Tensor:
+    """See `logprob_kernels.differentiate_logits`."""
+    log_p = logits.float().div_(temperature) - log_z[:, None]
+    factor = grad_logprobs[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
+    gradient = -log_p.exp() * factor
+    _add_at(gradient, labels, grad_logprobs)
+    return (gradient / temperature).to(logits.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to the fp32 `total` in place."""
+    if total.is_cuda and left.dtype != torch.float32:  # in the product's own sums, without a copy in 16 bits
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 def _at(logits: Tensor, column: Tensor) -> Tensor:

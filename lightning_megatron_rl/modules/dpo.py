@@ -34,7 +34,7 @@ class DPOModule(PairModule, PolicyModule):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`.
-        logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
@@ -58,7 +58,7 @@ class DPOModule(PairModule, PolicyModule):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
-        logprob_chunk_size: int = 1024,
+        logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         init_from: str | None = None,

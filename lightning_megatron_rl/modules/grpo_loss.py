@@ -79,16 +79,14 @@ class GRPOLoss:
         return losses
 
     def correction_weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor | None:
-        """Return the weight of each token of one sequence against the mismatch, or None without correction.
+        """Return the weight of each token against the mismatch, ``[sequences, tokens]``, or None without correction.
 
         Args:
-            old_logprobs: Trainer's log-probs, ``[tokens]``.
-            rollout_logprobs: Sampler's log-probs, ``[tokens]``.
-            mask: Response tokens, ``[tokens]``.
+            old_logprobs: Trainer's log-probs, one sequence per row, padded on the right.
+            rollout_logprobs: Sampler's log-probs.
+            mask: Response tokens.
         """
-        if self.correction is None:
-            return None
-        return self.correction(old_logprobs[None], rollout_logprobs[None], mask[None])[0]
+        return None if self.correction is None else self.correction(old_logprobs, rollout_logprobs, mask)
 
     def token_weights(
         self,

@@ -56,7 +56,7 @@ class ModelModule(TakesSteps, ReportsSteps):
     """
 
     default_lr = 1e-6
-    logprob_chunk_size = 0  # tokens whose fp32 logits exist at one time; a model without an output layer has none
+    logprob_chunk_size = 0  # tokens whose logits exist at one time; a model without an output layer has none
 
     def __init__(
         self,
@@ -247,7 +247,9 @@ class ModelModule(TakesSteps, ReportsSteps):
             values = context_parallel_sum(values).cpu()
         whole = self.strategy.broadcast_from_last_stage(values)
         assert whole is not None
-        found = share.give_back(list(whole.split([len(sequence) for sequence in share.sequences], dim=1)))
+        pieces = whole.split([len(sequence) for sequence in share.sequences], dim=1)
+        # each with memory of its own: a view that is sent to another replica takes the whole tensor along
+        found = share.give_back([piece.clone() for piece in pieces])
         return found, share.give_back(recorded) if routing == "record" else []
 
     def update(

@@ -61,7 +61,7 @@ class PPOModule(GRPOModule):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, of actor and critic.
-        logprob_chunk_size: Tokens whose fp32 logits exist at one time.
+        logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts actor are trained.
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
         evaluation: What validation samples and reports besides one response per prompt.
@@ -99,7 +99,7 @@ class PPOModule(GRPOModule):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
-        logprob_chunk_size: int = 1024,
+        logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_megatron_rl.algorithms.advantages import GROUP_RELATIVE, zero_spread
 from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
@@ -54,11 +55,17 @@ class Rollout:
 
     def set_correction_weights(self, loss: GRPOLoss) -> None:
         """Give each sequence its importance-correction weights, if the loss corrects."""
-        for sequence in self.sequences:
-            fields = sequence.fields
-            weights = loss.correction_weights(fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
-            if weights is not None:
-                fields["correction_weights"] = weights
+        if loss.correction is None or not self.sequences:
+            return
+        old, sampled = (
+            pad_sequence([sequence.fields[name] for sequence in self.sequences], batch_first=True)
+            for name in ("old_logprobs", "rollout_logprobs")
+        )
+        mask = pad_sequence([sequence.loss_mask for sequence in self.sequences], batch_first=True)
+        rows = loss.correction_weights(old, sampled, mask)
+        assert rows is not None
+        kept = [row[: len(sequence)].clone() for row, sequence in zip(rows, self.sequences, strict=True)]
+        self.set_field("correction_weights", kept)  # a view sent to another replica would take all rows along
 
     def set_advantages(self, advantages: Tensor) -> None:
         """Give each sample and each token of its sequence the sample's advantage, from `[samples]`."""
@@ -152,11 +159,16 @@ def add_episode_metrics(tally: Tally, samples: list[Sample]) -> None:
 
 def add_sequence_metrics(tally: Tally, sequences: Sequence[TokenSequence]) -> None:
     """Add `mismatch/*`, see docs/metrics.md; with correction weights also the share of tokens that they reject."""
-    for sequence in sequences:
-        fields, mask = sequence.fields, sequence.loss_mask
-        add_mismatch_metrics(tally, fields["old_logprobs"], fields["rollout_logprobs"], mask)
-        if "correction_weights" in fields:
-            tally.add_mean("mismatch/rejected_frac", fields["correction_weights"] == 0, mask)
+    if not sequences:
+        return
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([sequence.fields[name] for sequence in sequences])
+
+    mask = torch.cat([sequence.loss_mask for sequence in sequences])
+    add_mismatch_metrics(tally, joined("old_logprobs"), joined("rollout_logprobs"), mask)
+    if "correction_weights" in sequences[0].fields:
+        tally.add_mean("mismatch/rejected_frac", joined("correction_weights") == 0, mask)
 
 
 def repetition(token_ids: list[int]) -> float:

@@ -9,7 +9,7 @@ from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.devices.measure import import_engine, installed_vllm, measure_gpu, parse_version
 from lightning_megatron_rl.devices.memory import MemoryPlan, Part, Split, sampler_parts, trainer_parts
-from lightning_megatron_rl.models.backend import resolve_layer_backend
+from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend
 from lightning_megatron_rl.models.size import model_size
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.engine import RolloutEngine
@@ -59,13 +59,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     checks.check_precision(facts, precision.precision)
     fields = module.model_config
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
-    backend = resolve_layer_backend(
-        module.layer_backend,
-        device,
-        params_dtype=precision.params_dtype,
-        context_parallel_size=strategy.layout.context_parallel_size,
-    )
-    if backend == "transformer_engine":
+    if _backend(module) == "transformer_engine":
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
     if isinstance(engine, VLLMEngine):
         checks.check_vllm(facts)
@@ -104,11 +98,32 @@ def make_plan(
         tokens=module.max_tokens_per_microbatch,
         logprob_chunk=module.logprob_chunk_size,
         recompute=module.model_config.get("recompute_granularity") == "full",
+        fused_activation=_fuses_activation(module),
         frozen_copies=frozen_copies,
         training=training,
         adapters=module.lora is not None,
     )
     return MemoryPlan(parts, _sampler(engine, size, total), free=free)
+
+
+def _fuses_activation(module: Starts) -> bool:
+    """Whether one kernel computes the MLP's gate: the user's choice, else that of `models.fusions`."""
+    fields = module.model_config
+    if fields.get("use_te_activation_func"):
+        return True
+    by_default = (
+        _backend(module) == "transformer_engine" and getattr(module.hf_model.config, "hidden_act", "") == "silu"
+    )
+    return bool(fields.get("bias_activation_fusion", by_default))
+
+
+def _backend(module: Starts) -> LayerBackend:
+    return resolve_layer_backend(
+        module.layer_backend,
+        module.strategy.root_device,
+        params_dtype=module.strategy.precision_plugin.params_dtype,
+        context_parallel_size=module.strategy.layout.context_parallel_size,
+    )
 
 
 def _sampler(engine: RolloutEngine | None, size: Any, total: int) -> tuple[Part, ...]:

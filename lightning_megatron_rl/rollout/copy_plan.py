@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron_rl.rollout.placement import Placement
+from lightning_megatron_rl.rollout.placement import Placement, view_all
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -29,7 +29,7 @@ class CopyPlan:
     @torch.no_grad()
     def run(self, blocks: Sequence[Tensor]) -> None:
         """Copy from blocks that are laid out as those of the recording."""
-        torch._foreach_copy_(self.targets, [source.view(blocks) for source in self.sources])
+        torch._foreach_copy_(self.targets, view_all(self.sources, blocks))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.placement import Placement, fill_buckets, place
+from lightning_megatron_rl.rollout.placement import PlacedTensors, Placement, fill_buckets, place
 
 BACKEND = "lightning_megatron_rl"  # the name under which vLLM knows our receiver
 DEFAULT_BUCKET_BYTES = 512 * 2**20
@@ -41,9 +41,9 @@ class Post(Protocol):
 class IPCTransport:
     """CUDA IPC: workers of the same machine map the trainer's memory.
 
-    The tensors of a list are read where they are, without a copy on the trainer's side. Those of an iterator, and all
-    for workers on several GPUs, go through one buffer of `bucket_bytes`, which is filled again when the workers have
-    copied out of it; workers on other GPUs than the trainer's have one, too.
+    The tensors of a list are read where they are (`whole`), without a copy on the trainer's side. Those of an iterator,
+    and all for workers on several GPUs, go through one buffer of `bucket_bytes`, which is filled again when the workers
+    have copied out of it; workers on other GPUs than the trainer's have one, too.
 
     Args:
         device: Number of the trainer's GPU among those that the workers see.
@@ -57,14 +57,26 @@ class IPCTransport:
         self.device = device
         self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
+        self._last = PlacedTensors()
+
+    def forget(self) -> None:
+        """The next worker knows nothing of what was sent to the last one."""
+        self._last = PlacedTensors()
+
+    def whole(self, tensors: list[tuple[str, Tensor]]) -> tuple[Part, int]:
+        """Return all tensors as one part that is read in place, and their bytes; for one worker.
+
+        Places that are those of the last time are not sent again.
+        """
+        blocks, is_known = self._last.place(tensors)
+        torch.cuda.current_stream().synchronize()  # what computed the tensors is done
+        placements = None if is_known else self._last.placements
+        handles = [_handle(block, self.device) for block in blocks]
+        return _part(placements, handles=handles, keep=True), self._last.num_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
-        if isinstance(tensors, list) and self.reads_in_place:
-            blocks, placements = place(tensors)
-            torch.cuda.current_stream().synchronize()  # what computed the tensors is done
-            post(_part(placements, handles=[_handle(block, self.device) for block in blocks], keep=True))
-            return _num_bytes(placements), 0
+        self.forget()  # the worker is about to learn other places
         num_bytes, extra, buffer = 0, 0, None
         for bucket, placements in fill_buckets(tensors, self.bucket_bytes):
             torch.cuda.current_stream().synchronize()
@@ -153,7 +165,7 @@ def bucket_parts(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
 
 
 def _part(
-    placements: list[Placement],
+    placements: list[Placement] | None,
     *,
     handles: list[tuple[Any, ...]] | None = None,
     num_bytes: int | None = None,

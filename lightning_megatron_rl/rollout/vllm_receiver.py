@@ -36,7 +36,7 @@ class GroupInfo(WeightTransferInitInfo):
 class PartInfo(WeightTransferUpdateInfo):
     """One part of an update."""
 
-    placements: list[Placement]
+    placements: list[Placement] | None  # None: those of the last part
     handles: list[tuple[Any, ...]] | None  # of CUDA IPC, one per block; None: the blocks of the last part again
     num_bytes: int | None  # of a broadcast by NCCL
     blocks: list[Tensor] | None  # in the same process: the memory itself
@@ -55,6 +55,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         self.loader = WeightLoader(model, vllm_config.model_config)
         self._group: dist.ProcessGroup | None = None
         self._blocks: list[Tensor] = []  # what is loaded from
+        self._placements: list[Placement] = []
         self._lent: list[Tensor] = []  # the trainer's memory, perhaps on another GPU
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
@@ -74,7 +75,9 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
     def receive_weights(self, update_info: PartInfo) -> None:
         """Load one part."""
         self._blocks = self._receive(update_info)
-        self.loader.load(self._blocks, update_info.placements, keep=update_info.keep)
+        if update_info.placements is not None:
+            self._placements = update_info.placements
+        self.loader.load(self._blocks, self._placements, keep=update_info.keep)
 
     def _receive(self, info: PartInfo) -> list[Tensor]:
         if info.blocks is not None:

@@ -172,9 +172,14 @@ class SupervisedEngine(RolloutEngine):
                     lambda: worker.receive("connect", self.call_timeout_s),
                 )
                 self._connected_pid = worker.pid
-            worker.request("update_weights", ("begin",), self.call_timeout_s)
-            sizes = transport.send(weights, post)
-            replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
+            if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, list):
+                part, num_bytes = transport.whole(weights)
+                replayed = worker.request("update_weights", ("replace", part, version), self.call_timeout_s)
+                sizes = (num_bytes, 0)
+            else:
+                worker.request("update_weights", ("begin",), self.call_timeout_s)
+                sizes = transport.send(weights, post)
+                replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
             transport.finish()
         except EngineCallError as error:
             raise EngineDiedError(str(error)) from error
@@ -301,6 +306,8 @@ class SupervisedEngine(RolloutEngine):
         assert self._shared is not None
         self._limits = None
         self._worker_push, self._worker_plan = 0, None
+        if isinstance(self._transport, IPCTransport):
+            self._transport.forget()
         self._awake = {WEIGHTS, KV_CACHE}
         self._worker = WorkerProcess(
             WORKER_MODULE, self._environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output

@@ -17,7 +17,7 @@ from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import LLM, RequestOutput
-    from vllm.logprobs import Logprob
+    from vllm.logprobs import FlatLogprobs
 
     from lightning_megatron_rl.rollout.shared_weights import Slot
 
@@ -96,6 +96,15 @@ class Worker:
         self._finish(version)
         return all(self._llm.collective_rpc("was_replayed"))
 
+    def replace(self, part: dict[str, Any], version: int) -> bool:
+        """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
+        assert self._llm is not None
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": part})
+        self._finish(version)
+        self._llm.finish_weight_update()
+        return all(self._llm.collective_rpc("was_replayed"))
+
     def _finish(self, version: int) -> None:
         assert self._llm is not None
         self._version = version
@@ -145,6 +154,7 @@ class Worker:
                     stop=list(params.stop),
                     ignore_eos=params.ignore_eos,
                     logprobs=0,  # of the sampled token alone
+                    flat_logprobs=True,  # lists of numbers; a dictionary per token takes longer to collect than to fill
                     detokenize=bool(params.stop),
                 )
                 for request in requests
@@ -161,9 +171,10 @@ def to_generations(output: "RequestOutput") -> list[Generation]:
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {output.request_id} with {sample.finish_reason!r}")
         token_ids = list(sample.token_ids)
-        entries = cast("list[dict[int, Logprob]]", sample.logprobs)  # asked for, so never None
-        logprobs = [entry[token_id].logprob for token_id, entry in zip(token_ids, entries, strict=True)]
-        generations.append(Generation(token_ids, logprobs, sample.finish_reason))
+        flat = cast("FlatLogprobs", sample.logprobs)  # asked for, so never None
+        if flat.token_ids != token_ids:  # one entry per position: the sampled token
+            raise RuntimeError(f"vLLM gave request {output.request_id} log-probs of other tokens than it sampled")
+        generations.append(Generation(token_ids, list(flat.logprobs), sample.finish_reason))
     return generations
 
 
@@ -176,7 +187,7 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     connection = Connection(connection_fd)
     worker = Worker(weights_fd)
-    names = ("start", "update", "connect", "begin", "load", "end", "sleep", "wake", "generate")
+    names = ("start", "update", "connect", "begin", "load", "end", "replace", "sleep", "wake", "generate")
     calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in names}
     while True:
         try:

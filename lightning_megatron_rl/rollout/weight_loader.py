@@ -76,7 +76,7 @@ class WeightLoader:
             self._model.load_weights([(name, view if keep else view.clone()) for name, view in views])  # type: ignore[operator]
             return
         plan = self._plans[self._part] if self._part < len(self._plans) else None
-        if plan is not None and plan.placements == placements:
+        if plan is not None and (plan.placements is placements or plan.placements == placements):
             plan.run(blocks)
         else:
             self.was_replayed = False

@@ -11,6 +11,7 @@ from lightning_megatron_rl.devices.memory import (
     Part,
     Split,
     activation_bytes,
+    output_bytes,
     parameters_per_gpu,
     sampler_parts,
     state_bytes,
@@ -67,8 +68,17 @@ def test_activations_by_hand():
     assert whole == 28 * 23552 * 2 * 8192
     recomputed = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=True)
     assert recomputed == (28 * 1024 + 23552) * 2 * 8192
+    unfused = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=False, fused_activation=False)
+    assert unfused == 28 * (23552 + 2 * 3072) * 2 * 8192
     over_ranks = activation_bytes(SMALL, Split(tensor=2, context=2), tokens=8192, element_bytes=2, recompute=False)
     assert over_ranks == 28 * (4096 + 19456 / 2) * 2 * 4096
+
+
+def test_output_layer_by_hand():
+    scored = output_bytes(SMALL, Split(tensor=2), chunk=2048, element_bytes=2, trained=False)
+    assert scored == 2048 * 151_936 * 2 / 2
+    trained = output_bytes(SMALL, Split(tensor=2), chunk=2048, element_bytes=2, trained=True)
+    assert trained == (2048 * 2 + 1024 * (4 + 2)) * 151_936 / 2
 
 
 def test_trainer_and_sampler_that_fit_pass():
@@ -111,7 +121,7 @@ def test_adapters_and_scoring_need_no_state_of_the_model():
         parts = trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=8192, logprob_chunk=1024, **options)
         assert {part.name for part in parts} == {"trainer: process", "trainer: weights", "trainer: activations"}
     scoring = size_of(parts, "trainer: activations")
-    assert scoring == 3 * 4 * 1024 * SMALL.vocabulary  # one chunk of logits
+    assert scoring == 2 * 1024 * SMALL.vocabulary  # one chunk of logits
 
 
 def test_reference_is_a_second_set_of_weights():

@@ -129,9 +129,10 @@ def our_loss(
     prepared = []
     for sequence in sequences:
         fields = dict(sequence.fields)
-        weights = loss.correction_weights(fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
+        old, sampled, mask = (fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
+        weights = loss.correction_weights(old[None], sampled[None], mask[None])
         if weights is not None:
-            fields["correction_weights"] = weights
+            fields["correction_weights"] = weights[0]
         prepared.append(TokenSequence(sequence.token_ids, sequence.loss_mask, fields))
     lengths = torch.tensor([int(sequence.loss_mask.sum()) for sequence in sequences])
     groups = torch.arange(len(sequences)) // GROUP

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.placement import ALIGNMENT, fill_buckets, place
+from lightning_megatron_rl.rollout.placement import ALIGNMENT, PlacedTensors, fill_buckets, place, view_all
 
 
 def test_views_of_one_buffer_share_a_block():
@@ -54,3 +54,51 @@ def test_no_tensors_are_no_buckets():
     assert list(fill_buckets([], 64)) == []
     with pytest.raises(ValueError, match="a bucket of 0 bytes"):
         list(fill_buckets([], 0))
+
+
+def test_places_are_found_once_while_the_tensors_stay_where_they_are():
+    buffer = torch.arange(24.0)
+    tensors = [("a", buffer[:6].view(2, 3)), ("b", torch.zeros(3)), ("c", buffer[6:12])]
+    placed = PlacedTensors()
+    blocks, is_known = placed.place(tensors)
+    assert not is_known
+    assert placed.num_bytes == 4 * 15
+    again, is_known = placed.place(list(tensors))
+    assert is_known
+    assert [block.data_ptr() for block in again] == [block.data_ptr() for block in blocks]
+    for (_, tensor), view in zip(tensors, view_all(placed.placements, again), strict=True):
+        assert torch.equal(view, tensor)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda buffer: ("a", buffer[2:8].view(2, 3)),
+        lambda buffer: ("a", buffer[:6].view(3, 2)),
+        lambda buffer: ("a", buffer[:6].view(3, 2).t()),
+        lambda buffer: ("b", buffer[:6].view(2, 3)),
+        lambda buffer: ("a", buffer[:6].view(2, 3).view(torch.int32)),
+    ],
+    ids=["elsewhere", "shape", "strides", "name", "dtype"],
+)
+def test_places_that_differ_in_anything_are_new(other):
+    buffer = torch.arange(24.0)
+    placed = PlacedTensors()
+    placed.place([("a", buffer[:6].view(2, 3))])
+    named = [other(buffer)]
+    blocks, is_known = placed.place(named)
+    assert not is_known
+    assert torch.equal(view_all(placed.placements, blocks)[0], named[0][1])
+
+
+def test_the_same_address_in_other_memory_is_a_new_place():
+    """Offsets count from the start of the memory: a block that starts elsewhere shifts them."""
+    buffer = torch.arange(24, dtype=torch.uint8)
+    inner = buffer[8:]
+    placed = PlacedTensors()
+    placed.place([("a", inner)])
+    alone = torch.frombuffer(memoryview(buffer.numpy())[8:], dtype=torch.uint8)
+    assert alone.data_ptr() == inner.data_ptr()
+    blocks, is_known = placed.place([("a", alone)])
+    assert not is_known
+    assert torch.equal(view_all(placed.placements, blocks)[0], alone)
