@@ -5,6 +5,7 @@ and its reader unpickles whatever a file holds.
 """
 
 import pickle
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -202,7 +203,9 @@ class _Loading(torch_dist.TorchDistLoadShardedStrategy):
             flatten_sharded_tensors=False,
         )
         try:
-            dcp.load(tensors, storage_reader=self._reader, planner=planner, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own classes, and that ranks read each for itself
+                dcp.load(tensors, storage_reader=self._reader, planner=planner, no_dist=True)
         except dcp.CheckpointException as failed:  # no `Exception`, and not what has happened
             raise next(error for error, _ in failed.failures.values()) from failed
         found = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
