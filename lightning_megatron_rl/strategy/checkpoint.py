@@ -256,11 +256,20 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint is of another model: missing or extra parameters, or other shapes.
     """
-    from lightning_megatron_rl.strategy.shards import SavedShards
+    from lightning_megatron_rl.strategy.shards import SavedShards, check_extra_state
 
     saved = _on_all_ranks(lambda: SavedShards(path / SHARDED))
     _check_same_model(path, saved, sharded)
-    return _on_all_ranks(lambda: saved.load(_without_missing_extras(saved, sharded)))
+
+    def load() -> dict[str, Any]:
+        loaded = saved.load(_without_missing_extras(saved, sharded))
+        states = [state for state in loaded.values() if isinstance(state, dict)]
+        for name, value in ((str(name), value) for state in states for name, value in state.items()):
+            if name.endswith(EXTRA_STATE):
+                check_extra_state(name, value)
+        return loaded
+
+    return _on_all_ranks(load)
 
 
 def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:
