@@ -81,11 +81,7 @@ def test_rate_of_a_sync_by_hand():
 def test_tables_in_the_documents_are_those_of_the_results(document):
     text = (ROOT / document).read_text()
     assert text == tables.with_tables(text), "run: python scripts/performance_table.py"
-<<<<<<< HEAD
-    assert any(f"<!-- {name} -->" in text for name in ("performance", "throughput", "kill drill"))
-=======
     assert any(f"<!-- {name} -->" in text for name in tables.TABLES)
->>>>>>> ckpt
 
 
 def test_results_say_where_they_come_from():
