@@ -1,4 +1,4 @@
-"""Write the tables of measured results into docs/ and README.md: `python scripts/performance_table.py`.
+"""Write the tables of measured results into the documents: `python scripts/performance_table.py`.
 
 Every figure comes from a JSON file in benchmarks/results; a test holds the documents to what this writes.
 """
@@ -109,6 +109,25 @@ def real_run(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def checkpoint(results: Path = RESULTS) -> str:
+    """Return the table of B5."""
+    lines = [
+        "| device | load before | model | size, GB | waited for, s | blocked, s | share | steps longer, s"
+        " | waited for, GB/s | beside, GB/s | verify, s | load, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("checkpoint_*.json", results):
+        sync, beside = result["sync"], result["async"]
+        where = f"{result['device']}, {result['cpu_cores']} cores | {result['load_before']:.1f}"
+        lines.append(
+            f"| {where} | {beside['shape']}, {beside['precision']} | {beside['bytes'] / 1e9:.2f}"
+            f" | {spread(sync['blocked_s'], 2)} | {spread(beside['blocked_s'], 2)} | {result['blocked_share']:.1%}"
+            f" | {beside['slowed_s_per_save']:.2f} | {result['sync_gb_per_s']:.2f} | {result['async_gb_per_s']:.2f}"
+            f" | {spread(beside['verify_s'], 2)} | {spread(beside['load_s'], 2)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def headline(results: Path = RESULTS) -> str:
     """Return the README's table: the first result of each benchmark, GPUs first."""
     lines = ["| what | where | result |", "|---|---|---|"]
@@ -185,6 +204,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight sync": weight_sync,
     "grpo step": grpo_step,
     "real run": real_run,
+    "checkpoint": checkpoint,
     "performance": headline,
     "kill drill": kill_drill,
     "conversion": conversion,

@@ -106,9 +106,8 @@ class SFTDataModule(RowDataModule[TokenSequence]):
                 cut = slice(self.max_length)
                 # a row whose targets are all cut off keeps its length, and is dropped with the overlong ones
                 if sequence.loss_mask[cut].any():
-                    sequence = TokenSequence(sequence.token_ids[cut], sequence.loss_mask[cut])
+                    sequence = TokenSequence(sequence.token_ids[cut], sequence.loss_mask[cut], origin=where)
                     length = self.max_length
-            sequence.origin = f"{dataset} row {index}"
             sequences.append(sequence)
             lengths.append(length)
         mode: Literal["drop", "error"] = "error" if self.overlong == "error" else "drop"
@@ -205,4 +204,4 @@ def segments_to_sequence(tokenizer: "PreTrainedTokenizerBase", segments: list[Se
         raise ValueError(f"{where}: no token to train on: the response is empty")
     if is_target[0]:
         raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of the response")
-    return TokenSequence(torch.tensor(token_ids), torch.tensor(is_target))
+    return TokenSequence(torch.tensor(token_ids), torch.tensor(is_target), origin=where)

@@ -60,7 +60,7 @@ class PairModule(ModelModule):
         for side, gradient in zip(sides, torch.cat(gradients).tolist(), strict=True):
             value = gradient * self.token_share(side) * num_targets / num_pairs  # the strategy divides by num_targets
             field = torch.full((len(side),), value)
-            trained.append(TokenSequence(side.token_ids, side.loss_mask, {_GRADIENT_FIELD: field}))
+            trained.append(TokenSequence(side.token_ids, side.loss_mask, {_GRADIENT_FIELD: field}, origin=side.origin))
         with self.phase("update"):
             metrics = self.update(trained, follow_gradient)
         tally = self._tally(losses, chosen, rejected, f"{self.metrics_prefix}/", "preference/")

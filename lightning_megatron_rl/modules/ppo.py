@@ -235,7 +235,7 @@ class PPOModule(GRPOModule):
                 loss = self.update_critic(part)
         optimizer = self._critic.optimizer
         assert optimizer is not None
-        self.log_metrics({f"critic/{name}": value for name, value in optimizer.take_step_metrics().items()})
+        self.log_metrics(optimizer.take_step_metrics("critic"))
         if self.is_warming_up:
             return loss
         *inner, last = parts

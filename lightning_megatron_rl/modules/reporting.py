@@ -89,7 +89,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             {
                 f"{self.metrics_prefix}/grad_norm": optimizer.grad_norm,  # type: ignore[attr-defined]
                 f"{self.metrics_prefix}/lr": optimizer.last_lr,  # type: ignore[attr-defined]
-                **{f"{self.metrics_prefix}/{name}": value for name, value in optimizer.take_step_metrics().items()},  # type: ignore[attr-defined]
+                **optimizer.take_step_metrics(self.metrics_prefix),  # type: ignore[attr-defined]
                 "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / self.trainer.world_size,
                 **largest,
             }

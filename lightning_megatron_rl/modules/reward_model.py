@@ -1,5 +1,6 @@
 """`RewardModule`: a reward model from preference pairs, after Bradley and Terry."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -98,7 +99,8 @@ class RewardModule(PairModule):
 
     def prepare_side(self, sequence: TokenSequence) -> TokenSequence:
         """Return the sequence up to its last token that is scored, see `scored_at_end`."""
-        return scored_at_end(sequence.token_ids, self.hf_model.pad_token_id)  # type: ignore[attr-defined]
+        scored = scored_at_end(sequence.token_ids, self.hf_model.pad_token_id)  # type: ignore[attr-defined]
+        return replace(scored, origin=sequence.origin)
 
     def side_values(self, sequences: list[TokenSequence]) -> Tensor:
         """Return the values at the end of sequences from `scored_at_end`, ``[sequences]``."""

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, free_bytes, share_files
-from lightning_megatron_rl.strategy.distributed import run_on_all_ranks, run_on_rank_zero
+from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, free_bytes, fsync, share_files
+from lightning_megatron_rl.strategy.distributed import run_and_finish, run_on_all_ranks, run_on_rank_zero
 from lightning_megatron_rl.strategy.manifest import (
     DamagedCheckpointError,
     FileRecord,
@@ -138,8 +138,7 @@ class PendingCheckpoint:
             OSError: A file cannot be written, on every rank. What stood under the name before still does.
         """
         with self._leaving_nothing():
-            written = run_on_all_ranks(self._write_own, group)
-            run_on_rank_zero(lambda: self._publish(written), group)
+            run_and_finish(self._write_own, self._publish, group)
 
     def _write_own(self) -> "tuple[WrittenShards | None, dict[str, FileRecord]]":
         with _writing(self.path):
@@ -158,7 +157,10 @@ class PendingCheckpoint:
             # whatever else was put there, such as by a subclass of the strategy
             others = (entry for entry in self._partial.rglob("*") if entry.is_file())
             names = [str(entry.relative_to(self._partial)) for entry in others]
-            files.update({name: record_file(self._partial / name) for name in names if name not in files})
+            for name in names:
+                if name not in files:
+                    fsync(self._partial / name)
+                    files[name] = record_file(self._partial / name)
             write_manifest(self._partial, self._description, files)
             self._directory.publish()
 
@@ -266,11 +268,20 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint is of another model: missing or extra parameters, or other shapes.
     """
-    from lightning_megatron_rl.strategy.shards import SavedShards
+    from lightning_megatron_rl.strategy.shards import SavedShards, check_extra_state
 
     saved = _on_all_ranks(lambda: SavedShards(path / SHARDED))
     _check_same_model(path, saved, sharded)
-    return _on_all_ranks(lambda: saved.load(_without_missing_extras(saved, sharded)))
+
+    def load() -> dict[str, Any]:
+        loaded = saved.load(_without_missing_extras(saved, sharded))
+        states = [state for state in loaded.values() if isinstance(state, dict)]
+        for name, value in ((str(name), value) for state in states for name, value in state.items()):
+            if name.endswith(EXTRA_STATE):
+                check_extra_state(name, value)
+        return loaded
+
+    return _on_all_ranks(load)
 
 
 def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:

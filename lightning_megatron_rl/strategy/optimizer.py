@@ -101,16 +101,16 @@ class MegatronOptimizer(Optimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def take_step_metrics(self) -> dict[str, float]:
-        """Return the number of steps skipped since the last call and, if there is one, the loss scale.
+    def take_step_metrics(self, prefix: str) -> dict[str, float]:
+        """Return the number of steps skipped since the last call and, if there is one, the loss scale, under `prefix`.
 
         A step is skipped when the loss or a gradient is not finite. The schedulers move on all the same, as Lightning's
         do.
         """
-        metrics = {"step_skipped": float(self._num_skipped)}
+        metrics = {f"{prefix}/step_skipped": float(self._num_skipped)}
         self._num_skipped = 0
         if self.megatron.config.fp16:
-            metrics["loss_scale"] = float(self.megatron.get_loss_scale())
+            metrics[f"{prefix}/loss_scale"] = float(self.megatron.get_loss_scale())
         return metrics
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -36,6 +36,7 @@ def test_prompt_and_completion(tokenizer, tokenizer_dir: str):
     (sequence,) = load(rows, tokenizer_dir)
     assert texts(tokenizer, sequence) == ("12+34=46<eos>", "46<eos>")
     assert sequence.token_ids[-1] == tokenizer.eos_token_id
+    assert sequence.origin.startswith("train row 0 of ")
     (sequence,) = load(rows, tokenizer_dir, append_eos=False, prompt_template="Q {prompt}")
     assert texts(tokenizer, sequence) == ("Q 12+34=46", "46")
     (sequence,) = load([{"q": "1", "a": "2"}], tokenizer_dir, prompt_column="q", completion_column="a")

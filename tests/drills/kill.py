@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,21 @@ def _unexpected(fault: Point | None, ended: Attempt) -> list[str]:
     return found
 
 
+def report(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of the report: what was found, and of what."""
+    return {
+        "command": "python -m tests.drills.kill",
+        "device": f"CPU, {platform.machine()}",
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "lightning", "megatron-core")},
+        "date": time.strftime("%Y-%m-%d"),
+        "steps": STEPS,
+        "ranks": WORLD_SIZE,
+        "drills": lines,
+    }
+
+
 def main() -> int:
     """Run the drills and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -232,7 +249,7 @@ def main() -> int:
             lines.append(drill(wanted, model, Path(root), undisturbed, options.vllm))
             print(json.dumps(lines[-1]), flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps({"steps": STEPS, "ranks": WORLD_SIZE, "drills": lines}, indent=2) + "\n")
+        options.out.write_text(json.dumps(report(lines), indent=2) + "\n")
     return int(any(line["problems"] for line in lines))
 
 

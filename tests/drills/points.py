@@ -103,7 +103,7 @@ LOAD = [
     ),
 ]
 DRILLS = [*STEP, *SAVE, *LOAD]
-SHORT: list[Drill] = [STEP[4], STEP[13], SAVE[7]]
+SHORT: list[Drill] = [STEP[13], SAVE[7]]
 VLLM_DRILLS = [
     _one("vLLM: rollout", "rollout/vllm_supervision.py", "SupervisedEngine.generate", occurrence=4),
 ]

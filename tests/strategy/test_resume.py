@@ -68,6 +68,7 @@ def test_resume_is_bitwise(worker_pool, qwen3_dir, tmp_path, whole, case):
     told = run(worker_pool, tmp_path, qwen3_dir, kind, layout, callbacks=[IsTold(stop - 1, rank=world_size - 1)])
     assert [end["code"] for end in told] == [143, *[0] * (world_size - 1)]
     assert {end["global_step"] for end in told} == {stop}
+    assert stop not in history(tmp_path, world_size)[0]["validation"], "a run that was told to stop validates"
     resumed = run(worker_pool, tmp_path, qwen3_dir, kind, layout, resumes=True)
     assert differences(resumed, expected) == []
     assert differences(history(tmp_path, world_size), history(undisturbed, world_size)) == []

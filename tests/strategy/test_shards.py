@@ -182,3 +182,33 @@ def test_nothing_in_a_checkpoint_is_executed(worker_pool, qwen3_dir, saved, tmp_
             named = "common_state" if where.endswith(".distcp") else str(path / where)
             # rank 1 reads the states of its own generators, which are whole
             assert named in notes["error"] or (where == "rng/0.pt" and notes["error"] == ""), notes
+
+
+def packed(state: Any) -> torch.Tensor:
+    """As Transformer Engine packs a layer's extra state."""
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def test_extra_state_of_fp8_layers_is_looked_at_first(tmp_path):
+    """Transformer Engine unpickles it. What it writes passes; code hidden in it, or in a tensor of it, does not run."""
+    from lightning_megatron_rl.strategy.shards import check_extra_state
+
+    mark = tmp_path / "mark"
+    check_extra_state("layer._extra_state", torch.empty(0, dtype=torch.uint8))
+    check_extra_state("layer._extra_state", packed({"scale_fwd": torch.ones(3), "extra": {"num_gemms": 1}}))
+    stream = BytesIO()
+    torch.save(Malicious(mark), stream)
+    for state in (Malicious(mark), {"scale_fwd": Hidden(stream.getvalue())}):
+        with pytest.raises(ValueError, match=r"layer\._extra_state among the shards is no state of an fp8 layer"):
+            check_extra_state("layer._extra_state", packed(state))
+    assert not mark.exists()
+
+
+class Hidden:
+    """Unpickled as the storage of a tensor is."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return (torch.storage._load_from_bytes, (self.content,))
