@@ -262,28 +262,47 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint is of another model: missing or extra parameters, or other shapes.
     """
-    from lightning_megatron_rl.strategy.shards import SavedShards
+    from lightning_megatron_rl.strategy.shards import SavedShards, check_extra_state
 
-    saved = SavedShards(path / SHARDED)
+    saved = _on_all_ranks(lambda: SavedShards(path / SHARDED))
     _check_same_model(path, saved, sharded)
-    return saved.load(_without_missing_extras(saved, sharded))
+
+    def load() -> dict[str, Any]:
+        loaded = saved.load(_without_missing_extras(saved, sharded))
+        states = [state for state in loaded.values() if isinstance(state, dict)]
+        for name, value in ((str(name), value) for state in states for name, value in state.items()):
+            if name.endswith(EXTRA_STATE):
+                check_extra_state(name, value)
+        return loaded
+
+    return _on_all_ranks(load)
 
 
 def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:
-    """Load Lightning's part of the checkpoint.
+    """Load Lightning's part of the checkpoint; a collective.
 
     Raises:
         ValueError: It holds objects that are not plain data while `weights_only` is on.
     """
+    file = path / _TRAINER_FILE
+    if not weights_only:
+        return torch.load(file, map_location="cpu", weights_only=False)
+    remedy = " If you trust it, load it with Trainer.fit(..., weights_only=False)."
+    return _on_all_ranks(lambda: _load_plain(file, remedy))
+
+
+def _on_all_ranks[T](function: Callable[[], T]) -> T:
+    """Call `function` on every rank; if it failed on any, every rank raises the lowest such rank's error."""
+    results: list[T] = []
+    run_on_all_ranks(lambda: results.append(function()))
+    return results[0]
+
+
+def _load_plain(file: Path, remedy: str = "") -> dict[str, Any]:
     try:
-        return torch.load(path / _TRAINER_FILE, map_location="cpu", weights_only=weights_only)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        if not weights_only:
-            raise
-        raise ValueError(
-            f"{path / _TRAINER_FILE} holds objects that are not plain data, or is damaged: {error}. If you trust it,"
-            " load it with Trainer.fit(..., weights_only=False)."
-        ) from error
+        raise ValueError(f"{file} holds objects that are not plain data, or is damaged: {error}.{remedy}") from error
 
 
 def rng_state() -> dict[str, Any]:
@@ -300,14 +319,19 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def restore_rng_state(path: Path) -> bool:
-    """Restore this rank's generators from the checkpoint; False if it was saved by fewer ranks."""
+def load_rng_state(path: Path) -> dict[str, Any]:
+    """Load this rank's `rng_state` from a checkpoint of as many ranks; a collective.
+
+    Raises:
+        ValueError: It is not plain data.
+    """
+    return _on_all_ranks(lambda: _load_plain(path / _RNG / f"{dist.get_rank()}.pt"))
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Let this rank's generators go on where `rng_state` was called."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    file = path / _RNG / f"{dist.get_rank()}.pt"
-    if not file.is_file():
-        return False
-    state = torch.load(file, map_location="cpu", weights_only=True)
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -315,7 +339,6 @@ def restore_rng_state(path: Path) -> bool:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     random.setstate(state["python"])
     get_cuda_rng_tracker().set_states(state["megatron"])
-    return True
 
 
 def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
+
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
 
@@ -97,27 +99,28 @@ class MegatronOptimizer(Optimizer):
             optimizer.config.clip_grad = threshold
         self.megatron.config.clip_grad = threshold
 
-    def sharded_state_dict(self, model_state: dict[str, Any], metadata: dict[str, Any], is_loading: bool) -> Any:
-        """Return the optimizer state as Megatron's sharded tensors, for distributed checkpoints."""
+    def state_of(self, model: dict[str, Any], *, is_loading: bool) -> OptimizerState:
+        """Return main parameters, moments and groups as a distributed checkpoint has them.
+
+        Args:
+            model: Megatron's sharded state dict of the model.
+            is_loading: Whether it is to be loaded.
+        """
         for part in self.parts():
             # before the first step that is not skipped there are no moments, which loading would look for
-            if part.init_state_fn is not None:
+            if part.init_state_fn is not None and not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
-        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+        return OptimizerState(self.parts(), model, is_loading=is_loading)
 
-    def load_sharded_state(self, state: Any) -> None:
-        """Take over a state that `dist_checkpointing` loaded, and the parameter groups that came with it.
+    def load_state(self, state: OptimizerState, loaded: dict[str, Any]) -> None:
+        """Take over a state that was loaded, and the parameter groups that came with it.
 
         Raises:
-            ValueError: It has no parameters of a group's settings; or it is not sharded, and was saved with as many
-                optimizers as this layout does not have.
+            ValueError: It has no parameters of a group's settings.
         """
-        if self.megatron.config.use_distributed_optimizer:
-            state = arrange_for_parts(state, [part.param_groups for part in self.parts()])
-        else:
-            check_parts(state)
-        with torch.no_grad():
-            self.megatron.load_state_dict(state)
+        parts = [part for part in self.parts() if not part.is_stub_optimizer]
+        groups = [[_saved_group(group, loaded["groups"]) for group in part.param_groups] for part in parts]
+        state.load(loaded, groups)
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
         self._take_groups()
 
@@ -140,51 +143,6 @@ class MegatronOptimizer(Optimizer):
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
-
-
-def arrange_for_parts(state: dict[Any, Any], groups: Sequence[Sequence[dict[str, Any]]]) -> dict[Any, Any]:
-    """Return a loaded state of distributed optimizers as Megatron takes it in this layout.
-
-    Where the ranks of experts are others than those of the dense layers, experts have an optimizer of their own, and
-    Megatron numbers the states of the two; otherwise one optimizer has them all, and its state stands alone. Tensors
-    come as this layout asked for them, parameter groups as the saving layout had them: those of experts are told apart
-    from the dense ones of the same settings by a flag only.
-
-    Args:
-        state: Of this layout's tensors and the saving layout's groups.
-        groups: Parameter groups of each optimizer of this layout.
-
-    Raises:
-        ValueError: A parameter group with settings that no saved one has.
-    """
-    numbered = {number: part for number, part in state.items() if isinstance(number, int)}
-    alone = {name: value for name, value in state.items() if not isinstance(name, int)}
-    saved = [part for part in (alone, *numbered.values()) if "optimizer" in part]
-    saved_groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
-    parts = {}
-    for number, wanted in enumerate(groups):
-        tensors = numbered[number] if len(groups) > 1 else alone
-        matched = [_saved_group(group, saved_groups) for group in wanted]
-        optimizer = {**saved[0]["optimizer"], "param_groups": matched}
-        parts[number] = {**saved[0], **tensors, "optimizer": optimizer}
-    return parts if len(groups) > 1 else parts[0]
-
-
-def check_parts(state: dict[Any, Any]) -> None:
-    """Refuse a loaded state of optimizers that are not distributed, if the saving layout had another number of them.
-
-    Their states refer to parameters by numbers that belong to one optimizer each; see `arrange_for_parts`.
-
-    Raises:
-        ValueError: Part of the state is numbered, part stands alone.
-    """
-    if len({isinstance(name, int) for name in state}) > 1:
-        raise ValueError(
-            "one of the layouts that saved and that resume this checkpoint gives experts an optimizer of their own"
-            " (expert parallelism, or another tensor parallelism than the dense layers'), the other does not: with"
-            " use_distributed_optimizer=False the state cannot go from one to the other. Resume with the expert sizes"
-            " it was saved with, or start a new run from an export."
-        )
 
 
 def _saved_group(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:

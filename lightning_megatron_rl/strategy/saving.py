@@ -20,6 +20,7 @@ from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
 
 _OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
@@ -91,13 +92,25 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 state[f"{name}{index}"] = chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
         return state
 
-    def _other_optimizers_state(self, models: Mapping[str, Any], is_loading: bool) -> dict[str, Any]:
-        """State of `optimizers_saved_with_model`, given that of the models in `saved_with_model`."""
-        state = {}
-        for name, optimizer in self.optimizers_saved_with_model.items():
-            own = {f"{name}{index}": models[f"{name}{index}"] for index in range(len(self.saved_with_model[name]))}
-            state[f"optimizer_{name}"] = self._optimizer_state(optimizer, own, is_loading)
-        return state
+    def _optimizer_states(
+        self, optimizers: Sequence[Optimizer], models: Mapping[str, Any], *, is_loading: bool
+    ) -> dict[str, tuple[MegatronOptimizer, OptimizerState]]:
+        """The state of each optimizer, and of `optimizers_saved_with_model`, by its name in the checkpoint.
+
+        Args:
+            optimizers: Of the module's own model, if they are saved at all.
+            models: Sharded state dicts of all models.
+            is_loading: Whether they are to be loaded.
+        """
+        if not optimizers:
+            return {}
+        named = {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
+        named.update({f"optimizer_{name}": other for name, other in self.optimizers_saved_with_model.items()})
+        found = {}
+        for name, optimizer in named.items():
+            assert isinstance(optimizer, MegatronOptimizer)
+            found[name] = optimizer, optimizer.state_of(dict(models), is_loading=is_loading)
+        return found
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
@@ -117,11 +130,6 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         self._saved = None
         return super().optimizer_step(*args, **kwargs)
 
-    def _optimizer_state(self, optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        metadata = checkpoint_io.content_metadata()
-        model_state = next(iter(model.values())) if len(model) == 1 else model
-        return optimizer.sharded_state_dict(model_state, metadata, is_loading)
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint dictionary as a directory, by all ranks; see `strategy.checkpoint`."""
         if storage_options is not None:
@@ -140,10 +148,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             source = self._already_saved(moment)
             if source is None:
                 self.finish_saving()
-                for index, optimizer in enumerate(optimizers):
-                    sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, self._model_state(), False)
-                if optimizers:
-                    sharded.update(self._other_optimizers_state(sharded, is_loading=False))
+                found = self._optimizer_states(optimizers, sharded, is_loading=False)
+                sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in found.items()})
             description = {
                 "layout": asdict(self.layout),
                 "world_size": self.world_size,
@@ -190,7 +196,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         Raises:
             FileNotFoundError: There is no such directory.
             ValueError: It is not a checkpoint, damaged, of another model or other adapters, or holds objects that are
-                not plain data. No weight was touched, unless it is the last of these.
+                not plain data.
         """
         assert self.lightning_module is not None
         with self.phase("checkpoint load"):
@@ -204,31 +210,18 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                     f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
                     " cannot resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
                 )
-            sharded_optimizer = layout["use_distributed_optimizer"]
-            if self.optimizers and sharded_optimizer != self.use_distributed_optimizer:
-                raise ValueError(
-                    f"checkpoint {path} was saved with use_distributed_optimizer={sharded_optimizer}, and this run has"
-                    f" use_distributed_optimizer={self.use_distributed_optimizer}: their optimizers keep other tensors."
-                    f" Resume with MegatronStrategy(use_distributed_optimizer={sharded_optimizer})."
-                )
-            for index, optimizer in enumerate(self.optimizers):
-                assert isinstance(optimizer, MegatronOptimizer)
-                sharded[f"optimizer{index}"] = self._optimizer_state(optimizer, dict(sharded), is_loading=True)
+            trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+            generators = self._load_generators(path, layout) if self.optimizers else None
             sharded.update(self._other_models_state())
-            if self.optimizers:
-                sharded.update(self._other_optimizers_state(sharded, is_loading=True))
+            optimizers = self._optimizer_states(self.optimizers, sharded, is_loading=True)
+            sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in optimizers.items()})
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
-            for index, optimizer in enumerate(self.optimizers):
-                optimizer.load_sharded_state(loaded[f"optimizer{index}"])  # type: ignore[attr-defined]
-            for name, trained in self.optimizers_saved_with_model.items() if self.optimizers else ():
-                trained.load_sharded_state(loaded[f"optimizer_{name}"])
-            if self.optimizers and not self._restore_rng(path, layout):
-                rank_zero_warn(
-                    f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
-                    f" {layout['world_size']}): random-number states start anew from the seed."
-                )
-            return checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
+            for name, (optimizer, optimizer_state) in optimizers.items():
+                optimizer.load_state(optimizer_state, loaded[name])
+            if generators is not None:
+                checkpoint_io.set_rng_state(generators)
+            return trainer_state
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
@@ -250,10 +243,15 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     def _open_checkpoint(self, path: Path) -> tuple[Path, dict[str, Any]]:
         return checkpoint_io.open_checkpoint(path, verify=self.verify_checkpoints, fall_back=self.fall_back_to_previous)
 
-    def _restore_rng(self, path: Path, layout: dict[str, Any]) -> bool:
+    def _load_generators(self, path: Path, layout: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
-            return False
-        return checkpoint_io.restore_rng_state(path)
+            rank_zero_warn(
+                f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
+                f" {layout['world_size']}): random-number states start anew from the seed."
+            )
+            return None
+        return checkpoint_io.load_rng_state(path)
 
     def _load_weights(self, loaded: dict[str, Any]) -> None:
         from megatron.core.utils import unwrap_model

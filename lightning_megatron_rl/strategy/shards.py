@@ -5,7 +5,8 @@ and its reader unpickles whatever a file holds.
 """
 
 import pickle
-from collections import deque
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -206,7 +207,12 @@ class _Loading(torch_dist.TorchDistLoadShardedStrategy):
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         )
-        dcp.load(tensors, storage_reader=self._reader, planner=planner, no_dist=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own classes, and that ranks read each for itself
+                dcp.load(tensors, storage_reader=self._reader, planner=planner, no_dist=True)
+        except dcp.CheckpointException as failed:  # no `Exception`, and not what has happened
+            raise next(error for error, _ in failed.failures.values()) from failed
         found = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in tensors.items()}
         result = torch_dist._replace_sharded_keys_with_state_dict_keys(found, mapping, names)
         torch_dist._restore_dict_types(result, sharded_state_dict)
@@ -215,7 +221,11 @@ class _Loading(torch_dist.TorchDistLoadShardedStrategy):
 
 class _Planner(torch_dist.MCoreLoadPlanner):
     def load_bytes(self, read_item: Any, value: BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{name} among the shards is not plain data: {error}") from error
 
 
 class _Reader(dcp.FileSystemReader):
@@ -270,6 +280,42 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+# how tensors are pickled; torch's own unpickles whatever it is given, and Megatron puts another in its place
+_LOADS_FROM_BYTES = (
+    ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),
+)
+
+
+class _ExtraStateUnpickler(_MetadataUnpickler):
+    """Makes what Transformer Engine keeps of an fp8 layer: numbers, tensors and its recipe."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _LOADS_FROM_BYTES:
+            return lambda content: torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return torch._utils._rebuild_tensor_v2
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "transformer_engine.common.recipe" and not name.startswith("_"):
+            return pickle.Unpickler.find_class(self, module, name)
+        return super().find_class(module, name)
+
+
+def check_extra_state(name: str, value: Any) -> None:
+    """Refuse the extra state of a layer, which Transformer Engine will unpickle, if that would run anything.
+
+    Raises:
+        ValueError: It asks for more than tensors, numbers and a recipe.
+    """
+    if not isinstance(value, Tensor) or value.numel() == 0:
+        return
+    try:
+        _ExtraStateUnpickler(BytesIO(value.detach().cpu().numpy().tobytes())).load()
+    except Exception as error:
+        raise ValueError(f"{name} among the shards is no state of an fp8 layer: {error}.") from error
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import pytest
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_megatron_rl.models.moe import MoESettings
-from tests.distributed import WorkerError
 from tests.modules.test_lora import resuming, saving
 from tests.modules.test_moe import LAYOUTS
 from tests.strategy.test_megatron import assert_same_run
@@ -39,10 +38,14 @@ def test_resume_with_other_expert_parallelism(worker_pool, model, tmp_path, befo
     assert_same_run(resumed, Run(whole.steps[1:], whole.weights))
 
 
-def test_state_that_is_not_sharded_stays_with_its_expert_parallelism(worker_pool, model, tmp_path):
-    plain = {"use_distributed_optimizer": False}
-    whole = job(worker_pool, model, "ep2", plain, **{**resuming(tmp_path), **saving(tmp_path), "ckpt_path": None})
-    resumed = job(worker_pool, model, "ep2", plain, **resuming(tmp_path / "step=1.ckpt"))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("ep2", False), ("single", False)), (("single", True), ("ep2", False)), (("ep2", False), ("ep2", True))],
+    ids=["plain", "to_plain", "from_plain"],
+)
+def test_resume_with_and_without_the_distributed_optimizer(worker_pool, model, tmp_path, before, after):
+    """In any layout of the experts too: a state belongs to a parameter, not to an optimizer's number for it."""
+    first, second = ({"use_distributed_optimizer": sharded} for _, sharded in (before, after))
+    whole = job(worker_pool, model, before[0], first, **{**resuming(tmp_path), **saving(tmp_path), "ckpt_path": None})
+    resumed = job(worker_pool, model, after[0], second, **resuming(tmp_path / "step=1.ckpt"))
     assert_same_run(resumed, Run(whole.steps[1:], whole.weights))
-    with pytest.raises(WorkerError, match="the state cannot go from one to the other"):
-        job(worker_pool, model, "single", plain, **resuming(tmp_path / "step=1.ckpt"))

@@ -117,3 +117,118 @@ def test_replicas_share_the_writing(sync):
     sizes = [record["bytes"] for record in shards(sync / "step=1.ckpt").values()]
     assert len(sizes) == 2
     assert max(sizes) < 1.5 * min(sizes)
+
+
+def keep_with_link_and_resume(model: Path, directory: Path, world_size: int) -> Notes:
+    """`save_top_k=1`, `save_last="link"`, the first save held back; then one more step from "last"."""
+    notes = fit_and_keep(model, directory, world_size, {}, {"save_top_k": 1, "save_last": "link"}, holds=True)
+    keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
+    trainer = make_trainer({}, world_size, max_steps=4, enable_checkpointing=True, callbacks=[keeper])
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(16), 4), ckpt_path="last")
+    return {**notes, "resumed": look(directory), "global_step": trainer.global_step, "from": trainer.ckpt_path}
+
+
+def test_last_is_a_link_to_what_is_complete(worker_pool, qwen3_dir, tmp_path):
+    """Retention and links wait for the checkpoint that they are about.
+
+    Fails with Lightning's own link (which points to nothing while the first checkpoint is written) and when the
+    checkpoint before is removed as soon as it is asked for: the link would point to nothing until it is switched.
+    """
+    for mine in worker_pool.run(
+        keep_with_link_and_resume, qwen3_dir, tmp_path, 2, world_size=2, init_process_group=False
+    ):
+        assert mine["meanwhile"] == {
+            "complete": [],
+            "others": [".step=1.ckpt.incomplete", "step=1.ckpt"],
+            "links": {},
+        }
+        assert mine["end"] == {
+            "complete": ["last.ckpt", "step=3.ckpt"],
+            "others": [],
+            "links": {"last.ckpt": "step=3.ckpt"},
+        }
+        assert mine["save_last"] == "link", "the callback is as it was"
+        assert mine["from"] == str(tmp_path / "last.ckpt")
+        assert mine["global_step"] == 4
+        assert mine["resumed"]["links"]["last.ckpt"] == "step=4.ckpt"
+
+
+class ManySaves(pl.Callback):
+    """Saves three times after one step, and changes a weight after the first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        trainer.save_checkpoint(self.directory / "a.ckpt")
+        with torch.no_grad():
+            next(module.parameters()).data.mul_(0.5)  # as a callback would that exchanges weights for averaged ones
+        trainer.save_checkpoint(self.directory / "b.ckpt")
+        trainer.save_checkpoint(self.directory / "c.ckpt")
+        trainer.save_checkpoint(self.directory / "weights.ckpt", weights_only=True)
+
+
+def save_many_times(model: Path, directory: Path, world_size: int) -> None:
+    trainer = make_trainer({}, world_size, max_steps=1, callbacks=[ManySaves(directory)])
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))
+
+
+def test_saves_of_one_moment_share_their_files(worker_pool, qwen3_dir, tmp_path):
+    """As the best and the last checkpoint do; not if a weight has changed in between, and not with fewer tensors."""
+    worker_pool.run(save_many_times, qwen3_dir, tmp_path, 1, world_size=1, init_process_group=False)
+    a, b, c, weights = (tmp_path / f"{name}.ckpt" / "sharded" / "__0_0.distcp" for name in ("a", "b", "c", "weights"))
+    assert b.samefile(c)
+    assert not a.samefile(b)
+    assert shards(a.parents[1]) != shards(b.parents[1])
+    assert weights.stat().st_size < b.stat().st_size
+    manifests = [read_manifest(path.parents[1]) for path in (b, c, weights)]
+    assert manifests[0]["files"].keys() == manifests[1]["files"].keys()
+    assert [manifest["has_optimizer"] for manifest in manifests] == [True, True, False]
+
+
+class FillsTheDisk(pl.Callback):
+    """From the end of one step on, rank 1 can write files of at most 100 bytes."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.soft, self.hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.reached = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached = trainer.global_step
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, self.hard))
+
+
+def run_until_the_disk_is_full(model: Path, directory: Path, world_size: int, steps: int) -> Notes:
+    full = FillsTheDisk(2)
+    keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
+    trainer = make_trainer(
+        {"timeout_s": 30.0}, world_size, max_steps=steps, enable_checkpointing=True, callbacks=[full, keeper]
+    )
+    try:
+        trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4 * steps), 4))
+    except OSError as error:
+        return {"error": str(error), "reached": full.reached, "there": look(directory)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full.soft, full.hard))
+    raise AssertionError("the failed save was not told")
+
+
+@pytest.mark.parametrize(("steps", "reached"), [(5, 3), (2, 2)], ids=["next_save", "end_of_the_run"])
+def test_a_write_that_fails_is_told_on_every_rank(worker_pool, qwen3_dir, tmp_path, steps, reached):
+    """By the next save, or by the end; the checkpoint before stays, with its link, and nothing half.
+
+    Fails if what was to be removed is removed all the same.
+    """
+    arguments = (qwen3_dir, tmp_path, 2, steps)
+    for mine in worker_pool.run(
+        run_until_the_disk_is_full, *arguments, world_size=2, init_process_group=False, timeout=120.0
+    ):
+        assert f"rank 1 cannot write the checkpoint {tmp_path / 'step=2.ckpt'}" in mine["error"]
+        assert mine["reached"] == reached
+        assert mine["there"] == {
+            "complete": ["last.ckpt", "step=1.ckpt"],
+            "others": [],
+            "links": {"last.ckpt": "step=1.ckpt"},
+        }

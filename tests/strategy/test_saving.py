@@ -1,6 +1,7 @@
 """Lightning's checkpoint interfaces on directories: `ckpt_path`, `save_checkpoint`, failed saves, random numbers."""
 
 import random
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def assert_same(left: Any, right: Any, where: str) -> None:
 def test_last_and_saved_by_hand_resume_with_their_random_numbers(worker_pool, qwen3_dir, tmp_path):
     """Torch, numpy, Python and Megatron's tracker go on where the checkpoint was saved, each rank with its own.
 
-    Fails without `restore_rng_state`, and with rank 0's states on every rank.
+    Fails without `set_rng_state`, and with rank 0's states on every rank.
     """
     facts = worker_pool.run(save_and_resume, qwen3_dir, tmp_path, 2, world_size=2, init_process_group=False)
     for mine in facts:
@@ -155,3 +156,31 @@ def test_interrupted_save_keeps_the_previous_checkpoint(worker_pool, qwen3_dir, 
         assert "Choose a writable" in message
     assert (tmp_path / "good.ckpt" / "mark").is_file()
     assert read_manifest(tmp_path / "good.ckpt")["has_optimizer"]
+
+
+def save_with_little_room(model: Path, directory: Path, world_size: int) -> str:
+    """Save where rank 0's file system has room for 1000 bytes more than nothing."""
+    trainer = make_trainer({}, world_size, max_steps=1)
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))
+    checkpoint_io.free_bytes, real = lambda path: 1000, checkpoint_io.free_bytes
+    try:
+        trainer.save_checkpoint(directory / "new.ckpt")
+    except OSError as error:
+        return str(error)
+    finally:
+        checkpoint_io.free_bytes = real
+    raise AssertionError("the save was not refused")
+
+
+def test_too_little_room_is_found_before_anything_is_written(worker_pool, qwen3_dir, tmp_path):
+    """With the arithmetic, on every rank."""
+    arguments = (save_with_little_room, qwen3_dir, tmp_path, 2)
+    for message in worker_pool.run(*arguments, world_size=2, init_process_group=False):
+        found = re.search(
+            r"2 rank\(s\) have ([\d,]+) bytes to write, .* has 1,000 bytes free, ([\d,]+) too few", message
+        )
+        needed, lacking = (int(number.replace(",", "")) for number in found.groups())
+        assert needed - 1000 == lacking
+        assert needed > 1 << 20  # a margin for what is no tensor
+        assert "save_top_k" in message
+    assert list(tmp_path.iterdir()) == []
