@@ -1,12 +1,14 @@
 """Saving beside training: what is written, what is there meanwhile, what stays, and what a failed write leaves."""
 
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.strategy.manifest import is_checkpoint, read_manifest
