@@ -1,4 +1,4 @@
-"""Write the tables of measured results into docs/ and README.md: `python scripts/performance_table.py`.
+"""Write the tables of measured results into the documents: `python scripts/performance_table.py`.
 
 Every figure comes from a JSON file in benchmarks/results; a test holds the documents to what this writes.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("docs/performance.md", "README.md", "docs/checkpoints.md")
+DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
 NOTHING = "Not measured yet.\n"
 Result = dict[str, Any]
 
@@ -109,6 +109,24 @@ def real_run(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def checkpoint(results: Path = RESULTS) -> str:
+    """Return the table of B5."""
+    lines = [
+        "| device | model | size, GB | waited for, s | blocked, s | share | steps longer, s | waited for, GB/s |"
+        " beside, GB/s | verify, s | load, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("checkpoint_*.json", results):
+        sync, beside = result["sync"], result["async"]
+        lines.append(
+            f"| {result['device']}, {result['cpu_cores']} cores | {beside['shape']}, {beside['precision']}"
+            f" | {beside['bytes'] / 1e9:.2f} | {spread(sync['blocked_s'], 2)} | {spread(beside['blocked_s'], 2)}"
+            f" | {result['blocked_share']:.1%} | {beside['slowed_s_per_save']:.2f} | {result['sync_gb_per_s']:.2f}"
+            f" | {result['async_gb_per_s']:.2f} | {spread(beside['verify_s'], 2)} | {spread(beside['load_s'], 2)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def headline(results: Path = RESULTS) -> str:
     """Return the README's table: the first result of each benchmark, GPUs first."""
     lines = ["| what | where | result |", "|---|---|---|"]
@@ -170,6 +188,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight sync": weight_sync,
     "grpo step": grpo_step,
     "real run": real_run,
+    "checkpoint": checkpoint,
     "performance": headline,
     "conversion": conversion,
 }

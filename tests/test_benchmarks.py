@@ -85,7 +85,7 @@ def test_tables_in_the_documents_are_those_of_the_results(document):
 
 
 def test_results_say_where_they_come_from():
-    for name in ("throughput", "weight_sync", "grpo_step", "real_run", "convert"):
+    for name in ("throughput", "weight_sync", "grpo_step", "real_run", "checkpoint", "convert"):
         for stem, result in tables.load(f"{name}_*.json"):
             for key in ("command", "device", "versions", "python", "date"):
                 assert result[key], f"{stem}: {key}"
@@ -143,6 +143,39 @@ def test_throughput_runs_on_a_cpu(tmp_path: Path):
     assert row["plan"][0].startswith("trainer: process")
     assert "tok/s" in shown
     assert out.with_suffix(".png").exists()
+
+
+def test_shares_of_a_save_by_hand():
+    checkpoint: Any = importlib.import_module("checkpoint")
+    sync = {"blocked_s": {"median": 2.0}, "bytes": 3e9}
+    verify = {"verify_s": {"median": 0.3}, "load_s": {"median": 0.6}}
+    beside = {
+        "blocked_s": {"median": 0.1},
+        "bytes": 3e9,
+        "complete_s": {"median": 3.0},
+        "slowed_s_per_save": 0.3,
+        **verify,
+    }
+    assert checkpoint.compare({"sync": sync, "async": beside}) == pytest.approx(
+        {
+            "blocked_share": 0.05,
+            "blocked_and_slowed_share": 0.2,
+            "sync_gb_per_s": 1.5,
+            "async_gb_per_s": 1.0,
+            "verify_share_of_load": 0.5,
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_checkpoint_runs_on_a_cpu(tmp_path: Path):
+    out = tmp_path / "checkpoint.json"
+    shown = run_benchmark("checkpoint.py", "--shape=tiny", "--saves=3", "--threads=1", "--out", str(out))
+    result = json.loads(out.read_text())
+    assert result["async"]["bytes"] == pytest.approx(16 * result["async"]["parameters"], rel=0.1)  # fp32 state
+    assert result["async"]["blocked_s"]["count"] == 2
+    assert "blocked" in shown
 
 
 @pytest.mark.slow
