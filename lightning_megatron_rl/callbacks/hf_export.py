@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.hf_files import FailedEverywhereError
+from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space, publish
 from lightning_megatron_rl.models.peft_files import merge_adapter
-from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.strategy.distributed import check_writable, run_on_rank_zero
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
@@ -140,8 +139,8 @@ class HFExport(Callback):
     def _check_space(self, pl_module: Any) -> None:
         if self.adapter == "peft":  # megabytes
             return
-        source, dtype = pl_module.hf_model.path, pl_module.hf_model.dtype
-        count = sum(torch.Size(shape).numel() for shape in CheckpointLayout.read(source).shapes.values())
+        dtype = pl_module.hf_model.dtype
+        count = num_weights(pl_module.hf_model.path)
         check_space(self.dirpath, count * dtype.itemsize, f"{count:,} weights of {dtype.itemsize} bytes")
 
     def export(self, pl_module: Any, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -125,6 +126,16 @@ def weight_map(path: Path) -> dict[str, str]:
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return files
     return {name: file.name for file in sorted(path.glob("*.safetensors")) for name in read_header(file)[0]}
+
+
+def num_weights(path: Path) -> int:
+    """Return how many numbers a checkpoint's files hold.
+
+    Example:
+        ``num_weights(local_checkpoint("Qwen/Qwen3-0.6B"))``
+    """
+    headers = [read_header(path / file)[0] for file in sorted(set(weight_map(path).values()))]
+    return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

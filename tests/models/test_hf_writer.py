@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from lightning_megatron_rl.models import hf_writer
-from lightning_megatron_rl.models.hf_files import INDEX_FILE, origin, settings_files, weight_map
+from lightning_megatron_rl.models.hf_files import INDEX_FILE, num_weights, origin, settings_files, weight_map
 from lightning_megatron_rl.models.hf_save import compare_files, describe_difference
 from lightning_megatron_rl.models.hf_writer import SAFETENSORS_DTYPES, CheckpointWriter, SafetensorsFile, publish
 
@@ -102,3 +102,9 @@ def test_settings_of_a_checkpoint_tell_its_names_and_its_origin(qwen3_dir: Path,
     assert origin(tmp_path) == "acme/tiny"
     assert origin(qwen3_dir) is None
     assert weight_map(tmp_path) == weight_map(qwen3_dir) != {}
+
+
+def test_weights_are_counted_from_the_headers(qwen3_dir: Path):
+    assert num_weights(qwen3_dir) == sum(
+        tensor.numel() for tensor in load_file(qwen3_dir / "model.safetensors").values()
+    )
