@@ -45,7 +45,8 @@ def throughput(results: Path = RESULTS) -> str:
             precision = row["precision"] + (", recomputed" if row["recompute"] else "")
             lines.append(
                 f"| {result['device']} | {row['shape']}, {precision} | {row['layout']}"
-                f" | {row['max_tokens_per_microbatch']:,} | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
+                f" | {row['max_tokens_per_microbatch']:,}"
+                f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
                 f" | {share(update['mfu_spec'])} | {spread(logprobs['tokens_per_s_per_gpu'], 0)}"
                 f" | {share(logprobs['mfu_measured'])}"
                 f" | {'–' if memory is None else f'{memory:.1f}'}"
