@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
 NOTHING = "Not measured yet.\n"
+ASLEEP = ", sampler asleep (wake, sync, wake of the cache)"
 Result = dict[str, Any]
 
 
@@ -34,9 +35,9 @@ def spread(value: dict[str, Any], digits: int) -> str:
 def throughput(results: Path = RESULTS) -> str:
     """Return the table of B2."""
     lines = [
-        "| device | model | layout | update, tokens/s | MFU (measured peak) | MFU (data sheet) | log-probs, tokens/s |"
-        " peak memory, GiB | planned, GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| device | model | layout | tokens per micro-batch | update, tokens/s | MFU (measured peak) |"
+        " MFU (data sheet) | log-probs, tokens/s | MFU | peak memory, GiB | planned, GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for _, result in load("throughput_*.json", results):
         for row in result["rows"]:
@@ -44,8 +45,10 @@ def throughput(results: Path = RESULTS) -> str:
             precision = row["precision"] + (", recomputed" if row["recompute"] else "")
             lines.append(
                 f"| {result['device']} | {row['shape']}, {precision} | {row['layout']}"
+                f" | {row['max_tokens_per_microbatch']:,}"
                 f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
                 f" | {share(update['mfu_spec'])} | {spread(logprobs['tokens_per_s_per_gpu'], 0)}"
+                f" | {share(logprobs['mfu_measured'])}"
                 f" | {'–' if memory is None else f'{memory:.1f}'}"
                 f" | {'–' if memory is None else format(row['planned_memory_gib'], '.1f')} |"
             )
@@ -61,8 +64,9 @@ def weight_sync(results: Path = RESULTS) -> str:
     for _, result in load("weight_sync_*.json", results):
         for name, rate in result["rates"].items():
             sync = result[name]["sync"]
+            who = result[name]["who"] + (ASLEEP if name == "asleep" else "")
             lines.append(
-                f"| {result['device']} | {result['ours']['shape']} | {result[name]['who']}"
+                f"| {result['device']} | {result['ours']['shape']} | {who}"
                 f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
                 f" | {rate['extra_gib']:.2f} |"
             )

@@ -42,6 +42,7 @@ COME_WITH = {  # declared by a package that is declared here
     "lightning_utilities": "lightning",
     "shtab": "jsonargparse",
     "jinja2": "torch",
+    "triton": "torch",
     "packaging": "lightning",
 }
 

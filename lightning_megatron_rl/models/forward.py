@@ -23,9 +23,9 @@ def microbatch_forward(
     """Run `chunk` (bare, or wrapped by `Float16Module` or DDP) on `tokens`, `position_ids`, `labels`, each [b, s].
 
     Sequences of a padded batch are padded on the right. A packed batch has b = 1; `cu_seqlens` (int32, [sequences + 1],
-    on the CPU: reading it must not wait for the GPU) holds the boundaries of its sequences, which do not see each other,
-    and `max_seqlen` the length of the longest; under context parallelism they count whole sequences, of which this
-    rank's tokens are the zigzag share.
+    on the CPU: reading it must not wait for the GPU) holds the boundaries of its sequences, which do not see each
+    other, and `max_seqlen` the length of the longest; under context parallelism they count whole sequences, of which
+    this rank's tokens are the zigzag share.
     The last pipeline stage returns what `output_processor` returns, the others their hidden states.
 
     Raises `ValueError` if the boundaries do not fit the tokens, or the tokens cannot be split for sequence parallelism.
