@@ -103,7 +103,22 @@ LOAD = [
     ),
 ]
 DRILLS = [*STEP, *SAVE, *LOAD]
-SHORT: list[Drill] = [STEP[13], SAVE[7]]
+# One rank behind an optimizer step; then, resumed, the other one when its next checkpoint is all but complete.
+SHORT = [
+    Drill(
+        (
+            Point(
+                "optimizer step: after",
+                f"{_CORE}optimizer/optimizer.py",
+                "ChainedOptimizer.step_with_ready_grads",
+                "return",
+                8,
+                (1,),
+            ),
+            Point("save: before it is complete", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "start", 1, (0,)),
+        )
+    )
+]
 VLLM_DRILLS = [
     _one("vLLM: rollout", "rollout/vllm_supervision.py", "SupervisedEngine.generate", occurrence=4),
 ]

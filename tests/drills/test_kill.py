@@ -24,13 +24,8 @@ def report(out: Path, *options: str, timeout: float) -> list[dict[str, object]]:
     return json.loads(out.read_text())["drills"]
 
 
-@pytest.mark.parametrize("drill", [drill.name for drill in SHORT])
-def test_short_form_is_part_of_the_long_one(drill):
-    assert drill in [one.name for one in DRILLS]
-
-
 def test_a_killed_run_resumes_as_itself(tmp_path):
-    """One rank behind an optimizer step, and the first one when its checkpoint is all but complete."""
+    """One rank behind an optimizer step; then the other one when its next checkpoint is all but complete."""
     found = report(tmp_path / "report.json", "--short", timeout=240)
     assert [line["problems"] for line in found] == [[]] * len(SHORT)
     assert all(line["steps_done_again"] for line in found)
