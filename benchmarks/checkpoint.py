@@ -7,6 +7,7 @@ apart. Then the last checkpoint is verified and loaded, one after the other, as 
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -143,13 +144,14 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options)))
         return
+    load = os.getloadavg()[0]  # of other processes: nothing of this runs yet
     names = ("device", "shape", "precision", "saves", "warmup", "sequences", "threads")
     passed = [f"--{name}={getattr(options, name)}" for name in names]
     passed += [f"--directory={options.directory}"] if options.directory else []
     ways = {
         way: run_child("checkpoint.py", [*passed, f"--measure={way}"], options.timeout) for way in ("sync", "async")
     }
-    result = {**facts(options.device), "benchmark": "B5 checkpoint", **ways, **compare(ways)}
+    result = {**facts(options.device), "benchmark": "B5 checkpoint", "load_before": load, **ways, **compare(ways)}
     write_json(result_path("checkpoint", options.device, options.out), result)
     print(
         f"{ways['async']['bytes'] / 1e9:.2f} GB: blocked {ways['async']['blocked_s']['median']:.3f} s instead of"

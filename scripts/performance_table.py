@@ -112,17 +112,18 @@ def real_run(results: Path = RESULTS) -> str:
 def checkpoint(results: Path = RESULTS) -> str:
     """Return the table of B5."""
     lines = [
-        "| device | model | size, GB | waited for, s | blocked, s | share | steps longer, s | waited for, GB/s |"
-        " beside, GB/s | verify, s | load, s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| device | load before | model | size, GB | waited for, s | blocked, s | share | steps longer, s"
+        " | waited for, GB/s | beside, GB/s | verify, s | load, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for _, result in load("checkpoint_*.json", results):
         sync, beside = result["sync"], result["async"]
+        where = f"{result['device']}, {result['cpu_cores']} cores | {result['load_before']:.1f}"
         lines.append(
-            f"| {result['device']}, {result['cpu_cores']} cores | {beside['shape']}, {beside['precision']}"
-            f" | {beside['bytes'] / 1e9:.2f} | {spread(sync['blocked_s'], 2)} | {spread(beside['blocked_s'], 2)}"
-            f" | {result['blocked_share']:.1%} | {beside['slowed_s_per_save']:.2f} | {result['sync_gb_per_s']:.2f}"
-            f" | {result['async_gb_per_s']:.2f} | {spread(beside['verify_s'], 2)} | {spread(beside['load_s'], 2)} |"
+            f"| {where} | {beside['shape']}, {beside['precision']} | {beside['bytes'] / 1e9:.2f}"
+            f" | {spread(sync['blocked_s'], 2)} | {spread(beside['blocked_s'], 2)} | {result['blocked_share']:.1%}"
+            f" | {beside['slowed_s_per_save']:.2f} | {result['sync_gb_per_s']:.2f} | {result['async_gb_per_s']:.2f}"
+            f" | {spread(beside['verify_s'], 2)} | {spread(beside['load_s'], 2)} |"
         )
     return "\n".join(lines) + "\n"
 

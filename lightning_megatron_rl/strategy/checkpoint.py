@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, free_bytes, share_files
-from lightning_megatron_rl.strategy.distributed import run_on_all_ranks, run_on_rank_zero
+from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, free_bytes, fsync, share_files
+from lightning_megatron_rl.strategy.distributed import run_and_finish, run_on_all_ranks, run_on_rank_zero
 from lightning_megatron_rl.strategy.manifest import (
     DamagedCheckpointError,
     FileRecord,
@@ -138,8 +138,7 @@ class PendingCheckpoint:
             OSError: A file cannot be written, on every rank. What stood under the name before still does.
         """
         with self._leaving_nothing():
-            written = run_on_all_ranks(self._write_own, group)
-            run_on_rank_zero(lambda: self._publish(written), group)
+            run_and_finish(self._write_own, self._publish, group)
 
     def _write_own(self) -> "tuple[WrittenShards | None, dict[str, FileRecord]]":
         with _writing(self.path):
@@ -158,7 +157,10 @@ class PendingCheckpoint:
             # whatever else was put there, such as by a subclass of the strategy
             others = (entry for entry in self._partial.rglob("*") if entry.is_file())
             names = [str(entry.relative_to(self._partial)) for entry in others]
-            files.update({name: record_file(self._partial / name) for name in names if name not in files})
+            for name in names:
+                if name not in files:
+                    fsync(self._partial / name)
+                    files[name] = record_file(self._partial / name)
             write_manifest(self._partial, self._description, files)
             self._directory.publish()
 

@@ -124,6 +124,34 @@ def run_on_all_ranks[T](function: Callable[[], T], group: dist.ProcessGroup | No
     return [found for found, _ in outcomes]
 
 
+def run_and_finish[T](
+    function: Callable[[], T], finish: Callable[[list[T]], None], group: dist.ProcessGroup | None = None
+) -> None:
+    """Call `function` on every rank, then `finish` on rank 0 with all results; if either failed, every rank raises.
+
+    Args:
+        function: What each rank does; its result is pickled.
+        finish: What rank 0 does with the results, if there are all of them.
+        group: All ranks, joined for the caller's thread; None is the default group.
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    try:
+        outcome = function(), None
+    except Exception as caught:
+        outcome = None, _portable(caught)
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(outcome, gathered, dst=0, group=group)
+
+    def last() -> None:
+        assert gathered is not None
+        for _, error in gathered:
+            if error is not None:
+                raise error
+        finish([result for result, _ in gathered])
+
+    run_on_rank_zero(last, group)
+
+
 def _portable(error: Exception) -> Exception:
     """Return an exception that can be sent to another process: known built-in types keep their type."""
     for kind in (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError):

@@ -152,7 +152,9 @@ def _main_parameters(part: "CoreOptimizer") -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _flat(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: tensor.detach().view(-1) for name, tensor in tensors.items() if name != _STEP}
+    """What is kept per element: not a count of steps, which is a tensor in some optimizers."""
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and name != _STEP}
+    return {name: tensor.detach().view(-1) for name, tensor in found.items()}
 
 
 def _sharded(place: "ShardedBase", own: Slice, name: str, state: Tensor) -> Iterator["ShardedTensor"]:

@@ -125,6 +125,11 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             optimizer = optimizer.optimizer
         return {_OPTIMIZER: optimizer}
 
+    def start_keeping(self, trainer: "pl.Trainer") -> None:
+        """Get ready for a fit, whose optimizer is a new one."""
+        self._saved = None
+        super().start_keeping(trainer)
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step; what was saved before is of another moment."""
         self._saved = None

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_megatron_rl.strategy.directories import fsync
 from lightning_megatron_rl.strategy.manifest import FileRecord, HashedFile, record_file
 
 COMMON_STATE = "common_state"  # Megatron's name for what is neither a tensor nor an object of its own
@@ -114,6 +115,7 @@ class StagedShards(FileSystemWriterAsync):
         assert self.metadata is not None
         self.finish(self.metadata, [shards.items for shards in written])
         save_config(CheckpointingConfig(_BACKEND), str(self.directory))
+        fsync(self.directory / _CONFIG_FILE)
         files = {name: record for shards in written for name, record in shards.files.items()}
         return {**files, **{name: record_file(self.directory / name) for name in (METADATA_FILE, _CONFIG_FILE)}}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -68,7 +69,10 @@ def fit_and_keep(
     keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, **keep)
     trainer = make_trainer(strategy, world_size, max_steps=3, enable_checkpointing=True, callbacks=[watch, keeper])
     trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(12), 4))
-    return {"meanwhile": watch.meanwhile, "end": look(directory), "save_last": keeper.save_last}
+    trainer.strategy.barrier()  # rank 0 removes, and the others do not wait for that
+    children = len(psutil.Process().children(recursive=True))
+    end = look(directory)
+    return {"meanwhile": watch.meanwhile, "end": end, "save_last": keeper.save_last, "children": children}
 
 
 def shards(path: Path) -> dict[str, Any]:
@@ -103,6 +107,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(held):
     for mine in notes:
         assert mine["meanwhile"]["complete"] == []
         assert mine["meanwhile"]["others"] == [".step=1.ckpt.incomplete", "step=1.ckpt"]
+        assert mine["children"] == 0, "a process that a save has started would outlive a run that is killed"
     assert look(directory) == {"complete": [f"step={step}.ckpt" for step in (1, 2, 3)], "others": [], "links": {}}
 
 
@@ -127,6 +132,7 @@ def keep_with_link_and_resume(model: Path, directory: Path, world_size: int) -> 
     keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
     trainer = make_trainer({}, world_size, max_steps=4, enable_checkpointing=True, callbacks=[keeper])
     trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(16), 4), ckpt_path="last")
+    trainer.strategy.barrier()
     return {**notes, "resumed": look(directory), "global_step": trainer.global_step, "from": trainer.ckpt_path}
 
 
@@ -211,6 +217,7 @@ def run_until_the_disk_is_full(model: Path, directory: Path, world_size: int, st
     try:
         trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4 * steps), 4))
     except OSError as error:
+        trainer.strategy.barrier()
         return {"error": str(error), "reached": full.reached, "there": look(directory)}
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (full.soft, full.hard))
@@ -234,3 +241,23 @@ def test_a_write_that_fails_is_told_on_every_rank(worker_pool, qwen3_dir, tmp_pa
             "others": [],
             "links": {"last.ckpt": "step=1.ckpt"},
         }
+
+
+def remove_what_is_linked(model: Path, directory: Path, world_size: int) -> list[list[str]]:
+    """What is there when the target of a link was removed, and when the link has gone."""
+    keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_last="link")
+    trainer = make_trainer({}, world_size, max_steps=1, enable_checkpointing=True, callbacks=[keeper])
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))
+    strategy: Any = trainer.strategy
+    strategy.remove_checkpoint(directory / "step=1.ckpt")
+    there = [look(directory)["complete"]]
+    strategy.remove_checkpoint(directory / "last.ckpt")
+    strategy._remove_outlived()
+    return [*there, look(directory)["complete"]]
+
+
+def test_what_a_link_points_to_outlives_it(worker_pool, qwen3_dir, tmp_path):
+    """Lightning has the old checkpoint removed before it makes the new link."""
+    arguments = (remove_what_is_linked, qwen3_dir, tmp_path, 1)
+    (found,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    assert found == [["last.ckpt", "step=1.ckpt"], []]
