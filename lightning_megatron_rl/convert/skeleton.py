@@ -1,6 +1,8 @@
 """A Megatron model without its numbers, and where in a distributed checkpoint each parameter stands."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +59,15 @@ class Skeleton:
     ) -> None:
         self.model = model
         self.dtype = dtype
-        self.chunks: list[Any] = model.build_chunks(
-            params_dtype=dtype,
-            layer_backend="torch",
-            device=torch.device("meta"),
-            sequence_parallel=False,
-            load_weights=False,
-            lora=lora,
-        )
+        with redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it builds
+            self.chunks: list[Any] = model.build_chunks(
+                params_dtype=dtype,
+                layer_backend="torch",
+                device=torch.device("meta"),
+                sequence_parallel=False,
+                load_weights=False,
+                lora=lora,
+            )
         (chunk,) = self.chunks
         self.state: dict[str, Any] = chunk.sharded_state_dict(prefix=prefix, metadata=content_metadata())
         if lora is not None:

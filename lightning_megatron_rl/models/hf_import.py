@@ -1,5 +1,6 @@
 """Hugging Face tensors as Megatron's parameters, one at a time: for models that are larger than memory."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class HFWeights:
         self.tasks = [task for task in tasks if task is not None and task.param_weight is not None]
         self._kept: dict[str, Any] = {}  # tensors of several experts by name
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         """Hugging Face names of the checkpoint's tensors."""
         return set(self._state.source.get_all_keys())
