@@ -11,6 +11,8 @@ PACKAGE = "lightning_megatron_rl"
 ROOT = Path(lightning_megatron_rl.__file__).parent
 FLOORS = {
     "sample": -1,  # the records that everybody shares
+    "files": -1,
+    "arguments": -1,
     "algorithms": 0,
     "rewards": 0,
     "compat": 0,
@@ -31,6 +33,8 @@ FLOORS = {
 }
 FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
+    "files": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "algorithms": {"megatron", "lightning", "vllm", "transformers"},
     "rewards": {"megatron", "lightning", "vllm", "transformers"},
     "devices": {"megatron", "lightning", "vllm", "transformers"},

@@ -5,7 +5,8 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+
+from lightning_megatron_rl.arguments import new_parser
 
 PROGRAM = "lightning-megatron-rl convert"
 _DESCRIPTION = """Convert a Hugging Face model into a distributed checkpoint, or the other way round.
@@ -23,20 +24,9 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 _DIFFERENCES = 20  # that are printed
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = _Parser(
-        PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser(PROGRAM, _DESCRIPTION, _EPILOG)
     parser.add_argument("source", metavar="SRC", help="Hugging Face directory or hub name, or distributed checkpoint")
     parser.add_argument("destination", metavar="DST", help="directory to write: new, or empty")
     parser.add_argument("--dtype", choices=_DTYPES, help="of what is written; default: that of the Hugging Face model")

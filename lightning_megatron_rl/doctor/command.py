@@ -4,8 +4,8 @@ import argparse
 import json
 import textwrap
 from dataclasses import asdict
-from typing import NoReturn
 
+from lightning_megatron_rl.arguments import new_parser
 from lightning_megatron_rl.doctor.findings import Finding
 
 PROGRAM = "lightning-megatron-rl doctor"
@@ -18,20 +18,9 @@ _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "missing": "MISSING"
 _WIDTH = 118
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = _Parser(
-        PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser(PROGRAM, _DESCRIPTION, _EPILOG)
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.files import free_bytes, fsync
 from lightning_megatron_rl.models.hf_files import INDEX_FILE, copy_settings
 
 SAFETENSORS_DTYPES = {
@@ -159,11 +160,11 @@ def make_temporary(directory: Path) -> Path:
 def publish(temporary: Path, directory: Path) -> None:
     """Give a complete directory its name: all of it is on disk then, or nothing stands under the name."""
     for path in [*temporary.rglob("*"), temporary]:
-        _fsync(path)
+        fsync(path)
     if directory.exists():
         directory.rmdir()
     temporary.rename(directory)
-    _fsync(directory.parent)
+    fsync(directory.parent)
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:
@@ -175,18 +176,9 @@ def check_space(directory: Path, needed: int, what: str) -> None:
     Example:
         ``check_space(Path("runs/hf"), 2 * 600_000_000, "600,000,000 weights of 2 bytes")``
     """
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(directory)
     if needed > free:
         raise OSError(
             f"{directory} needs {needed / 1e9:.2f} GB ({what}), and its file system has {free / 1e9:.2f} GB free: make"
             f" room for {(needed - free) / 1e9:.2f} GB, or choose another directory"
         )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, free_bytes, fsync, share_files
+from lightning_megatron_rl.files import free_bytes, fsync
+from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, share_files
 from lightning_megatron_rl.strategy.distributed import run_and_finish, run_on_all_ranks, run_on_rank_zero
 from lightning_megatron_rl.strategy.manifest import (
     DamagedCheckpointError,

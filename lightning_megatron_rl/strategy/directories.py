@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from lightning_megatron_rl.files import fsync
 from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
 
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
@@ -138,21 +139,6 @@ def remove(path: Path) -> None:
         _delete(hidden)
         path.rename(hidden)
         _delete(hidden)
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes that can be written below `path`, which need not be there yet."""
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
 
 
 def _hidden(path: Path, suffix: str) -> Path:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_megatron_rl.strategy.directories import fsync
+from lightning_megatron_rl.files import fsync
 from lightning_megatron_rl.strategy.manifest import FileRecord, HashedFile, record_file
 
 COMMON_STATE = "common_state"  # Megatron's name for what is neither a tensor nor an object of its own

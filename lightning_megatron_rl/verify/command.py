@@ -4,7 +4,8 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import NoReturn
+
+from lightning_megatron_rl.arguments import new_parser
 
 PROGRAM = "lightning-megatron-rl verify-layout"
 _DESCRIPTION = """Freeze one batch, train on it under every parallel layout, and compare with a single process in fp32.
@@ -19,21 +20,9 @@ example:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own arguments."""
-    parser = _Parser(
-        PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        usage=f"{PROGRAM} --config FILE [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser(PROGRAM, _DESCRIPTION, _EPILOG, usage=f"{PROGRAM} --config FILE [options]")
     parser.add_argument("--layouts", metavar="NAMES", help="like tp2,pp2_vpp2,tp2@4096; default: all that fit")
     parser.add_argument("--processes", type=int, default=4, metavar="N", help="most processes of a layout (default 4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda takes a GPU per process")

@@ -1,0 +1,25 @@
+"""What the tools of the command line share: a parser whose errors are one line."""
+
+import argparse
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def new_parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that takes no abbreviations, shows its texts as they are written, and exits with 2 on an error.
+
+    Example:
+        ``new_parser("lightning-megatron-rl doctor", "Say what is there.", "exit code: 0 if all is")``
+    """
+    return _Parser(
+        program,
+        description=description,
+        epilog=epilog,
+        usage=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
