@@ -1,14 +1,15 @@
 """Time and peak memory of `lightning-megatron-rl convert` against the model's size, both ways.
 
 ``python benchmarks/convert.py --shapes 0.6b,1.7b,30b-a3b:2`` (a shape may have a number of layers of its own). Each
-conversion is a process of its own; its peak is the kernel's count of resident memory, which includes the pages of files
-that are mapped. "tiny" comes first: what the program and its libraries take.
+conversion is a process of its own; its peak is what it says itself, the kernel's count of its resident memory, which
+includes the pages of files that are mapped. "tiny" comes first: what the program and its libraries take.
 """
 
 import argparse
 import json
 import math
-import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -84,18 +85,16 @@ def write_source(directory: Path, sizes: dict[str, Any]) -> int:
 def convert(source: Path, destination: Path, *arguments: str) -> dict[str, float]:
     """Run the command; return its seconds, CPU seconds and peak memory."""
     command = [sys.executable, "-m", "lightning_megatron_rl", "convert", str(source), str(destination), *arguments]
-    started = time.perf_counter()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        _, status, used = os.wait4(process.pid, 0)  # this process's own peak, which getrusage does not give
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        if process.returncode != 0:
-            raise RuntimeError(f"{command} ended with {process.returncode}:\n{output.read().decode()[-4000:]}")
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    told = re.search(r"with at most ([\d.]+) GB of memory", done.stdout)
+    if done.returncode != 0 or told is None:
+        raise RuntimeError(f"{command} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     return {
-        "seconds": round(time.perf_counter() - started, 2),
-        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
-        "peak_gb": round(used.ru_maxrss * 1024 / 1e9, 3),  # Linux counts KiB
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2),
+        "peak_gb": float(told[1]),
     }
 
 

@@ -1,7 +1,6 @@
 """The command `convert`: arguments, which way it goes, what is printed, and the exit code."""
 
 import argparse
-import resource
 import sys
 import time
 from pathlib import Path
@@ -85,7 +84,7 @@ def main(args: list[str]) -> int:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 
-    from lightning_megatron_rl.convert.process import single_process
+    from lightning_megatron_rl.convert.process import peak_memory_gb, single_process
     from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
 
     started = time.perf_counter()
@@ -109,8 +108,7 @@ def main(args: list[str]) -> int:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts KiB
-    print(f"{written} in {seconds:.1f} s, with at most {peak:.2f} GB of memory")
+    print(f"{written} in {seconds:.1f} s, with at most {peak_memory_gb():.3f} GB of memory")
     for difference in differences[:_DIFFERENCES]:
         print(f"{PROGRAM}: {difference}", file=sys.stderr)
     if differences:

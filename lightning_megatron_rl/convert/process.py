@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 
+_STATUS = Path("/proc/self/status")
 _TIMEOUT_S = 600.0  # nobody else takes part in the groups' collectives
 
 
@@ -31,3 +33,12 @@ def single_process() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def peak_memory_gb() -> float:
+    """Return the most memory that this program has had in RAM, files that it has mapped included, in GB.
+
+    `getrusage` would begin with the peak of the program that started this one.
+    """
+    (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024 / 1e9  # Linux counts KiB
