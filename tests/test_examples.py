@@ -17,7 +17,6 @@ from lightning_megatron_rl.environments import Action, Calculator, Ending, Reply
 from lightning_megatron_rl.rewards import compute_rewards, reward_name
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.command_line import ROOT, build
-from tests.selection import by_default
 
 EXAMPLES = ROOT / "examples"
 
@@ -102,7 +101,8 @@ def test_yaml_of_the_documents_builds(tmp_path):
     assert evaluated.datamodule.val_names == ["gsm8k", "own"]
 
 
-@pytest.mark.parametrize("method", by_default(["dpo"], ["reward_model", "dpo"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["reward_model", "dpo"])
 def test_preferences_script(qwen3_dir, tmp_path, method):
     arguments = ("--model", qwen3_dir, "--method", method, "--steps", "1", "--devices", "1", "--out", tmp_path)
     output = run(EXAMPLES / "preferences_script.py", *arguments)

@@ -8,6 +8,8 @@ import textwrap
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import pytest
+
 from tests.policing import clean_up, take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,7 @@ LEAKS = {  # code of a test -> what is said about it
 }
 
 
+@pytest.mark.slow
 def test_what_a_test_leaves_behind_is_named_and_undone(tmp_path: Path):
     tests = [f"def test_leak_{i}(tmp_path):\n    {code}\n" for i, code in enumerate(LEAKS)]
     imports = "import os, subprocess, threading, time\nfrom torch.distributed import init_process_group\n"

@@ -9,6 +9,7 @@ from tests.rollout.test_vllm import TOLERANCE
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_wakes_in_parts_and_samples_what_it_would_have(fault_harness):
     engine, requests = fault_harness.engine, make_requests(4)
     fault_harness.push_random_weights(41)
@@ -21,6 +22,7 @@ def test_wakes_in_parts_and_samples_what_it_would_have(fault_harness):
     assert engine.generate(requests, PARAMS) == before
 
 
+@pytest.mark.slow
 def test_update_wakes_the_weights_and_sampling_the_rest(fault_harness):
     engine, requests = fault_harness.engine, make_requests(4)
     fault_harness.push_random_weights(42)
@@ -32,6 +34,7 @@ def test_update_wakes_the_weights_and_sampling_the_rest(fault_harness):
     assert max_logprob_error(fault_harness.model, requests, results) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_weights_that_a_deep_sleep_dropped_come_from_the_host_again(fault_harness):
     """The shared memory still has them; without it, `generate` would ask for them."""
     engine, requests = fault_harness.engine, make_requests(4)

@@ -66,6 +66,7 @@ def timeless(run: Run) -> list[dict[str, float]]:
     return [{name: step[name] for name in step if not name.startswith(("time/", "perf/"))} for step in run.steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "saved", "others"),
     [

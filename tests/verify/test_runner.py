@@ -104,6 +104,7 @@ def test_failure_in_a_step_is_no_refusal_and_the_next_layout_runs(worker_pool, q
     assert report.exit_code == 1
 
 
+@pytest.mark.slow
 def test_refusals_of_model_module_and_batch_are_listed_with_their_reason(worker_pool, qwen3_dir):
     report = verify(worker_pool, qwen3_dir, ["tp3", "dp2"], subjects.ImpatientSFT)
     assert report["tp3"].verdict == report["dp2"].verdict == "refused"
