@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import zlib
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -90,6 +92,19 @@ class Notes(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         self._write(trainer, step=trainer.global_step, validation=values)
+
+
+class Draws(pl.Callback):
+    """Draws from every generator in each step, so that their states are those of the step."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.rand(3)
+        np.random.standard_normal()  # one of a pair: the other half is state as well
+        random.random()
+        with get_cuda_rng_tracker().fork():
+            torch.rand(3)
 
 
 class IsTold(pl.Callback):
@@ -208,7 +223,7 @@ def train(job: Job, world_size: int) -> dict[str, Any]:
             "max_steps": STEPS,
             "enable_checkpointing": True,
             "default_root_dir": job.directory,
-            "callbacks": [Notes(job.directory), keeper, best, stopper, *job.callbacks],
+            "callbacks": [Notes(job.directory), Draws(), keeper, best, stopper, *job.callbacks],
             "logger": logs,
             "log_every_n_steps": 1,
             "val_check_interval": VALIDATED_EVERY,
