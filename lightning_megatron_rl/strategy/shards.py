@@ -6,7 +6,7 @@ and its reader unpickles whatever a file holds.
 
 import pickle
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.safe_globals import SafeUnpickler
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -284,30 +285,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-# how tensors are pickled; torch's own unpickles whatever it is given, and Megatron puts another in its place
-_LOADS_FROM_BYTES = (
-    ("torch.storage", "_load_from_bytes"),
-    ("megatron.core.safe_globals", "safe_load_from_bytes"),
-)
-
-
-class _ExtraStateUnpickler(_MetadataUnpickler):
-    """Makes what Transformer Engine keeps of an fp8 layer: numbers, tensors and its recipe."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _LOADS_FROM_BYTES:
-            return lambda content: torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return torch._utils._rebuild_tensor_v2
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "transformer_engine.common.recipe" and not name.startswith("_"):
-            return pickle.Unpickler.find_class(self, module, name)
-        return super().find_class(module, name)
-
-
 def check_extra_state(name: str, value: Any) -> None:
     """Refuse the extra state of a layer, which Transformer Engine will unpickle, if that would run anything.
+
+    Megatron looks at what its grouped layers are given, and leaves the others to Transformer Engine.
 
     Raises:
         ValueError: It asks for more than tensors, numbers and a recipe.
@@ -315,7 +296,7 @@ def check_extra_state(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() == 0:
         return
     try:
-        _ExtraStateUnpickler(BytesIO(value.detach().cpu().numpy().tobytes())).load()
+        SafeUnpickler(BytesIO(value.detach().cpu().numpy().tobytes())).load()
     except Exception as error:
         raise ValueError(f"{name} among the shards is no state of an fp8 layer: {error}.") from error
 

@@ -73,7 +73,7 @@ def test_a_name_always_stands_for_a_whole_checkpoint(tmp_path):
 
     looking = threading.Thread(target=look)
     looking.start()
-    for number in range(200):
+    for number in range(60):
         write(path, "y")
         switch_link(link, targets[number % 2])
     done.set()
