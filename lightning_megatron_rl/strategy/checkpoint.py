@@ -46,6 +46,7 @@ EXTRA_STATE = "_extra_state"  # end of the names under which Transformer Engine 
 SHARDED = "sharded"
 _TRAINER_FILE = "trainer.pt"
 _RNG = "rng"
+_NAMES_BEGIN = ("decoder.", "embedding.", "output_layer.")  # of every model's tensors
 _SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, at least
 
 
@@ -350,26 +351,31 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any]) -> None:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     parts = (state for part, state in sharded.items() if not part.startswith("optimizer"))
     own = {
+        # a factory makes tensors when it is saved, and a vocabulary may be padded to another layout's length
         tensor.key: tuple(tensor.global_shape)
-        for tensor in chain.from_iterable(nested_values(state) for state in parts)
         if isinstance(tensor, ShardedTensor) and not tensor.allow_shape_mismatch
+        else None
+        for tensor in chain.from_iterable(nested_values(state) for state in parts)
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory)
     }
     wanted = {key: shape for shapes in run_on_all_ranks(lambda: own) for key, shape in shapes.items()}
     missing = [key for key in wanted if key not in saved.shapes]
+    # not those of a critic or a reference that this run may do without: their names begin with the model's
+    extra = [key for key in saved.shapes if key not in wanted and key.startswith(_NAMES_BEGIN)]
     shapes = [
-        f"{key} {saved.shapes[key]} != {wanted[key]}"
-        for key in wanted
-        if key in saved.shapes and saved.shapes[key] != wanted[key]
+        f"{key} {saved.shapes[key]} != {shape}"
+        for key, shape in wanted.items()
+        if shape is not None and saved.shapes.get(key, shape) != shape
     ]
-    if missing or shapes:
+    if missing or extra or shapes:
         raise ValueError(
             f"checkpoint {path} is of another model: {len(missing)} of {len(wanted)} parameters are missing"
-            f"{_first(missing)}, {len(shapes)} have another shape (checkpoint != model){_first(shapes)}."
-            " Use the checkpoint with the model it was trained from."
+            f"{_first(missing)}, {len(extra)} are not in the model{_first(extra)}, {len(shapes)} have another shape"
+            f" (checkpoint != model){_first(shapes)}. Use the checkpoint with the model it was trained from."
         )
 
 

@@ -11,6 +11,7 @@ from lightning_megatron_rl.strategy.manifest import read_manifest
 from tests.distributed import WorkerError
 from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, assert_same_run
+from tests.tiny_models import save_tiny_model
 from tests.training import Run, fit_arithmetic
 
 SAVED_AT, STEPS = 3, 7  # an epoch has 5 steps: the resumed run starts in the middle of one and ends in the next
@@ -119,6 +120,13 @@ def test_resume_with_the_other_kind_of_optimizer(worker_pool, qwen3_dir, directo
 def test_checkpoint_of_another_model_is_refused(worker_pool, tied_dir, directory, whole):
     with pytest.raises(WorkerError, match=r"is of another model: \d+ of \d+ parameters are missing"):
         job(worker_pool, "dp2", tied_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))
+
+
+def test_checkpoint_that_has_more_than_the_model_is_refused(worker_pool, directory, whole, tmp_path):
+    """Qwen3 normalises queries and keys, Llama of the same shapes does not."""
+    llama = save_tiny_model(tmp_path / "llama", "llama")
+    with pytest.raises(WorkerError, match=r"0 of \d+ parameters are missing, 2 are not in the model .*q_layernorm"):
+        job(worker_pool, "dp2", llama, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))
 
 
 def test_path_that_is_no_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path):
