@@ -36,7 +36,8 @@ def local_checkpoint(name_or_path: str) -> Path:
             f"model directory {path} has no *.safetensors weights: save the model again with "
             "`save_pretrained(..., safe_serialization=True)`"
         )
-    missing = sorted({file for file in weight_map(path).values() if not (path / file).is_file()})
+    named = set(weight_map(path).values()) if (path / INDEX_FILE).is_file() else set()
+    missing = sorted(file for file in named if not (path / file).is_file())
     if missing:
         raise ValueError(
             f"model directory {path} lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} of the files"
@@ -139,10 +140,19 @@ def num_weights(path: Path) -> int:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return what a safetensors file says about its tensors, by name, and where their bytes begin."""
+    """Return what a safetensors file says about its tensors, by name, and where their bytes begin.
+
+    Raises:
+        ValueError: The file is not one, or damaged.
+    """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
+        try:
+            header = json.loads(stream.read(min(size, file.stat().st_size)))
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is damaged or no safetensors file: its header cannot be read ({error})"
+            ) from error
     header.pop("__metadata__", None)
     return header, 8 + size
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.models.hf_files import local_checkpoint
+from lightning_megatron_rl.models.hf_files import local_checkpoint, read_header
 from tests.distributed import WorkerPool
 from tests.models.workers import cached_hub_model
 
@@ -33,6 +33,13 @@ def test_a_directory_without_weights_is_refused(checkpoint: Callable[[str], Path
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"no \*\.safetensors weights: save the model again"):
         local_checkpoint(str(tmp_path))
+
+
+def test_a_damaged_file_is_named(checkpoint: Callable[[str], Path], tmp_path: Path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes((checkpoint("qwen3") / weights.name).read_bytes()[:500])
+    with pytest.raises(ValueError, match=rf"{weights} is damaged or no safetensors file"):
+        read_header(weights)
 
 
 def test_a_hub_name_leads_to_the_cache_on_all_ranks(
