@@ -66,15 +66,15 @@ class FailedEverywhereError(ValueError):
     """What went wrong on some rank, raised on all of them at the same place: all can go on from there."""
 
 
-def raise_everywhere(error: str | None) -> None:
-    """Raise `FailedEverywhereError` if any rank has an `error`; a barrier otherwise, so that none is left waiting."""
+def raise_everywhere(error: str | None, kind: type[ValueError] = ValueError) -> None:
+    """Raise `kind` on every rank if any has an `error`; a barrier otherwise, so that none is left waiting."""
     errors = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
     messages = [message for message in errors if message is not None]
     if messages:
-        raise FailedEverywhereError(messages[0])
+        raise kind(messages[0])
 
 
 def fingerprint(path: Path) -> str:

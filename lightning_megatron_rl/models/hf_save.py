@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.models.families import num_experts
-from lightning_megatron_rl.models.hf_files import raise_everywhere, weight_map
+from lightning_megatron_rl.models.hf_files import FailedEverywhereError, raise_everywhere, weight_map
 from lightning_megatron_rl.models.hf_writer import CheckpointWriter
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.peft_files import (
@@ -71,7 +71,7 @@ class SavesFiles:
                 writer = CheckpointWriter(Path(directory), max_shard_size)
             except (OSError, ValueError) as exception:
                 error = str(exception)
-        raise_everywhere(error)
+        raise_everywhere(error, FailedEverywhereError)
         for name, tensor in self.export_weights(chunks, dtype, tasks):
             if writer is not None and error is None:
                 try:
@@ -85,7 +85,7 @@ class SavesFiles:
                 error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
         if writer is not None and error is not None:
             writer.abandon()
-        raise_everywhere(error)
+        raise_everywhere(error, FailedEverywhereError)
 
     def differences(self, chunks: list[Any], directory: str | Path, dtype: torch.dtype | None = None) -> list[str]:
         """Return how the tensors in a directory differ from what `save_pretrained` would write; a collective.
@@ -119,7 +119,7 @@ class SavesFiles:
                 write_adapter(Path(directory), weights | name_experts(experts), config)
             except Exception as exception:
                 error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
-        raise_everywhere(error)
+        raise_everywhere(error, FailedEverywhereError)
 
     def adapter_differences(self, chunks: list[Any], directory: str | Path) -> list[str]:
         """Return how the adapters in a directory differ from what `save_adapter` would write; a collective."""
