@@ -241,6 +241,7 @@ def start(*args: str | Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, tmp_path):
     """Two real ranks and vLLM: Ctrl-C after the first step, then the saved config, into the same directory."""
     run = start("fit", "--config", small_run(qwen3_dir, tmp_path))

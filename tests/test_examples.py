@@ -46,6 +46,7 @@ def test_script_with_two_ranks(qwen3_dir, tmp_path):
     assert {"prompt", "response", "reward"} <= json.loads(lines[0]).keys()
 
 
+@pytest.mark.slow
 def test_sft_script(qwen3_dir, tmp_path):
     """Batches of tokens on two replicas; its checkpoint starts another run."""
     arguments = ("--model", qwen3_dir, "--rows", "300", "--epochs", "1", "--devices", "2", "--out", tmp_path)

@@ -275,7 +275,11 @@ MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["mo
 
 
 @pytest.mark.parametrize("layout", by_default(["pp2_vpp2"], ["single", "pp2", "pp2_vpp2"]))
-@pytest.mark.parametrize("model_config", [FULL_RECOMPUTE, MOE_RECOMPUTE], ids=["full", "moe"])
+@pytest.mark.parametrize(
+    "model_config",
+    [FULL_RECOMPUTE, pytest.param(MOE_RECOMPUTE, marks=pytest.mark.slow)],
+    ids=["full", "moe"],
+)
 def test_replay_with_recomputation(worker_pool, qwen3_moe_dir, replayed, layout, model_config):
     """Trap 16: in the pipeline, micro-batches are entered between a forward pass and its recomputation."""
     run = grpo(worker_pool, qwen3_moe_dir, layout, module={"moe": R2, "model_config": model_config})[0]

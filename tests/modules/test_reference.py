@@ -158,6 +158,7 @@ def distil_job(pool: Any, layout: str, *args: Any, **kwargs: Any) -> list[dict[s
     ]
 
 
+@pytest.mark.slow
 def test_policy_is_drawn_to_a_teacher_of_another_family(worker_pool, qwen3_dir, tied_dir):
     """The first distance is that of both models in Transformers; then it falls, alike in every layout."""
     from transformers import AutoModelForCausalLM

@@ -56,6 +56,7 @@ def test_restarted_process_is_awake(fault_harness):
     assert engine.generate(requests, PARAMS) == before
 
 
+@pytest.mark.slow
 def test_refusals(harness, fault_harness):
     with pytest.raises(ValueError, match="sleep_level=0 cannot sleep"):
         harness.engine.sleep(1)

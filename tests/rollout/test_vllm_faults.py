@@ -160,7 +160,7 @@ engine.generate(requests, SamplingParams(max_tokens=300, ignore_eos=True))
 """
 
 
-@pytest.mark.parametrize("phase", ["starting", "sampling"])
+@pytest.mark.parametrize("phase", ["starting", pytest.param("sampling", marks=pytest.mark.slow)])
 def test_kill_minus_9_of_the_trainer_leaves_nothing(model_dir, phase):
     shared_memory = sorted(os.listdir("/dev/shm"))
     trainer = subprocess.Popen(

@@ -161,7 +161,7 @@ def evaluate_and_fit_twice(model: Path, strategy: dict[str, Any], world_size: in
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_every_entry_point_with_one_module(worker_pool, qwen3_dir, layout):
     """`validate`, `test`, `predict`, two fits and `validate` again give what one process gives.
 

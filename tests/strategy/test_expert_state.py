@@ -30,7 +30,9 @@ def model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
 
 
-@pytest.mark.parametrize(("before", "after"), [("ep2", "single"), ("single", "ep2")])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param("ep2", "single", marks=pytest.mark.slow), ("single", "ep2")]
+)
 def test_resume_with_other_expert_parallelism(worker_pool, model, tmp_path, before, after):
     """A whole model with a schedule that counts parameter groups, of which there are more under expert parallelism."""
     whole = job(worker_pool, model, before, **{**resuming(tmp_path), **saving(tmp_path), "ckpt_path": None})
@@ -40,7 +42,11 @@ def test_resume_with_other_expert_parallelism(worker_pool, model, tmp_path, befo
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("ep2", False), ("single", False)), (("single", True), ("ep2", False)), (("ep2", False), ("ep2", True))],
+    [
+        pytest.param(("ep2", False), ("single", False), marks=pytest.mark.slow),
+        (("single", True), ("ep2", False)),
+        (("ep2", False), ("ep2", True)),
+    ],
     ids=["plain", "to_plain", "from_plain"],
 )
 def test_resume_with_and_without_the_distributed_optimizer(worker_pool, model, tmp_path, before, after):

@@ -185,7 +185,7 @@ def fit_experts_each(model: Path, strategy: dict[str, Any], world_size: int, fam
     ("family", "layout"),
     [
         ("qwen3_moe_dir", "one"),
-        ("deepseek_dir", "pp2"),
+        pytest.param("deepseek_dir", "pp2", marks=pytest.mark.slow),
         pytest.param("deepseek_dir", "one", marks=pytest.mark.slow),
         pytest.param("deepseek_dir", "tp2_sp", marks=pytest.mark.slow),
     ],

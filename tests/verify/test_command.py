@@ -29,6 +29,7 @@ def small(model: Path, directory: Path, source: Path = SFT) -> Path:
     return directory / "config.yaml"
 
 
+@pytest.mark.slow
 def test_right_config_passes_and_the_report_is_written(qwen3_dir, tmp_path, capsys):
     config = small(qwen3_dir, tmp_path)
     out = tmp_path / "report.json"
