@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
@@ -61,12 +62,15 @@ class MegatronOptimizer(Optimizer):
     def _step_if_finite(self) -> Literal["overflow", "loss", "gradient", "threshold"] | None:
         """Take Megatron's step in its parts, or say why not.
 
-        Megatron's own would clip by a norm that is no number and take the step: every weight is lost. The norm is
-        reduced over all ranks, so all of them decide alike.
+        Megatron's own would clip by a norm that is no number and take the step: every weight is lost. All ranks decide
+        alike.
         """
         overflowed = self.megatron.prepare_grads()  # under a loss scale, which it lowers then
         norm = math.nan if overflowed else self.megatron.get_grad_norm()
         self.grad_norm = float(norm)
+        if not self.megatron.config.use_distributed_optimizer:
+            # only then is the norm one of all replicas: here each has its own, of gradients that should be the same
+            self.grad_norm = _agreed(self.grad_norm)
         if self.trace is not None and not self.trace.loss_is_finite:
             return "loss"
         if overflowed:
@@ -172,6 +176,14 @@ class MegatronOptimizer(Optimizer):
         from megatron.core.optimizer import ChainedOptimizer
 
         return self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
+
+
+def _agreed(norm: float) -> float:
+    """The norm of this rank's replica, or nan if that of any is no finite number; a collective of all ranks."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    is_lost = torch.tensor(int(not math.isfinite(norm)), device=device)
+    dist.all_reduce(is_lost, op=dist.ReduceOp.MAX)
+    return math.nan if is_lost.item() else norm
 
 
 def _saved_group(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
