@@ -21,8 +21,9 @@ setup: ## Install uv (if missing) and everything else into .venv
 demo: setup ## SFT, then GRPO with vLLM rollouts, on two CPU cores
 	@$(PYTHON) examples/demo/run.py $(ARGS)
 
+# two tests at a time: they are made for two cores. ARGS="-n 0" runs one after the other, as --pdb needs it
 test: setup ## Run the tests
-	@$(PYTHON) -m pytest tests $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: setup ## Check style
 	@$(PYTHON) -m ruff check $(SOURCES)

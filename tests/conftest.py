@@ -18,6 +18,17 @@ from tests.tiny_models import make_tokenizer, save_tiny_model
 pytest_plugins = ["tests.policing"]
 
 
+SHARE_A_PROCESS = ("rollout", "gpu")  # rooms whose files share engines, or a device
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what shares fixtures in one process where several run (`-n 2 --dist loadgroup`): a file, or a whole room."""
+    for item in items:
+        room = item.path.parent.name
+        group = room if room in SHARE_A_PROCESS else str(item.path.relative_to(Path(__file__).parent).with_suffix(""))
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """A character tokenizer with a chat template."""

@@ -25,7 +25,7 @@ from typing import TextIO
 import psutil
 import pytest
 
-DEADLINE = 300.0  # seconds per test, unless it is marked with `deadline(seconds)`
+DEADLINE = 400.0  # seconds per test, unless it is marked with `deadline(seconds)`
 LAST_RESORT = 60.0  # seconds after which a test that did not react to its deadline ends the run
 GRACE = 3.0  # seconds for processes and threads that were told to end
 # Python's, POSIX semaphores (but joblib's, which it makes when it is imported), torch's, NCCL's
@@ -72,7 +72,7 @@ def take_snapshot() -> Snapshot:
         environment={name: value for name, value in os.environ.items() if name not in LIBRARY_VARIABLES},
         processes={process: command for process in _processes() if (command := _command(process))},
         threads=frozenset(thread for thread in threading.enumerate() if not thread.daemon),
-        shared_memory=_shared_memory(),
+        shared_memory=shared_memory(),
         process_group=_has_process_group(),
         directory=os.getcwd(),
     )
@@ -93,7 +93,7 @@ def clean_up(before: Snapshot, keep: set[int]) -> list[str]:
     if _has_process_group() and not before.process_group:
         found.append("torch.distributed's default process group")
         sys.modules["torch.distributed"].destroy_process_group()
-    found += [f"shared memory /dev/shm/{name}" for name in _leaked_memory(before)]
+    found += [f"shared memory /dev/shm/{name}" for name in leaked_memory(before.shared_memory)]
     if os.getcwd() != before.directory:
         found.append(f"working directory {os.getcwd()}")
         os.chdir(before.directory)
@@ -169,7 +169,7 @@ def _leaked_processes(before: Snapshot, keep: set[int]) -> list[psutil.Process]:
     return [process for process in alive if _command(process)]
 
 
-def _shared_memory() -> frozenset[str]:
+def shared_memory() -> frozenset[str]:
     """Names in /dev/shm of the kinds that Python and torch make, without those that other process trees have open."""
     names = {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name)}
     if not names:
@@ -186,10 +186,13 @@ def _shared_memory() -> frozenset[str]:
     return frozenset(names)
 
 
-def _leaked_memory(before: Snapshot) -> list[str]:
-    """New shared memory that does not go within `GRACE`; another run's may have a name before anybody has it open."""
+def leaked_memory(before: frozenset[str]) -> list[str]:
+    """Names that are not in `before` and do not go within `GRACE`.
+
+    Those of another run, such as the one beside this, may be there for an instant before anybody has them open.
+    """
     patience = time.monotonic() + GRACE
-    while (names := _shared_memory() - before.shared_memory) and time.monotonic() < patience:
+    while (names := shared_memory() - before) and time.monotonic() < patience:
         time.sleep(0.05)
     return sorted(names)
 
@@ -228,7 +231,9 @@ def deadline(seconds: float, name: str, stderr: TextIO) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the real stderr, which is not captured yet, and mark what this run starts."""
-    config.addinivalue_line("markers", "deadline(seconds): fail the test after this many seconds (default 300)")
+    config.addinivalue_line(
+        "markers", f"deadline(seconds): fail the test after this many seconds (default {DEADLINE:g})"
+    )
     config.stash[_stderr] = os.fdopen(os.dup(2), "w")
     os.environ[MARKER] = uuid.uuid4().hex
 

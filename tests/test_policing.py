@@ -20,7 +20,7 @@ def run_pytest(directory: Path, source: str) -> str:
     file = directory / "test_sample.py"
     file.write_text(textwrap.dedent(source))
     command = [sys.executable, "-m", "pytest", "-p", "tests.policing", "-p", "no:cacheprovider", "-q", str(file)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False).stdout
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False).stdout
 
 
 LEAKS = {  # code of a test -> what is said about it
@@ -163,7 +163,7 @@ def test_a_test_that_does_not_react_ends_the_run_with_its_stack(tmp_path: Path):
         "    signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n    time.sleep(30)\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "tests.policing", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 1
     assert "in test_stuck" in done.stderr
     assert os.path.basename(tmp_path) in done.stderr

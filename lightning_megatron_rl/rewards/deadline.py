@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 
-class _Interrupted(BaseException):
-    """Raised inside a thread whose result nobody waits for any more."""
+class _Interrupted(SystemExit):
+    """Raised inside a thread whose result nobody waits for any more.
+
+    An event loop goes on after any other exception that reaches it in a callback, such as that of its own deadline.
+    """
 
 
 class DeadlineError(Exception):

@@ -137,7 +137,7 @@ class WorkerPool:
         function: Callable[..., Any],
         *args: Any,
         world_size: int,
-        timeout: float = 180.0,
+        timeout: float = 240.0,
         init_process_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:

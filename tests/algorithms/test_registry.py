@@ -32,7 +32,9 @@ class Times:
 
 
 @pytest.mark.parametrize(
-    "choice", ["double", f"{__name__}.double", f"{__name__}.Doubling", Times(2), functools.partial(double)], ids=str
+    "choice",
+    ["double", f"{__name__}.double", f"{__name__}.Doubling", Times(2), functools.partial(double)],
+    ids=["name", "path", "path of a class", "object", "partial"],
 )
 def test_name_path_class_and_callable(choice: object):
     assert choose({"double": double}, choice, "thing", ["x"])(4) == 8

@@ -35,7 +35,7 @@ from lightning_megatron_rl.verify.pool import free_port
 from tests.drills.faults import Point
 from tests.drills.job import STEPS, Job, differences, history, run_rank
 from tests.drills.points import DRILLS, SHORT, VLLM_DRILLS, Drill
-from tests.policing import SHARED_MEMORY
+from tests.policing import shared_memory
 from tests.tiny_models import save_tiny_model
 
 WORLD_SIZE = 2
@@ -109,12 +109,7 @@ def make_model(path: Path) -> int:
     return 0
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm of the kinds that Python and torch make."""
-    return {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name)}
-
-
-def left_behind(memory: set[str]) -> list[str]:
+def left_behind(memory: frozenset[str]) -> list[str]:
     """Return processes and shared memory that outlive the attempt, and end the processes."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:

@@ -54,5 +54,5 @@ def test_a_hub_name_leads_to_the_cache_on_all_ranks(
 
 
 def test_a_failed_download_is_reported_by_all_ranks(tmp_path: Path, worker_pool: WorkerPool):
-    results = worker_pool.run(cached_hub_model, "acme/absent", str(tmp_path), world_size=2, timeout=60)
+    results = worker_pool.run(cached_hub_model, "acme/absent", str(tmp_path), world_size=2)
     assert all(result.startswith("ValueError: cannot download model 'acme/absent'") for result in results)

@@ -91,7 +91,7 @@ def test_saving_into_a_directory_with_files_is_refused_on_all_ranks(
 ):
     (tmp_path / "precious").write_text("work")
     with pytest.raises(RuntimeError) as error:
-        worker_pool.run(save_under_layout, str(checkpoint("qwen3")), str(tmp_path), 2, 1, world_size=2, timeout=60)
+        worker_pool.run(save_under_layout, str(checkpoint("qwen3")), str(tmp_path), 2, 1, world_size=2)
     assert str(error.value).count("exists and is not empty: remove it or choose another directory") >= 2
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
@@ -101,7 +101,7 @@ def test_a_writing_error_of_rank_0_reaches_all_ranks_and_leaves_nothing(
 ):
     target = str(tmp_path / "export")
     arguments = (str(checkpoint("qwen3")), target, 50_000)
-    for message, left in worker_pool.run(save_until_files_are_too_large, *arguments, world_size=2, timeout=60):
+    for message, left in worker_pool.run(save_until_files_are_too_large, *arguments, world_size=2):
         assert message.startswith(f"writing {target} failed")
         assert left == []
 

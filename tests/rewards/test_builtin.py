@@ -55,5 +55,5 @@ def test_exact_match():
 def test_import_loads_nothing_heavy():
     heavy = {"torch", "sympy", "math_verify", "jsonschema"}
     code = f"import sys, lightning_megatron_rl.rewards; print(sorted({heavy} & {{*sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.strip() == "[]"

@@ -247,10 +247,14 @@ def test_nothing_outside_can_be_written_or_read(namespaces, tmp_path):
     assert outside.read_text() == "the answers"
 
 
-def test_files_are_gone_afterwards(sandbox):
-    before = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("sandbox-")}
-    run(sandbox, "open('kept', 'w').write('x'); print('done')")
-    assert {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("sandbox-")} <= before
+def test_files_are_gone_afterwards(sandbox, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="sandboxes-") as directory:  # pytest's own are closed to other users
+        os.chmod(directory, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        before = os.stat(directory).st_mtime_ns
+        run(sandbox, "open('kept', 'w').write('x'); print('done')")
+        assert os.stat(directory).st_mtime_ns > before, "it was somewhere else"
+        assert os.listdir(directory) == []
 
 
 def test_no_network(namespaces):

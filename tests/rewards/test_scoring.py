@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rewards import GuardedReward, Reward, RewardSetupError, compute_rewards, reward_name
-from lightning_megatron_rl.rewards.deadline import BoundedCalls, DeadlineError
+from lightning_megatron_rl.rewards.deadline import BoundedCalls, DeadlineError, _Interrupted
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.sample import Sample
 from tests.rewards.samples import HTTPJudgeV2, length, make_sample
 
-DEADLINE = 0.5  # seconds; a call that does not hang takes microseconds
+DEADLINE = 2.0  # seconds; a call that does not hang takes microseconds, and a starved machine has stalls
 SLACK = 5.0  # seconds that a busy machine may add to what is bounded by deadlines
 
 
@@ -145,7 +145,7 @@ def test_hanging_and_raising_reward_among_a_hundred_samples(release):
     assert [s.prompt.index for s in samples if s.reward != 1.0] == [17, 42]
     assert [s.reward for s in samples if s.reward != 1.0] == [-0.5, -0.5]
     assert {s.prompt.index: s.reward_errors for s in samples if s.reward_errors} == {
-        17: {"reward": "DeadlineError: not done within 0.5 s"},
+        17: {"reward": f"DeadlineError: not done within {DEADLINE:g} s"},
         42: {"reward": "KeyError: 'no such thing'"},
     }
     (message,) = [str(warning.message) for warning in caught]
@@ -264,6 +264,20 @@ def test_async_rewards():
     while any(thread.name == "reward" for thread in threading.enumerate()):
         assert time.monotonic() < patience
         time.sleep(0.01)
+
+
+def test_interruption_inside_an_event_loop_is_not_lost():
+    """Its deadline and the call's pass together, so the loop is awake when the exception comes."""
+
+    def interrupt() -> None:
+        raise _Interrupted
+
+    async def wait() -> None:
+        asyncio.get_running_loop().call_soon(interrupt)
+        await asyncio.sleep(3600)
+
+    BoundedCalls().run([lambda: asyncio.run(wait())], seconds=DEADLINE)
+    assert not any(thread.name == "reward" for thread in threading.enumerate())
 
 
 def test_rewards_run_at_the_same_time():

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, SamplingParams, VLLMEngine, derive_seed
+from tests.policing import leaked_memory, shared_memory
 from tests.tiny_models import save_tiny_model
 
 MAX_MODEL_LEN = 512
@@ -143,7 +144,7 @@ def states_around_start() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="session")
 def harness(model_dir: Path, states_around_start: dict[str, dict[str, Any]]) -> Iterator[Harness]:
     """A running engine for everything that does not break it."""
-    shared_memory = sorted(os.listdir("/dev/shm"))
+    before = shared_memory()
     states_around_start["before"] = process_state()
     engine = make_engine()
     engine.start(model_dir)
@@ -156,7 +157,7 @@ def harness(model_dir: Path, states_around_start: dict[str, dict[str, Any]]) -> 
     engine.close()
     assert not is_running(last_pid)
     assert session_members(last_pid) == []
-    assert sorted(os.listdir("/dev/shm")) == shared_memory
+    assert leaked_memory(before) == []
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_megatron_rl.rollout import EngineCallError, EngineTimeoutError, SamplingParams
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from tests.policing import leaked_memory, shared_memory
 from tests.rollout.conftest import (
     is_running,
     make_engine,
@@ -162,7 +163,7 @@ engine.generate(requests, SamplingParams(max_tokens=300, ignore_eos=True))
 
 @pytest.mark.parametrize("phase", ["starting", pytest.param("sampling", marks=pytest.mark.slow)])
 def test_kill_minus_9_of_the_trainer_leaves_nothing(model_dir, phase):
-    shared_memory = sorted(os.listdir("/dev/shm"))
+    before = shared_memory()
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(model_dir), phase],
         cwd=ROOT,
@@ -187,7 +188,7 @@ def test_kill_minus_9_of_the_trainer_leaves_nothing(model_dir, phase):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert is_running(fork), "the end of file must not be what ended the engine"
-        assert sorted(os.listdir("/dev/shm")) == shared_memory
+        assert leaked_memory(before) == []
     finally:
         trainer.kill()
         trainer.wait()

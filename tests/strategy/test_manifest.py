@@ -134,7 +134,7 @@ def test_a_full_disk_is_an_error_and_not_a_short_file(tmp_path):
         [sys.executable, "-c", FULL_DISK, str(tmp_path / "file")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.stdout.strip() == "OSError", done.stderr

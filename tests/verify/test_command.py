@@ -121,6 +121,6 @@ def test_help_is_light():
         "assert not {'torch', 'lightning', 'jsonargparse'} & set(sys.modules)"
     )
     command = [sys.executable, "-c", script]
-    shown = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True).stdout
+    shown = subprocess.run(command, cwd=ROOT, check=True, timeout=180, capture_output=True, text=True).stdout
     assert "--layouts" in shown
     assert "exit code" in shown
