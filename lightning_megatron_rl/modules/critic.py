@@ -26,6 +26,8 @@ class CriticSettings:
     Args:
         model: Where the critic starts: a language model, which gets a new head, or a reward model with its head. None
             takes the actor's.
+        init_from: Distributed checkpoint of a reward model, in any layout, whose weights and head replace those of
+            `model`; that is read for its config alone then.
         gamma: Discount per token.
         lam: λ of generalised advantage estimation: 0 trusts the critic, 1 the rewards.
         value_clip: Values are drawn to the returns at most this far from the old values in one rollout; None for no
@@ -41,6 +43,7 @@ class CriticSettings:
     """
 
     model: str | None = None
+    init_from: str | None = None
     gamma: float = 1.0
     lam: float = 0.95
     value_clip: float | None = 0.2

@@ -1,6 +1,7 @@
 """`PPOModule`: proximal policy optimisation with a critic of its own. One batch of prompts is one rollout."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -27,6 +28,7 @@ from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.strategy.manifest import read_manifest
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -132,10 +134,10 @@ class PPOModule(GRPOModule):
             init_from=init_from,
         )
         self.critic_settings = critic or CriticSettings()
-        if init_from is not None and self.critic_settings.model is None:
+        if init_from is not None and self.critic_settings.model is None and self.critic_settings.init_from is None:
             raise ValueError(
-                f"init_from={init_from!r} without critic.model: the critic would start from the weights of {model!r},"
-                " not from the actor's. Give critic.model."
+                f"init_from={init_from!r} without critic.model or critic.init_from: the critic would start from the"
+                f" weights of {model!r}, not from the actor's. Give one of them."
             )
         self.critic_optimizer_config = critic_optimizer
         self.value_loss = ValueLoss(self.critic_settings.value_clip)
@@ -147,6 +149,8 @@ class PPOModule(GRPOModule):
         """Check actor and critic, before weights are loaded."""
         if stage == "fit":
             self._critic_model = self._find_critic()
+            if self.critic_settings.init_from is not None:
+                read_manifest(Path(self.critic_settings.init_from))
             self.strategy.resolve_optimizer_config(self._critic_optimizer_config())
         super().setup(stage)
 
@@ -185,13 +189,17 @@ class PPOModule(GRPOModule):
         super().configure_model()
         fits = self.trainer.state.fn == TrainerFn.FITTING  # type: ignore[attr-defined]
         if fits and self.critic is None:
+            init_from = self.critic_settings.init_from
             chunks = self._critic_model.build_chunks(
                 params_dtype=self.strategy.precision_plugin.params_dtype,
                 layer_backend=self.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
+                load_weights=init_from is None,
                 config_overrides=self.model_config,
             )
+            if init_from is not None:
+                self.strategy.load_weights(Path(init_from), chunks)
             self.critic = Critic(self._critic_model, list(chunks))
 
     def configure_optimizers(self) -> Any:

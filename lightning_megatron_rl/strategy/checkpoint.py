@@ -355,10 +355,9 @@ def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any])
 
     parts = (state for part, state in sharded.items() if not part.startswith("optimizer"))
     own = {
-        # a factory makes tensors when it is saved, and a vocabulary may be padded to another layout's length
-        tensor.key: tuple(tensor.global_shape)
-        if isinstance(tensor, ShardedTensor) and not tensor.allow_shape_mismatch
-        else None
+        # a factory makes tensors when it is saved. Megatron would load the rows that are there of a vocabulary of
+        # another size, or a value head out of an output layer, and say nothing; here no layout pads vocabularies
+        tensor.key: tuple(tensor.global_shape) if isinstance(tensor, ShardedTensor) else None
         for tensor in chain.from_iterable(nested_values(state) for state in parts)
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory)
     }

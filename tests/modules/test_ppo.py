@@ -19,11 +19,12 @@ from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
 from tests.distributed import WorkerError
 from tests.modules.ppo_runs import fit_ppo
+from tests.modules.preference_runs import fit_pairs
 from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, length, parity, prompts
 from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.tiny_models import make_tokenizer
-from tests.training import Run
+from tests.training import Run, fit_sft
 
 
 def job(pool: Any, model: Any, layout: str = "single", **kwargs: Any) -> list[Run]:
@@ -131,6 +132,35 @@ def test_critic_starts_from_a_reward_model_or_another_critic(worker_pool, qwen3_
     for name, weight in saved.items():
         torch.testing.assert_close(run.extra["critic"][name], weight)
     assert not torch.equal(saved["model.embed_tokens.weight"], run.weights["model.embed_tokens.weight"])
+
+
+def test_critic_starts_from_a_reward_models_checkpoint(worker_pool, qwen3_dir, tmp_path):
+    """Of another layout, without a conversion. The head is trained, and not the new one that `model` would give it."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+    saving = {"callbacks": [keeper], "trainer": {"enable_checkpointing": True, "max_steps": 1}}
+    world, strategy = LAYOUTS["tp2_sp"]
+    arguments = (fit_pairs, "reward", qwen3_dir, strategy, world)
+    judge = worker_pool.run(*arguments, world_size=world, init_process_group=False, **saving)[0]
+    module = {"critic_optimizer": OptimizerConfig(lr=1e-12, weight_decay=0.0)}
+    critic = {"init_from": str(tmp_path / "step=1.ckpt")}
+    run = job(worker_pool, qwen3_dir, "pp2", steps=1, critic=critic, module=module)[0]
+    assert run.extra["critic"].keys() == judge.weights.keys()
+    for name, weight in judge.weights.items():
+        torch.testing.assert_close(run.extra["critic"][name], weight)
+    assert not torch.equal(judge.weights["score.weight"], new_weight(64))
+
+
+def test_critic_from_a_language_models_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path):
+    """Its output layer has the head's name: fails if shapes of a vocabulary's length are not compared."""
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+    saving = {"callbacks": [keeper], "trainer": {"enable_checkpointing": True}, "steps": 1}
+    worker_pool.run(fit_sft, qwen3_dir, {}, 1, world_size=1, init_process_group=False, **saving)
+    with pytest.raises(WorkerError, match=r"1 have another shape .*output_layer.weight \(128, 64\) != \(1, 64\)"):
+        job(worker_pool, qwen3_dir, critic={"init_from": str(tmp_path / "step=1.ckpt")})
+    with pytest.raises(WorkerError, match="does not exist"):
+        job(worker_pool, qwen3_dir, critic={"init_from": str(tmp_path / "nothing")})
 
 
 @pytest.mark.parametrize("plain", by_default([False], [False, True]), ids=["distributed optimizer", "plain"])
