@@ -181,6 +181,21 @@ def kill_drill(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def resharding(results: Path = RESULTS) -> str:
+    """Return the table of the resharding matrix."""
+    lines = [
+        "| tiny model of | layouts | pairs | largest difference | what the run moved a weight by | not equal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for _, result in load("resharding.json", results):
+        for row in result["families"]:
+            lines.append(
+                f"| {row['family']} | {', '.join(row['layouts'])} | {len(row['layouts']) ** 2} | {row['worst']:.1e}"
+                f" | {row['largest_step']:.1e} | {len(row['problems']) or 'none'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def conversion(results: Path = RESULTS) -> str:
     """Return the table of `convert`."""
     lines = [
@@ -211,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint": checkpoint,
     "performance": headline,
     "kill drill": kill_drill,
+    "resharding": resharding,
     "conversion": conversion,
 }
 

@@ -24,6 +24,7 @@ GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
 
 _MOST_THREADS = 600
+_MODULES_WORTH_A_FREEZE = 100
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000  # Python's 700 cost a quarter of the time in which Megatron is imported
 
 
@@ -263,7 +264,6 @@ def _run_job(job: _Job) -> Any:
         os.environ.clear()
         os.environ.update(environment)
         gc.collect()  # a model is a web of cycles
-        gc.freeze()  # what is left are modules by the ten thousand: to look at them again takes longer than a small job
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # and what was lent to processes that are gone
             torch.cuda.empty_cache()
@@ -283,6 +283,7 @@ def _serve(descriptor: int) -> None:
     """The life of a worker: read a job, answer it, until the pipe closes."""
     threading.Thread(target=_watch_parent, daemon=True).start()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    num_modules = 0
     connection = Connection(descriptor)
     while True:
         try:
@@ -294,6 +295,11 @@ def _serve(descriptor: int) -> None:
         except BaseException as error:  # SystemExit of a library must be told too
             answer = _encode((False, _Failure(traceback.format_exc(), (type(error).__name__, str(error)))))
         sys.stdout.flush()
+        if len(sys.modules) > num_modules + _MODULES_WORTH_A_FREEZE:
+            # modules are objects by the ten thousand: to look at them after every job takes longer than a small job.
+            # Not after each, for something of a job may still be alive, such as groups with their threads
+            gc.freeze()
+            num_modules = len(sys.modules)
         connection.send_bytes(answer)
 
 
