@@ -41,7 +41,9 @@ def make_trainer(options: argparse.Namespace, **settings: Any) -> Trainer:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
     strategy = MegatronStrategy(
-        tensor_model_parallel_size=options.tensor_parallel, sequence_parallel=options.tensor_parallel > 1
+        tensor_model_parallel_size=options.tensor_parallel,
+        expert_model_parallel_size=options.expert_parallel,
+        sequence_parallel=options.tensor_parallel > 1,
     )
     return Trainer(
         accelerator=options.device,
@@ -60,6 +62,28 @@ def make_trainer(options: argparse.Namespace, **settings: Any) -> Trainer:
     )
 
 
+def build(directory: Path, options: argparse.Namespace) -> None:
+    """Write the model that training starts from: dense, or with experts a quarter as wide, of which a token takes two.
+
+    With eight experts it has about twice the parameters of the dense one, and half as many at work.
+    """
+    build_model(directory, **SIZES[options.device])
+    if not options.experts:
+        return
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    dense = AutoConfig.from_pretrained(directory).to_dict()
+    sizes = {
+        name: dense[name]
+        for name in Qwen3MoeConfig().to_dict()
+        if name in dense and name not in ("model_type", "architectures")
+    }
+    experts = {"num_experts": options.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=dense["intermediate_size"] // 4)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+
+
 def rows(split: Any, options: argparse.Namespace) -> Any:
     """Return the problems of a split."""
     from lightning_megatron_rl.data.arithmetic import ArithmeticRows
@@ -76,7 +100,7 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.modules.sft import SFTModule
 
     if not (work / "model").exists():  # of several processes the first has made it before it starts the others
-        build_model(work / "model", **SIZES[options.device])
+        build(work / "model", options)
     module = SFTModule(
         str(work / "model"),
         optimizer=OptimizerConfig(lr=options.sft_lr, weight_decay=0.1, adam_beta2=0.98),
@@ -179,6 +203,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--devices", type=int, default=1, help="processes, one GPU each")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0 for a dense model")
+    parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--digits", type=int, default=5 if on_cuda else 2, help="of an operand, at most")
     parser.add_argument("--problems", type=int, default=60_000 if on_cuda else 3500)
     parser.add_argument("--held-out", type=int, default=1000 if on_cuda else 500)
@@ -215,6 +241,7 @@ def main() -> None:
         "benchmark": "real run",
         "task": f"sums and differences of numbers of up to {options.digits} digits, lowest digit first",
         "parameters": sft["parameters"],
+        "experts": options.experts,
         "layout": run["layout"],
         "samples_per_rollout": options.prompts * 8,
         "sft": sft,

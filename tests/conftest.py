@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+# not Transformers or torch: the process that only hands out tests, where several run, reads this file too
 from tests.distributed import WorkerPool
-from tests.tiny_models import make_tokenizer, save_tiny_model
 
 pytest_plugins = ["tests.policing"]
 
@@ -42,12 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tokenizer():
     """A character tokenizer with a chat template."""
+    from tests.tiny_models import make_tokenizer
+
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny random Qwen3 (fp32) and its tokenizer, as `save_pretrained` writes it."""
+    from tests.tiny_models import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
@@ -64,24 +68,32 @@ def worker_pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen2 whose input and output embeddings are one weight."""
+    from tests.tiny_models import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("tied"), "qwen2_tied")
 
 
 @pytest.fixture(scope="session")
 def qwen3_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny random Qwen3-MoE (fp32, four experts, two per token) and its tokenizer."""
+    from tests.tiny_models import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
 
 
 @pytest.fixture(scope="session")
 def deepseek_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random DeepSeek-V3 (fp32): two dense layers, then two with experts, whose routers have an expert bias."""
+    from tests.tiny_models import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("deepseek"), "deepseek_v3_plain")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Tiny random checkpoints by family, written once."""
+    from tests.tiny_models import save_tiny_model
+
     return cache(lambda family: save_tiny_model(tmp_path_factory.mktemp("models") / family, family))
 
 

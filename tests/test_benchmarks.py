@@ -180,11 +180,15 @@ def test_checkpoint_runs_on_a_cpu(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.deadline(250)
-def test_real_run_runs_on_a_cpu(tmp_path: Path):
+@pytest.mark.parametrize("experts", [0, 4])
+def test_real_run_runs_on_a_cpu(tmp_path: Path, experts: int):
     out = tmp_path / "real_run.json"
     sizes = ["--digits=1", "--problems=40", "--held-out=10", "--sft-steps=4", "--sft-batch=8", "--sft-check=2"]
-    shown = run_benchmark("real_run.py", *sizes, "--rollouts=2", "--prompts=4", "--check=1", "--out", str(out))
+    shown = run_benchmark(
+        "real_run.py", *sizes, "--rollouts=2", "--prompts=4", "--check=1", f"--experts={experts}", "--out", str(out)
+    )
     result = json.loads(out.read_text())
+    assert result["experts"] == experts
     assert result["rollouts"] == 2
     assert result["sft"]["steps"] == 4
     assert result["samples_per_rollout"] == 32
