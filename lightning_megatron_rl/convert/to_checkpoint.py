@@ -15,7 +15,6 @@ from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.hf_save import describe_difference
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.value_model import HEAD, ValueModel
-from lightning_megatron_rl.modules.exporting import LAST_LAYER, OUTPUT_LAYER, VALUE_HEAD
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 
@@ -88,7 +87,6 @@ def write_checkpoint(model: HFModel, destination: Path, dtype: torch.dtype | Non
         "global_step": 0,
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": {},
-        LAST_LAYER: VALUE_HEAD if isinstance(model, ValueModel) else OUTPUT_LAYER,
     }
     description = {
         "layout": asdict(ParallelLayout()),

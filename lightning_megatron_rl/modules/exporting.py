@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf_model import HFModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-LAST_LAYER = "last_layer"  # key of a checkpoint; its values:
-VALUE_HEAD, OUTPUT_LAYER = "value head", "output layer"
-
 
 class ExportsWeights(pl.LightningModule):
     """A module whose `model` holds the chunks of a Hugging Face model, with adapters or without."""
@@ -96,27 +93,6 @@ class ExportsWeights(pl.LightningModule):
             raise ValueError(f"{type(self).__name__}(lora=None) has no adapters: save_pretrained writes its weights.")
         self.strategy.gather_parameters()
         self.hf_model.save_adapter(list(self.model), directory, self.lora)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note what the last layer is: its weight has the same name in both kinds of model."""
-        checkpoint[LAST_LAYER] = self._kind
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of a language model where a value head is trained, and the reverse.
-
-        Raises:
-            ValueError: With what to do in its place.
-        """
-        saved = checkpoint.get(LAST_LAYER, OUTPUT_LAYER)
-        if saved != self._kind:
-            raise ValueError(
-                f"the checkpoint is of a model with a(n) {saved}, {type(self).__name__} trains one with a(n)"
-                f" {self._kind}: export that run in Hugging Face format (HFExport), and start from the export."
-            )
-
-    @property
-    def _kind(self) -> str:
-        return VALUE_HEAD if self.exports_classifier else OUTPUT_LAYER
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ExportsWeights":

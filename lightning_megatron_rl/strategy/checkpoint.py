@@ -47,6 +47,7 @@ SHARDED = "sharded"
 _TRAINER_FILE = "trainer.pt"
 _RNG = "rng"
 _NAMES_BEGIN = ("decoder.", "embedding.", "output_layer.")  # of every model's tensors
+_LAST_LAYER = "output_layer.weight"  # a language model's, or with one row a value head
 _SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, at least
 
 
@@ -355,8 +356,7 @@ def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any])
 
     parts = (state for part, state in sharded.items() if not part.startswith("optimizer"))
     own = {
-        # a factory makes tensors when it is saved. Megatron would load the rows that are there of a vocabulary of
-        # another size, or a value head out of an output layer, and say nothing; here no layout pads vocabularies
+        # a factory makes tensors when it is saved; vocabularies too, of which Megatron would load the rows there are
         tensor.key: tuple(tensor.global_shape) if isinstance(tensor, ShardedTensor) else None
         for tensor in chain.from_iterable(nested_values(state) for state in parts)
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory)
@@ -371,10 +371,14 @@ def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any])
         if shape is not None and saved.shapes.get(key, shape) != shape
     ]
     if missing or extra or shapes:
+        heads = [(found.get(_LAST_LAYER) or (0,))[0] == 1 for found in (saved.shapes, wanted)]
+        remedy = "Use the checkpoint with the model it was trained from."
+        if any(heads) and not all(heads):
+            remedy = "Only one of them has a value head: convert it to Hugging Face's format, and start from that."
         raise ValueError(
             f"checkpoint {path} is of another model: {len(missing)} of {len(wanted)} parameters are missing"
             f"{_first(missing)}, {len(extra)} are not in the model{_first(extra)}, {len(shapes)} have another shape"
-            f" (checkpoint != model){_first(shapes)}. Use the checkpoint with the model it was trained from."
+            f" (checkpoint != model){_first(shapes)}. {remedy}"
         )
 
 

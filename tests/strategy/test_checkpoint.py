@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.strategy.manifest import read_manifest
@@ -12,7 +13,7 @@ from tests.distributed import WorkerError
 from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, assert_same_run
 from tests.tiny_models import save_tiny_model
-from tests.training import Run, fit_arithmetic
+from tests.training import Run, fit_arithmetic, fit_sft
 
 SAVED_AT, STEPS = 3, 7  # an epoch has 5 steps: the resumed run starts in the middle of one and ends in the next
 
@@ -127,6 +128,16 @@ def test_checkpoint_that_has_more_than_the_model_is_refused(worker_pool, directo
     llama = save_tiny_model(tmp_path / "llama", "llama")
     with pytest.raises(WorkerError, match=r"0 of \d+ parameters are missing, 2 are not in the model .*q_layernorm"):
         job(worker_pool, "dp2", llama, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))
+
+
+def test_checkpoint_of_another_vocabulary_is_refused(worker_pool, tied_dir, odd_vocabulary, tmp_path):
+    """Fails if Megatron's own comparison is trusted, which leaves vocabularies out: one row would stay as it was."""
+    single = {"world_size": 1, "init_process_group": False}
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+    saving = {"callbacks": [keeper], "trainer": {"enable_checkpointing": True}, "steps": 1}
+    worker_pool.run(fit_sft, tied_dir, {}, 1, **saving, **single)
+    with pytest.raises(WorkerError, match=r"1 have another shape .*\(128, 128\) != \(127, 128\)"):
+        worker_pool.run(fit_sft, odd_vocabulary, {}, 1, ckpt_path=str(tmp_path / "step=1.ckpt"), **single)
 
 
 def test_path_that_is_no_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path):
