@@ -9,7 +9,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.pool import free_port
+from tests.drills.facts import facts
 from tests.drills.faults import Point
 from tests.drills.job import STEPS, Job, differences, history, run_rank
 from tests.drills.points import DRILLS, SHORT, VLLM_DRILLS, Drill
@@ -206,12 +205,7 @@ def _unexpected(fault: Point | None, ended: Attempt) -> list[str]:
 def report(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of the report: what was found, and of what."""
     return {
-        "command": "python -m tests.drills.kill",
-        "device": f"CPU, {platform.machine()}",
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "lightning", "megatron-core")},
-        "date": time.strftime("%Y-%m-%d"),
+        **facts("kill"),
         "steps": STEPS,
         "ranks": WORLD_SIZE,
         "drills": lines,

@@ -6,14 +6,11 @@ compared with one undivided process that was never interrupted: loss, gradient n
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.pool import WorkerPool
+from tests.drills.facts import facts
 from tests.strategy.test_megatron import RELATIVE
 from tests.tiny_models import save_tiny_model, tiny_config
 from tests.training import Run, fit_arithmetic
@@ -112,23 +110,18 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", help="instead of all that the family is tried in")
     parser.add_argument("--out", type=Path, help="where the report goes, JSON")
     options = parser.parse_args()
-    lines = []
+    lines: list[dict[str, Any]] = []
+    report = {
+        **facts("reshard"),
+        "tolerance": RELATIVE,
+        "families": lines,
+    }
     with tempfile.TemporaryDirectory() as root, closing(WorkerPool()) as pool:
         for family in options.families:
             lines.append(reshard(pool, family, options.layouts or FAMILIES[family], Path(root)))
             print(json.dumps({key: value for key, value in lines[-1].items() if key != "differences"}), flush=True)
-    report = {
-        "command": "python -m tests.drills.reshard",
-        "device": f"CPU, {platform.machine()}",
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "lightning", "megatron-core", "megatron-bridge")},
-        "date": time.strftime("%Y-%m-%d"),
-        "tolerance": RELATIVE,
-        "families": lines,
-    }
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+            if options.out is not None:
+                options.out.write_text(json.dumps(report, indent=2) + "\n")
     return int(any(line["problems"] for line in lines))
 
 
