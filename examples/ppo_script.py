@@ -7,7 +7,8 @@ Usage, after ``make demo`` has left a model to start from::
 A trained reward model takes the place of the exact answers when vLLM serves it (its head then starts the critic, too)::
 
     python examples/preferences_script.py --method reward_model
-    vllm serve runs/preferences/reward_model/hf/last --runner pooling --host 127.0.0.1 --port 8011
+    python -m vllm.entrypoints.openai.api_server --model runs/preferences/reward_model/hf/last --runner pooling \\
+        --enforce-eager --gpu-memory-utilization 0.1 --host 127.0.0.1 --port 8011
     python examples/ppo_script.py --reward-model runs/preferences/reward_model/hf/last --server http://127.0.0.1:8011
 """
 
@@ -83,7 +84,7 @@ def main() -> None:
     trainer.fit(module, data)
     if trainer.is_global_zero:
         metrics = trainer.callback_metrics
-        print(f"held-out accuracy after {trainer.global_step} steps: {metrics['val/arithmetic/mean_at_1']:.3f}")
+        print(f"held-out accuracy after {trainer.global_step} steps: {metrics['val/arithmetic/exact_match']:.3f}")
         print(f"explained variance of the critic: {metrics['critic/explained_var']:.3f}")
 
 
