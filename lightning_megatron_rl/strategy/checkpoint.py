@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -46,8 +45,6 @@ EXTRA_STATE = "_extra_state"  # end of the names under which Transformer Engine 
 SHARDED = "sharded"
 _TRAINER_FILE = "trainer.pt"
 _RNG = "rng"
-_NAMES_BEGIN = ("decoder.", "embedding.", "output_layer.")  # of every model's tensors
-_LAST_LAYER = "output_layer.weight"  # a language model's, or with one row a value head
 _SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, at least
 
 
@@ -271,10 +268,11 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint is of another model: missing or extra parameters, or other shapes.
     """
+    from lightning_megatron_rl.strategy.same_model import check_same_model
     from lightning_megatron_rl.strategy.shards import SavedShards, check_extra_state
 
     saved = _on_all_ranks(lambda: SavedShards(path / SHARDED))
-    _check_same_model(path, saved, sharded)
+    check_same_model(path, saved, sharded, read_manifest(path)["layout"]["tensor_model_parallel_size"])
 
     def load() -> dict[str, Any]:
         loaded = saved.load(_without_missing_extras(saved, sharded))
@@ -350,38 +348,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any]) -> None:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    parts = (state for part, state in sharded.items() if not part.startswith("optimizer"))
-    own = {
-        # a factory makes tensors when it is saved; vocabularies too, of which Megatron would load the rows there are
-        tensor.key: tuple(tensor.global_shape) if isinstance(tensor, ShardedTensor) else None
-        for tensor in chain.from_iterable(nested_values(state) for state in parts)
-        if isinstance(tensor, ShardedTensor | ShardedTensorFactory)
-    }
-    wanted = {key: shape for shapes in run_on_all_ranks(lambda: own) for key, shape in shapes.items()}
-    missing = [key for key in wanted if key not in saved.shapes]
-    # not those of a critic or a reference that this run may do without: their names begin with the model's
-    extra = [key for key in saved.shapes if key not in wanted and key.startswith(_NAMES_BEGIN)]
-    shapes = [
-        f"{key} {saved.shapes[key]} != {shape}"
-        for key, shape in wanted.items()
-        if shape is not None and saved.shapes.get(key, shape) != shape
-    ]
-    if missing or extra or shapes:
-        heads = [(found.get(_LAST_LAYER) or (0,))[0] == 1 for found in (saved.shapes, wanted)]
-        remedy = "Use the checkpoint with the model it was trained from."
-        if any(heads) and not all(heads):
-            remedy = "Only one of them has a value head: convert it to Hugging Face's format, and start from that."
-        raise ValueError(
-            f"checkpoint {path} is of another model: {len(missing)} of {len(wanted)} parameters are missing"
-            f"{_first(missing)}, {len(extra)} are not in the model{_first(extra)}, {len(shapes)} have another shape"
-            f" (checkpoint != model){_first(shapes)}. {remedy}"
-        )
-
-
 def _without_missing_extras(saved: "SavedShards", sharded: dict[str, Any]) -> dict[str, Any]:
     """Leave out the extra state of Transformer Engine's layers (fp8 scales) where torch layers wrote the checkpoint."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -394,7 +360,3 @@ def _without_missing_extras(saved: "SavedShards", sharded: dict[str, Any]) -> di
         part: {key: value for key, value in state.items() if is_there(key, value)} if isinstance(state, dict) else state
         for part, state in sharded.items()
     }
-
-
-def _first(items: list[str], count: int = 3) -> str:
-    return f" ({', '.join(items[:count])}{', ...' if len(items) > count else ''})" if items else ""

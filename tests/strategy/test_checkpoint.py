@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run is the run, in any layout; nothing half-written is ever taken for one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from tests.distributed import WorkerError
+from tests.modules.test_lora import PositionedDataModule
 from tests.selection import by_default
-from tests.strategy.test_megatron import LAYOUTS, assert_same_run
+from tests.strategy.test_megatron import LAYOUTS, RELATIVE, assert_same_run
 from tests.tiny_models import save_tiny_model
-from tests.training import Run, fit_arithmetic, fit_sft
+from tests.training import Run, fit_arithmetic, fit_sft, frozen_sequences
 
 SAVED_AT, STEPS = 3, 7  # an epoch has 5 steps: the resumed run starts in the middle of one and ends in the next
 
@@ -138,6 +140,21 @@ def test_checkpoint_of_another_vocabulary_is_refused(worker_pool, tied_dir, odd_
     worker_pool.run(fit_sft, tied_dir, {}, 1, **saving, **single)
     with pytest.raises(WorkerError, match=r"1 have another shape .*\(128, 128\) != \(127, 128\)"):
         worker_pool.run(fit_sft, odd_vocabulary, {}, 1, ckpt_path=str(tmp_path / "step=1.ckpt"), **single)
+
+
+def test_padded_vocabulary_resumes_in_another_layout(worker_pool, odd_vocabulary, tmp_path):
+    """127 tokens are 128 rows on two ranks, and 127 on one."""
+    sequences = [replace(s, token_ids=s.token_ids.clamp(max=126)) for s in frozen_sequences(8)]
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = {"callbacks": [keeper], "trainer": {"enable_checkpointing": True}}
+    options: dict[str, Any] = {"data": PositionedDataModule(sequences, 4), "init_process_group": False}
+    world, strategy = LAYOUTS["tp2_sp"]
+    whole = worker_pool.run(fit_sft, odd_vocabulary, strategy, world, world_size=world, **saving, **options)[0]
+    options |= {"ckpt_path": str(tmp_path / "step=1.ckpt"), "world_size": 1}
+    resumed = worker_pool.run(fit_sft, odd_vocabulary, {}, 1, **options)[0]
+    assert len(resumed.steps) == 1
+    for name, weight in whole.weights.items():
+        assert (resumed.weights[name] - weight).norm() / weight.norm() <= RELATIVE, name
 
 
 def test_path_that_is_no_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path):
