@@ -87,11 +87,11 @@ def test_error_of_the_call_is_passed_on_and_ends_the_process(worker):
 
 
 def test_interrupt_ends_the_process_so_that_no_late_answer_is_taken_for_the_next(worker):
-    threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         worker.request("generate", ("sleep", 100), 60)
-    assert time.monotonic() - start < 5  # not at the deadline
+    assert time.monotonic() - start < 30  # not at the deadline of 60
     assert worker.is_gone
     assert not is_running(worker.pid)
 
