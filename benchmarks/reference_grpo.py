@@ -24,7 +24,7 @@ Model = Any  # a Qwen3ForCausalLM
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that shapes a run; the defaults are those of configs/demo/grpo.yaml, which a test compares."""
+    """Everything that shapes a run; the defaults are those of `arithmetic_runs.own_job`, which a test compares."""
 
     seed: int = 0
     rollouts: int = 150
