@@ -16,10 +16,10 @@ ASLEEP = ", sampler asleep (wake, sync, wake of the cache)"
 Result = dict[str, Any]
 
 
-def load(pattern: str, results: Path = RESULTS) -> list[tuple[str, Result]]:
+def load(pattern: str, results: Path = RESULTS, *, gpus_only: bool = False) -> list[tuple[str, Result]]:
     """Return the results whose file names match, by name: GPUs before CPUs."""
     files = sorted(results.glob(pattern), key=lambda file: ("cpu" in file.stem, file.stem))
-    return [(file.stem, json.loads(file.read_text())) for file in files]
+    return [(file.stem, json.loads(file.read_text())) for file in files if not (gpus_only and "cpu" in file.stem)]
 
 
 def share(value: dict[str, Any] | None) -> str:
@@ -133,16 +133,16 @@ def checkpoint(results: Path = RESULTS) -> str:
 
 
 def headline(results: Path = RESULTS) -> str:
-    """Return the README's table: the first result of each benchmark, GPUs first."""
+    """Return the README's table: what was measured on GPUs."""
     lines = ["| what | where | result |", "|---|---|---|"]
-    for _, result in load("throughput_*.json", results):
+    for _, result in load("throughput_*.json", results, gpus_only=True):
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
             lines.append(
                 f"| update, {row['shape']}, {row['precision']} | {result['device']}"
                 f" | {tokens['median']:,.0f} tokens/s, {mfu['median']:.0%} of the measured matrix-product peak |"
             )
-    for _, result in load("grpo_step_*.json", results):
+    for _, result in load("grpo_step_*.json", results, gpus_only=True):
         side = result["ours"]
         peer = (
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
@@ -151,13 +151,13 @@ def headline(results: Path = RESULTS) -> str:
             f"| GRPO step, {side['shape']} | {result['device']}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
-    for _, result in load("weight_sync_*.json", results):
+    for _, result in load("weight_sync_*.json", results, gpus_only=True):
         rate = result["rates"]["ours"]
         lines.append(
             f"| weights to the sampler, {result['ours']['shape']} | {result['device']}"
             f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
         )
-    for _, result in load("real_run_*.json", results):
+    for _, result in load("real_run_*.json", results, gpus_only=True):
         lines.append(
             f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
             f" | {result['device']} | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"

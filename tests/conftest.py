@@ -31,6 +31,7 @@ def pytest_collection_finish() -> None:
 SHARE_A_PROCESS = ("rollout", "gpu")  # rooms whose files share engines, or a device
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what shares fixtures in one process where several run (`-n 2 --dist loadgroup`): a file, or a whole room."""
     for item in items:

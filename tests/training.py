@@ -147,6 +147,8 @@ def fit_arithmetic(
     trainer: dict[str, Any] | None = None,
     save_weights_only: bool = False,
     module: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    callbacks: list[pl.Callback] | None = None,
 ) -> Run:
     """Fit an `SFTModule` with a schedule on shuffled sums from `SFTDataModule`, saving checkpoints."""
     from functools import partial
@@ -161,7 +163,7 @@ def fit_arithmetic(
     pl.seed_everything(7)
     policy = SFTModule(
         model=str(model),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3),
+        optimizer=OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.01, "adam_eps": 1e-3, **(optimizer or {})}),
         lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.2, total_iters=8),
         **(module or {}),
     )
@@ -169,9 +171,9 @@ def fit_arithmetic(
         train=ArithmeticRows("train", size=20), tokenizer=str(model), completion_column="answer", batch_size=4
     )
     recorder = Recorder()
-    callbacks: list[pl.Callback] = [recorder]
+    used: list[pl.Callback] = [recorder, *(callbacks or [])]
     if checkpoints is not None:
-        callbacks.append(
+        used.append(
             ModelCheckpoint(
                 dirpath=checkpoints,
                 filename="{step}",
@@ -180,7 +182,7 @@ def fit_arithmetic(
                 save_weights_only=save_weights_only,
             )
         )
-    options = {"max_steps": max_steps, "callbacks": callbacks, "enable_checkpointing": checkpoints is not None}
+    options = {"max_steps": max_steps, "callbacks": used, "enable_checkpointing": checkpoints is not None}
     runner = make_trainer(strategy, world_size, **{**options, **(trainer or {})})
     runner.fit(policy, data, ckpt_path=ckpt_path)
     return Run(recorder.steps, {name: tensor.clone() for name, tensor in policy.export_weights()})

@@ -52,12 +52,12 @@ class PeakMemory(threading.Thread):
         return total
 
 
-def command(action: str, stage: str, out: Path, configs: list[str], extra: list[str]) -> None:
-    """Run one command of the command line in a process of its own."""
+def fit(stage: str, out: Path, configs: list[str], extra: list[str]) -> None:
+    """Run a stage as the command line does, in a process of its own."""
     config = out / f"{stage}.yaml"
     # callbacks are a list, which overrides cannot reach into: the paths move in the text
     config.write_text((CONFIGS / f"{stage}.yaml").read_text().replace("runs/demo", str(out)))
-    arguments = [action, "--config", str(config)]
+    arguments = ["fit", "--config", str(config)]
     for overlay in configs:
         arguments += ["--config", overlay]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -83,18 +83,16 @@ def main() -> None:
 
     build_model(out / "model")
     sft_steps = [f"--trainer.max_steps={options.sft_steps}"] if options.sft_steps else []
-    command("fit", "sft", out, options.config, sft_steps)
-    before = ["--trainer.logger.init_args.name=before"]
-    command("validate", "grpo", out, options.config, before)
+    fit("sft", out, options.config, sft_steps)
     grpo_steps = []
     if options.grpo_steps:  # validated at their end, whatever the config's interval
         steps = options.grpo_steps
         grpo_steps = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"]
-    command("fit", "grpo", out, options.config, grpo_steps)
+    fit("grpo", out, options.config, grpo_steps)
 
     steps = read_metrics(out / "grpo" / "metrics.csv")
     results = Results(
-        accuracy_before=last_value(read_metrics(out / "before" / "metrics.csv"), "val/arithmetic/mean_at_1"),
+        accuracy_before=hf_accuracy(out / "sft" / "hf" / "last"),
         accuracy_after=last_value(steps, "val/arithmetic/mean_at_1"),
         accuracy_export=hf_accuracy(out / "grpo" / "hf" / "last"),
         seconds=time.perf_counter() - started,

@@ -20,6 +20,7 @@ from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint,
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
+from lightning_megatron_rl.models.quantised import quantisation, read_dequantised
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
@@ -44,6 +45,7 @@ class HFModel(SavesFiles):
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
+        self.quantisation = quantisation(self.config)
 
     def _find(self, name_or_path: str) -> Path:
         """The checkpoint's directory."""
@@ -115,9 +117,11 @@ class HFModel(SavesFiles):
         AutoMapping.register_module_type("TorchRowParallelLinearNorm", "row")
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
-        return auto_bridge.from_hf_pretrained(
+        bridge = auto_bridge.from_hf_pretrained(
             str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
         )
+        read_dequantised(bridge.hf_pretrained, self.config)
+        return bridge
 
     def build_chunks(
         self,

@@ -50,6 +50,7 @@ class SamplesResponses(HoldsReference):
     def setup(self, stage: str) -> None:
         """Check the model, then let the engine start while this process builds its own."""
         super().setup(stage)
+        self._check_precision()
         # kept for the whole run: a guard knows of its calls that still hang
         self.rewards = list(guard_all(self.rewards, self.strategy.timeout_s))
         self._check_lengths()
@@ -131,6 +132,16 @@ class SamplesResponses(HoldsReference):
         """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
         present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if present else [WeightSync()]
+
+    def _check_precision(self) -> None:
+        """Refuse a quantised model: the engine would take it as it is, and then weights in 16 bits."""
+        if self.hf_model.quantisation is not None:
+            raise ValueError(
+                f"model {self.model_path!r} is quantised ({self.hf_model.quantisation}): the sampler would quantise the"
+                " weights that it gets, and sample from another model than the one that is trained. Make it one of 16"
+                f" bits: `lightning-megatron-rl convert {self.model_path} model.ckpt`, then"
+                " `lightning-megatron-rl convert model.ckpt model-16bit`, and set model: model-16bit."
+            )
 
     def close_engine(self) -> None:
         """End the engine; the next phase that samples starts it anew."""

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
+from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
@@ -210,6 +211,7 @@ class MegatronStrategy(StopsTogether):
         reset_seed()
         warn_of_slow_links(self.root_device, self.num_processes, self.local_rank)
         install_cpu_support(self.root_device)
+        install_shared_gloo(self.root_device)
         install_adam(self.root_device)
         self._init_process_group()
         with self.phase("setup"):

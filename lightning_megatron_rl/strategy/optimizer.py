@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.strategy.cpu_optimizer import is_on_host, make_moments
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 
@@ -141,7 +142,11 @@ class MegatronOptimizer(Optimizer):
         """
         for part in self.parts():
             # before the first step that is not skipped there are no moments, which loading would look for
-            if part.init_state_fn is not None and not part.is_stub_optimizer:
+            if part.is_stub_optimizer:
+                continue
+            if is_on_host(part):
+                make_moments(part.optimizer)
+            elif part.init_state_fn is not None:
                 part.init_state_fn(part.optimizer, part.config)
         return OptimizerState(self.parts(), model, is_loading=is_loading)
 

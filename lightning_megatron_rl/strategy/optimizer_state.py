@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.strategy.cpu_optimizer import is_on_host, saved_groups, take_loaded_state
+
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
@@ -63,7 +65,11 @@ class OptimizerState:
 
     def sharded(self) -> dict[str, Any]:
         """Return what is saved, or asked for."""
-        groups = [group for part in self._parts for group in part.optimizer.param_groups]
+        groups = [
+            group
+            for part in self._parts
+            for group in (saved_groups(part.optimizer) if is_on_host(part) else part.optimizer.param_groups)
+        ]
         scalers = [scaler.state_dict() for part in self._parts if (scaler := _grad_scaler(part)) is not None]
         return {
             "tensors": {str(number): tensor for number, tensor in enumerate(self._tensors)},
@@ -201,7 +207,6 @@ def _grad_scaler(part: "CoreOptimizer") -> Any:
 @torch.no_grad()
 def _give(part: "CoreOptimizer", slices: Sequence[Slice]) -> None:
     """Copy loaded tensors to where the optimizer has them."""
-    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):
@@ -211,5 +216,5 @@ def _give(part: "CoreOptimizer", slices: Sequence[Slice]) -> None:
         for own, target in zip(slices, _slices(part), strict=True):
             for name, tensor in target.tensors.items():
                 tensor.copy_(own.tensors[name])
-    if isinstance(part.optimizer, HybridDeviceOptimizer):  # it steps copies on the host
-        part.optimizer._sync_hdo_state_to_sub_optimizers()
+    if is_on_host(part):
+        take_loaded_state(part.optimizer)

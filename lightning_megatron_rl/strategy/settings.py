@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.strategy.cpu_optimizer import check_cpu_optimizer
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -168,6 +169,12 @@ def resolve_optimizer_config(
             "DistributedDataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True))."
         )
     dropped = _check("OptimizerConfig", config, OPTIMIZER_RULES, device)
+    check_cpu_optimizer(config, defaults, precision=precision, sharded=sharded)
+    if config.use_precision_aware_optimizer and not sharded:
+        raise ValueError(
+            "OptimizerConfig.use_precision_aware_optimizer=True with use_distributed_optimizer=False: Megatron has it"
+            " for sharded state only. Set MegatronStrategy(use_distributed_optimizer=True), or remove it."
+        )
     if precision == "bf16-true":
         _warn_of_lost_updates(config.lr)
     return replace(

@@ -12,6 +12,7 @@ from lightning_megatron_rl.rewards import GuardedReward
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
 from tests.distributed import WorkerError
+from tests.models.test_quantised import save_quantised
 from tests.modules.runs import (
     NUM_GENERATIONS,
     ReplayEngine,
@@ -166,6 +167,12 @@ def test_unknown_or_impossible_loss_settings_are_refused(options, message):
 def test_micro_batch_that_a_sample_may_not_fit_is_refused(worker_pool, qwen3_dir):
     with pytest.raises(WorkerError, match=r"max_tokens_per_microbatch=32 < engine\.max_model_len=64"):
         job(worker_pool, qwen3_dir, module={"max_tokens_per_microbatch": 32})
+
+
+def test_quantised_model_is_refused_with_the_way_out(worker_pool, qwen3_dir, tmp_path):
+    save_quantised(qwen3_dir, tmp_path / "fp8")
+    with pytest.raises(WorkerError, match=r"is quantised \(fp8\): the sampler .* `lightning-megatron-rl convert"):
+        job(worker_pool, tmp_path / "fp8")
 
 
 def test_prompts_that_do_not_divide_are_refused_with_the_arithmetic():

@@ -30,14 +30,14 @@ def ddp(precision: str = "32-true", sharded: bool = True, **options: Any) -> Dis
     return resolve_ddp_config(config, precision=precision, use_distributed_optimizer=sharded, device=device)
 
 
-def optimizer(precision: str = "32-true", sharded: bool = True, **options: Any) -> OptimizerConfig:
+def optimizer(precision: str = "32-true", sharded: bool = True, device: str = "cpu", **options: Any) -> OptimizerConfig:
     return resolve_optimizer_config(
         OptimizerConfig(**{"lr": 1e-3, **options}),
         precision=precision,
         params_dtype=DTYPES[precision],
         ddp_config=ddp(precision, sharded),
         gradient_clip_val=None,
-        device=torch.device("cpu"),
+        device=torch.device(device),
     )
 
 
@@ -116,6 +116,43 @@ def test_the_users_config_stays_as_it_is():
 def test_optimizer_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         optimizer(**options)
+
+
+OFFLOADED = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "use_precision_aware_optimizer": True,
+    "use_distributed_optimizer": True,  # Megatron's config asks for it
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "32-true"}, r"precision='32-true'\): .*full-precision copy beside each parameter"),
+        ({"sharded": False}, "use_distributed_optimizer=False: only the distributed optimizer"),
+        ({"use_precision_aware_optimizer": False}, "without use_precision_aware_optimizer=True: .*stale ones"),
+        ({"optimizer_offload_fraction": 0.0}, "optimizer_offload_fraction=0.0: it is the share"),
+        ({"optimizer_offload_fraction": 1.5}, "optimizer_offload_fraction=1.5: it is the share"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False: the host has AdamW"),
+        (
+            {"exp_avg_dtype": torch.bfloat16},
+            "exp_avg_dtype=torch.bfloat16 with optimizer_cpu_offload=True",
+        ),
+        (
+            {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": False},
+            "optimizer_offload_fraction=1.0 does nothing without optimizer_cpu_offload",
+        ),
+    ],
+)
+def test_offloaded_optimizers_that_megatron_gets_wrong_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer(**{"precision": "bf16-mixed", "device": "cuda", **OFFLOADED, **options})
+
+
+def test_offloaded_optimizer_is_passed_on():
+    config = optimizer("bf16-mixed", device="cuda", **OFFLOADED)
+    assert (config.optimizer_cpu_offload, config.optimizer_offload_fraction) == (True, 1.0)
 
 
 def test_precision_in_megatrons_terms():
