@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lightning_megatron_rl.models.quantised import dequantise, quantisation
 from tests.convert.jobs import assert_same_tensors, convert, must_convert, tensors
@@ -42,23 +43,44 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, torch.stack(scales).view(-1, columns), meant.bfloat16()
 
 
-def save_quantised(source: Path, directory: Path) -> dict[str, Tensor]:
-    """Save a tiny model in fp8; return the weights that it stands for."""
+def save(source: Path, directory: Path, stored: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Save the tensors of a quantised model beside the other files of its source."""
     directory.mkdir()
     for file in source.iterdir():
         if not file.name.endswith(".safetensors"):
             (directory / file.name).write_bytes(file.read_bytes())
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config |= {"quantization_config": settings, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def save_mxfp4(source: Path, directory: Path) -> dict[str, Tensor]:
+    """Save a tiny GPT-OSS as it is released, with experts of random 4-bit numbers; return what they stand for."""
+    stored, meant = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = meant[name] = weight.bfloat16()
+            continue
+        experts, width, out = weight.shape
+        blocks = torch.randint(256, (experts, out, width // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(115, 125, (experts, out, width // 32), generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales)
+    save(source, directory, stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    return meant
+
+
+def save_quantised(source: Path, directory: Path) -> dict[str, Tensor]:
+    """Save a tiny model in fp8; return the weights that it stands for."""
     stored, meant = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
         if weight.ndim != 2 or any(part in name for part in PLAIN):
             stored[name] = meant[name] = weight if name.endswith("correction_bias") else weight.bfloat16()
             continue
         stored[name], stored[f"{name}_scale_inv"], meant[name] = quantise(weight)
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
-    config |= {"quantization_config": settings, "dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(config))
+    save(source, directory, stored, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)})
     return meant
 
 
@@ -72,6 +94,14 @@ def test_fp8_is_converted_as_what_it_stands_for(worker_pool: WorkerPool, tmp_pat
     have = tensors(tmp_path / "hf")
     assert_same_tensors(have, {name: tensor for name, tensor in meant.items() if name in have})
     assert len(have) >= len(meant) - sum(name.startswith("model.layers.4.") for name in meant)  # docs/models.md
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+def test_mxfp4_is_converted_as_transformers_reads_it(worker_pool: WorkerPool, tmp_path: Path):
+    meant = save_mxfp4(save_tiny_model(tmp_path / "source", "gpt_oss"), tmp_path / "mxfp4")
+    must_convert(worker_pool, tmp_path / "mxfp4", tmp_path / "c.ckpt", "--verify")
+    must_convert(worker_pool, tmp_path / "c.ckpt", tmp_path / "hf", "--verify")
+    assert_same_tensors(tensors(tmp_path / "hf"), meant)
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
