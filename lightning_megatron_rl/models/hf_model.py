@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
+from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
@@ -193,6 +194,7 @@ class HFModel(SavesFiles):
             use_cpu_initialization=device.type != "cuda",
             init_model_with_meta_device=device.type == "meta",
         )
+        sum_expert_biases_once(chunks)
         if lora is not None:
             add_adapters(chunks, lora)
         return chunks

@@ -119,6 +119,10 @@ SHORT = [
         )
     )
 ]
+_VLLM = "rollout/vllm_supervision.py"
 VLLM_DRILLS = [
-    _one("vLLM: rollout", "rollout/vllm_supervision.py", "SupervisedEngine.generate", occurrence=4),
+    _one("vLLM: weights on their way", _VLLM, "SupervisedEngine._update_through_host", occurrence=4),
+    _one("vLLM: weights there, rank 1 only", _VLLM, "SupervisedEngine.update_weights", "return", 4, (1,)),
+    _one("vLLM: rollout", _VLLM, "SupervisedEngine.generate", occurrence=4),
+    _one("vLLM: rollout done, rank 0 only", _VLLM, "SupervisedEngine.generate", "return", 4, (0,)),
 ]

@@ -15,6 +15,11 @@ def test_two_layouts_into_each_other(worker_pool, tmp_path):
     assert found["largest_step"] > 100 * found["worst"], "the run did not move enough for a difference to mean anything"
 
 
+def test_expert_biases_are_summed_once(worker_pool, tmp_path):
+    """Fails without `sum_expert_biases_once`: the biases' gradients are twice what they are on one process."""
+    assert reshard(worker_pool, "gpt_oss", ["tp2_etp1_sp"], tmp_path)["problems"] == []
+
+
 @pytest.mark.slow
 @pytest.mark.deadline(600)
 @pytest.mark.parametrize("family", FAMILIES)
