@@ -24,6 +24,7 @@ CONFIGS = ROOT / "configs"
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
 LEARNING_RATE = 3.0e-4  # at its highest, whatever the demo takes for its shorter schedule
+WARM_START_STEPS = 200  # of SFT, likewise
 VAL_EVERY = 5  # rollouts between two looks at the held-out problems
 ACCURACY = "val/arithmetic/mean_at_1"  # greedy, 500 held-out problems
 FIRST_PORT = 20_000  # of the runs' rendezvous: below the ports that the kernel gives out to whoever asks for a free one
@@ -63,7 +64,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="directory of all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--sft-steps", type=int, help="fewer steps of the warm start, for a quick look")
+    parser.add_argument("--sft-steps", type=int, default=WARM_START_STEPS, help="of the warm start")
     parser.add_argument("--deadline", type=float, default=24 * 3600, help="seconds until unfinished runs are killed")
 
 
@@ -121,8 +122,8 @@ def _run(job: Job, port: int, end: float) -> None:
 # ---- the warm start ------------------------------------------------------------------------------------------------
 
 
-def warm_start(out: Path, device: str, *, steps: int | None = None, deadline_s: float = 600) -> Path:
-    """Return the model that every run starts from: the demo's SFT stage on one process, made once.
+def warm_start(out: Path, device: str, *, steps: int, deadline_s: float = 600) -> Path:
+    """Return the model that every run starts from: the demo's SFT stage, shorter, on one process, made once.
 
     Raises:
         RuntimeError: it could not be made; names the log.
@@ -136,13 +137,13 @@ def warm_start(out: Path, device: str, *, steps: int | None = None, deadline_s: 
     build_model(out / "model")
     trainer: dict[str, Any] = {
         "accelerator": device,
+        "max_steps": steps,
+        "val_check_interval": steps,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "logger": csv_logger(out, "sft"),
         "callbacks": [{"class_path": "HFExport", "init_args": {"dirpath": str(out / "sft" / "hf")}}],
     }
-    if steps is not None:
-        trainer |= {"max_steps": steps, "val_check_interval": steps}
     changes = {
         "trainer": trainer,
         "model": {"init_args": {"model": str(out / "model"), "layer_backend": "torch"}},

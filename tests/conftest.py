@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +32,18 @@ def pytest_collection_finish() -> None:
 SHARE_A_PROCESS = ("rollout", "gpu")  # rooms whose files share engines, or a device
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares fixtures in one process where several run (`-n 2 --dist loadgroup`): a file, or a whole room."""
-    for item in items:
-        room = item.path.parent.name
-        group = room if room in SHARE_A_PROCESS else str(item.path.relative_to(Path(__file__).parent).with_suffix(""))
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which tests run one after the other
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep what shares fixtures in one process where several run (`-n 2`): a file, or a whole room."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Rooms(LoadScopeScheduling):
+        # not pytest-xdist's groups: with pytest 9.2 they are ignored without a word (pytest-xdist issue 1386)
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return file.parent.name if file.parent.name in SHARE_A_PROCESS else str(file)
+
+    return Rooms(config, log)
 
 
 @pytest.fixture(scope="session")

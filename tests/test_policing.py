@@ -167,3 +167,15 @@ def test_a_test_that_does_not_react_ends_the_run_with_its_stack(tmp_path: Path):
     assert done.returncode == 1
     assert "in test_stuck" in done.stderr
     assert os.path.basename(tmp_path) in done.stderr
+
+
+def test_what_shares_fixtures_is_in_one_process():
+    """Fails without the scheduler in conftest.py: tests would go to whichever process is free."""
+    files = ["tests/strategy/test_layout.py", "tests/algorithms/test_advantages.py", "tests/rollout/test_placement.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
+    processes: dict[str, set[str]] = {file: set() for file in files}
+    for process, file in re.findall(r"^\[(gw\d)\].* PASSED (\S+?)::", done.stdout, re.MULTILINE):
+        processes[file].add(process)
+    assert all(len(found) == 1 for found in processes.values()), processes
+    assert len(set.union(*processes.values())) == 2, "both work"

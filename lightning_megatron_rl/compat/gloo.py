@@ -1,9 +1,9 @@
 """Process groups on the CPU that share one network device: fewer threads that wake for nothing.
 
 torch gives each gloo group a device of its own, whose thread looks for work a hundred times a second, and two threads
-that run its collectives. Megatron's parallel state makes some twenty-five groups, whose threads take 3.5 % of a core in
-every process while nothing happens (0.7 % with one device), and get in the way of the computation where there is a core
-per process. A group's collectives run in one order anyway, so one thread per group is enough.
+that run its collectives. Megatron's parallel state makes some twenty-five groups, whose threads take some percent of a
+core in every process while nothing happens, and get in the way of the computation where there is a core per process.
+A group's collectives run in one order anyway, so one thread per group is enough.
 """
 
 import functools

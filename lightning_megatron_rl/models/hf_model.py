@@ -121,7 +121,8 @@ class HFModel(SavesFiles):
         bridge = auto_bridge.from_hf_pretrained(
             str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
         )
-        read_dequantised(bridge.hf_pretrained, self.config)
+        if self.quantisation == "fp8":
+            read_dequantised(bridge.hf_pretrained, self.config)
         return bridge
 
     def build_chunks(

@@ -49,14 +49,12 @@ def _settings(config: Any) -> dict[str, Any] | None:
 
 
 def read_dequantised(pretrained: Any, config: Any) -> None:
-    """Let Megatron-Bridge read plain weights out of a checkpoint in fp8; any other stays as it is.
+    """Let Megatron-Bridge read plain weights out of a checkpoint in fp8.
 
     Args:
         pretrained: Megatron-Bridge's view of a checkpoint.
         config: Its Hugging Face config.
     """
-    if quantisation(config) != "fp8":
-        return
     from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource, StateDict
 
     settings = _settings(config)

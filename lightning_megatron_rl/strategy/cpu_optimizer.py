@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 _STEP = "step"
-_FIELDS = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_torch_optimizer_for_cpu_offload")
+_FIELDS = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 _MACHINERY = (  # of parameter groups: how a step is done, not what it does
     *("offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "fused"),
     *("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),

@@ -51,7 +51,7 @@ OPTIMIZER_RULES: dict[str, Rule] = {
     "optimizer_cpu_offload": Rule("cuda", _OFFLOAD),
     "optimizer_offload_fraction": Rule("cuda", _OFFLOAD),
     "overlap_cpu_optimizer_d2h_h2d": Rule("cuda", _OFFLOAD),
-    "use_torch_optimizer_for_cpu_offload": Rule("cuda", _OFFLOAD),
+    "use_torch_optimizer_for_cpu_offload": Rule("never", "Megatron takes Transformer Engine's Adam all the same"),
     "optimizer_cuda_graph": Rule("never", "gradient norms are read between the graph's parts; remove it"),
     "log_num_zeros_in_grad": Rule("never", "it is not logged", speed_only=True),
     "muon_*": Rule("never", "use optimizer='adam' or 'sgd'"),

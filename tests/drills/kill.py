@@ -202,10 +202,10 @@ def _unexpected(fault: Point | None, ended: Attempt) -> list[str]:
     return found
 
 
-def report(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def report(lines: list[dict[str, Any]], *, vllm: bool) -> dict[str, Any]:
     """Return the content of the report: what was found, and of what."""
     return {
-        **facts("kill"),
+        **facts("kill --vllm" if vllm else "kill"),
         "steps": STEPS,
         "ranks": WORLD_SIZE,
         "drills": lines,
@@ -238,7 +238,7 @@ def main() -> int:
             lines.append(drill(wanted, model, Path(root), undisturbed, options.vllm))
             print(json.dumps(lines[-1]), flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps(report(lines), indent=2) + "\n")
+        options.out.write_text(json.dumps(report(lines, vllm=options.vllm), indent=2) + "\n")
     return int(any(line["problems"] for line in lines))
 
 

@@ -1,9 +1,11 @@
 """The resharding matrix, in its short form: a checkpoint resumes in other layouts than the one that saved it."""
 
+import json
+
 import pytest
 
 from lightning_megatron_rl.models.families import FAMILIES as CARRIED
-from tests.drills.reshard import FAMILIES, difference, reshard
+from tests.drills.reshard import FAMILIES, difference, kept_lines, reshard
 from tests.tiny_models import tiny_config
 from tests.training import Run
 
@@ -29,6 +31,15 @@ def test_every_family_in_every_layout(worker_pool, tmp_path, family):
 
 def test_every_family_is_in_the_matrix():
     assert {tiny_config(family).model_type for family in FAMILIES} == CARRIED.keys()
+
+
+def test_report_keeps_families_of_the_same_programs_only(tmp_path):
+    path, lines = tmp_path / "report.json", [{"family": "qwen3"}]
+    now = {"versions": {"torch": "2"}, "date": "2026-01-02"}
+    assert kept_lines(path, now) == []
+    path.write_text(json.dumps({**now, "date": "2026-01-01", "families": lines}))
+    assert kept_lines(path, now) == lines
+    assert kept_lines(path, {**now, "versions": {"torch": "3"}}) == []
 
 
 def test_what_differs_is_measured():
