@@ -43,6 +43,10 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             synchronize(self.strategy.root_device)
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - started
 
+    def on_fit_start(self) -> None:
+        """Forget the times of what another Trainer did with this module."""
+        self.phase_seconds.clear()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
         if not self._described:

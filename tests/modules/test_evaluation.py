@@ -15,7 +15,7 @@ from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from tests.distributed import WorkerError
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts
 from tests.strategy.test_megatron import LAYOUTS
-from tests.training import Run, SequenceDataModule
+from tests.training import Run, SequenceDataModule, make_trainer
 
 
 def group(dataset: str, rewards: list[float], answers: str | None = None, index: int = 0) -> list[Sample]:
@@ -169,6 +169,23 @@ def test_every_layout_has_the_numbers_of_one_process(worker_pool, qwen3_dir, tmp
     lines = [json.loads(line) for line in (tmp_path / "evaluation-dp0.jsonl").read_text().splitlines()]
     assert len(lines) == (4 + 1) * (1 + NUM_GENERATIONS)
     assert {line["dataset"] for line in lines} == {"even", "single"}
+
+
+def validated_module(**options: Any) -> Any:
+    """A policy that another Trainer has validated, with an engine that took long to start."""
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+
+    policy = GRPOModule(**options)
+    make_trainer({}, 1).validate(policy, TwoSets(prompts(4), 4), verbose=False)
+    assert policy.phase_seconds["weight_sync"] > 0
+    policy.phase_seconds["weight_sync"] += 1000
+    return policy
+
+
+def test_times_of_another_trainers_validation_are_not_the_first_steps(worker_pool, qwen3_dir):
+    (run,) = job(worker_pool, qwen3_dir, make_module=validated_module)
+    assert run.steps[0]["time/step_s"] > run.steps[0]["time/weight_sync_s"]
+    assert run.steps[0]["time/step_s"] < 1000
 
 
 def test_early_stopping_and_checkpoints_monitor_them(worker_pool, qwen3_dir, tmp_path):
