@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--sft-check", type=int, default=20)
     parser.add_argument("--rollouts", type=int, default=200 if on_cuda else 40)
     parser.add_argument("--prompts", type=int, default=128, help="per rollout; 8 samples each")
-    parser.add_argument("--grpo-lr", type=float, default=3e-5 if on_cuda else 3e-4)
+    parser.add_argument("--grpo-lr", type=float, default=5e-5 if on_cuda else 3e-4)
     parser.add_argument("--check", type=int, default=25 if on_cuda else 10, help="rollouts between validations")
     parser.add_argument("--max-minutes", type=float, help="of GRPO")
     parser.add_argument("--work", type=Path, help="empty directory of models and logs; needed by several processes")
