@@ -4,6 +4,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.versions import VERSION as __version__
+
 if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport
     from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.sample import Prompt, Sample
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
     from lightning_megatron_rl.verify.runner import verify_layouts
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "ColocatedVLLMEngine": "rollout.colocated",

@@ -178,6 +178,16 @@ def test_help_and_version_are_light():
     assert lightning_megatron_rl.__version__ == version
 
 
+def test_versions_of_a_source_tree_that_is_not_installed():
+    script = (  # without site-packages
+        "from lightning_megatron_rl.versions import installed_versions\n"
+        "print(installed_versions(('lightning-megatron-rl', 'torch')))"
+    )
+    command = [sys.executable, "-S", "-c", script]
+    shown = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert shown.strip() == repr({"lightning-megatron-rl": lightning_megatron_rl.__version__})
+
+
 def test_help_of_commands_and_classes(capsys):
     for arguments, text in (
         (["fit", "--help"], "--trainer.max_steps MAX_STEPS"),

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -48,6 +49,11 @@ def test_remote_traceback_is_raised_and_the_pool_survives(worker_pool: WorkerPoo
     with pytest.raises(WorkerError, match="the remote message"):
         worker_pool.run(fail_on_rank_one, world_size=2)
     assert worker_pool.run(sum_of_ranks, 0, world_size=2)[0][2] == 1
+
+
+def test_failure_of_a_partial_is_told_as_any_other(worker_pool: WorkerPool):
+    with pytest.raises(WorkerError, match="partial[\\s\\S]* failed"):
+        worker_pool.run(partial(divmod, 1, 0), world_size=1)
 
 
 def test_deadline_names_the_line_and_the_pool_recovers(worker_pool: WorkerPool):

@@ -13,6 +13,7 @@ FLOORS = {
     "sample": -1,  # the records that everybody shares
     "files": -1,
     "arguments": -1,
+    "versions": -1,
     "algorithms": 0,
     "rewards": 0,
     "compat": 0,
@@ -35,6 +36,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
     "files": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "algorithms": {"megatron", "lightning", "vllm", "transformers"},
     "rewards": {"megatron", "lightning", "vllm", "transformers"},
     "devices": {"megatron", "lightning", "vllm", "transformers"},

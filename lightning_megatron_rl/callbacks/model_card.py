@@ -5,13 +5,14 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import yaml
+
+from lightning_megatron_rl.versions import installed_versions
 
 _PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers")
 _GIT_DEADLINE_S = 5.0
@@ -45,7 +46,7 @@ def describe_run(module: Any, proof: str) -> RunFacts:
         "step": f"{trainer.global_step} (epoch {trainer.current_epoch})",
         "precision": str(trainer.precision),
         "layout": f"{module.strategy.layout.describe(trainer.world_size)}, {trainer.world_size} processes",
-        "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
+        "versions": ", ".join(f"{name} {found}" for name, found in installed_versions(_PACKAGES).items()),
         "git commit": (git_commit(Path.cwd()) or "none") if trainer.is_global_zero else "",  # its rank writes the card
         "exported": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "verified": proof,

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
+from lightning_megatron_rl.versions import installed_version
 
 COMMAND_TIMEOUT_S = 30.0
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
@@ -110,14 +110,6 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
             first = int(name[3:])
             links |= {(first, second): cells[second] for second in range(first + 1, count)}
     return links
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not there."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def installed_engine(*, imports: bool) -> Extension | None:

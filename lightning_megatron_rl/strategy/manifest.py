@@ -5,10 +5,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from lightning_megatron_rl.versions import installed_versions
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
@@ -188,4 +189,4 @@ def _content_checksum(content: Mapping[str, Any]) -> str:
 
 def _versions() -> dict[str, str]:
     packages = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge")
-    return {name: version(name) for name in packages}
+    return installed_versions(packages)

@@ -177,7 +177,8 @@ class WorkerPool:
             ordered = sorted(failures.items())
             text = "\n".join(f"--- rank {rank} of {world_size}: {failure.story}" for rank, failure in ordered)
             raised = {rank: failure.exception for rank, failure in ordered if failure.exception is not None}
-            raise WorkerError(f"{function.__module__}.{function.__qualname__} failed\n{text}", raised)
+            name = getattr(function, "__qualname__", repr(function))  # of a partial
+            raise WorkerError(f"{function.__module__}.{name} failed\n{text}", raised)
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:

@@ -5,12 +5,12 @@ import math
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
+
+from lightning_megatron_rl.versions import installed_versions
 
 Verdict = Literal["reference", "same", "departs", "refused", "failed"]
 _COLUMNS = ("layout", "ranks", "loss", "grad norm", "|Δ logp|", "Δ weights", "checksum", "s/step", "GB", "verdict")
@@ -125,10 +125,8 @@ def describe_environment(device: str) -> dict[str, str]:
     cores = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else cores
     found = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}  # with its CUDA
-    for name in ("lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine"):
-        with suppress(PackageNotFoundError):  # an extra that is not installed
-            found[name] = version(name)
-    return found
+    packages = ("lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
+    return found | installed_versions(packages)
 
 
 def header(report: Report) -> str:

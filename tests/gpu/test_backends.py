@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.convert.jobs import assert_same_tensors, must_convert, tensors
 from tests.training import Run, fit_arithmetic, fit_sft
 
 pytestmark = pytest.mark.deadline(400)
@@ -70,6 +71,12 @@ def test_checkpoints_move_between_backends(gpu_pool, qwen3_dir, tmp_path, first,
     for mine, theirs in zip(rest.steps, whole.steps[2:], strict=True):
         for name in ("policy/loss", "policy/grad_norm"):
             assert abs(mine[name] / theirs[name] - 1) < BF16_RELATIVE
+
+
+def test_checkpoint_of_transformer_engine_is_converted(gpu_pool, qwen3_dir, tmp_path):
+    run = gpu_pool.run(continue_elsewhere, qwen3_dir, 1, tmp_path, "transformer_engine", None, **ONE)[0]
+    must_convert(gpu_pool, tmp_path / "step=4.ckpt", tmp_path / "hf", "--verify")
+    assert_same_tensors(tensors(tmp_path / "hf"), {name: weight.cpu() for name, weight in run.weights.items()})
 
 
 def fit_layout(

@@ -1,6 +1,5 @@
 """Megatron's optimizer on the host: the steps of the one on the device, and checkpoints of it that resume bitwise."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,13 @@ def test_precision_aware_optimizer_needs_sharded_state(gpu_pool, qwen3_dir):
     config = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
     with pytest.raises(WorkerError, match="use_precision_aware_optimizer=True with use_distributed_optimizer=False"):
         gpu_pool.run(
-            partial(fit_arithmetic, max_steps=1, optimizer=config, trainer=TRAINER),
+            fit_arithmetic,
             qwen3_dir,
             {"use_distributed_optimizer": False},
             1,
+            max_steps=1,
+            optimizer=config,
+            trainer=TRAINER,
             world_size=1,
             init_process_group=False,
         )

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.deadline(300)
 
 def fit_too_much(model: str) -> tuple[str, int]:
     """Return the refusal of a run with a micro-batch of a hundred million tokens, and the memory it took. # bytes"""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # by other tests in this process
     with pytest.raises(ValueError, match=r"this run needs \d+\.\d GiB of a GPU that has") as error:
         fit_sft(
             model,
@@ -23,7 +25,7 @@ def fit_too_much(model: str) -> tuple[str, int]:
             module={"max_tokens_per_microbatch": 10**8},
             trainer={"accelerator": "cuda", "precision": "bf16-mixed"},
         )
-    return str(error.value), torch.cuda.max_memory_allocated()
+    return str(error.value), torch.cuda.max_memory_allocated() - before
 
 
 def test_run_that_does_not_fit_is_refused_before_it_loads(gpu_pool, qwen3_dir):
