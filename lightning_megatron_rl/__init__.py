@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron_rl.versions import VERSION as __version__
+from lightning_megatron_rl.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport

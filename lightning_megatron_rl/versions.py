@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
-VERSION = "0.1.0"  # of this package, as pyproject.toml has it
+__version__ = "0.1.0"  # of this package, as pyproject.toml has it
 _OWN = "lightning-megatron-rl"
 
 
@@ -14,7 +14,7 @@ def installed_version(name: str) -> str | None:
         ``installed_version("torch") == "2.11.0"``
     """
     if name == _OWN:
-        return VERSION
+        return __version__
     try:
         return version(name)
     except PackageNotFoundError:

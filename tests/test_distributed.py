@@ -52,7 +52,7 @@ def test_remote_traceback_is_raised_and_the_pool_survives(worker_pool: WorkerPoo
 
 
 def test_failure_of_a_partial_is_told_as_any_other(worker_pool: WorkerPool):
-    with pytest.raises(WorkerError, match="partial[\\s\\S]* failed"):
+    with pytest.raises(WorkerError, match=r"partial[\s\S]* failed"):
         worker_pool.run(partial(divmod, 1, 0), world_size=1)
 
 
