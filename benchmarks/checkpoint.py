@@ -33,6 +33,9 @@ from common import (
 from throughput import SameBatch, make_sequences
 
 
+MOST_UNDISTURBED = 50  # steps between two saves
+
+
 class Saves(pl.Callback):
     """Saves, takes steps until the save is complete, takes as many undisturbed ones, and saves again."""
 
@@ -55,7 +58,8 @@ class Saves(pl.Callback):
             self.disturbed.append(step)
         elif len(self.complete) < len(self.blocked):
             self.complete.append(self._written[-1] - self._started)
-            self._next = step + max(2, sum(1 for found in self.disturbed if found > self._last))
+            beside = sum(1 for found in self.disturbed if found > self._last)
+            self._next = step + min(max(2, beside), MOST_UNDISTURBED)
         if step < self._next or len(self._written) < len(self.blocked):
             return
         if len(self.blocked) == self.count:
@@ -99,9 +103,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         path = saves.path(len(saves.blocked) - 1)
         manifest = read_manifest(path)
         strategy: Any = trainer.strategy
-        verified = [timed(lambda: check_files(path, manifest, verify=True), device) for _ in range(3)]
+        verified = [timed(lambda: check_files(path, manifest, verify=True), device) for _ in range(options.loads)]
         strategy.verify_checkpoints = False
-        loaded = [timed(lambda: strategy.load_checkpoint(path), device) for _ in range(3)]
+        loaded = [timed(lambda: strategy.load_checkpoint(path), device) for _ in range(options.loads)]
     disturbed = set(saves.disturbed)
     steps = dict(enumerate(log.seconds, start=1))
     still = [seconds for step, seconds in steps.items() if step > options.warmup and step not in disturbed]
@@ -134,6 +138,7 @@ def main() -> None:
     parser.add_argument("--precision", default=default_precision(device))
     parser.add_argument("--saves", type=int, default=6, help="the first is not counted")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--loads", type=int, default=3, help="times that the last checkpoint is verified and loaded")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, for the steps")
     parser.add_argument("--directory", type=Path, help="where checkpoints are written (default: the temporary folder)")
@@ -145,7 +150,7 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     load = os.getloadavg()[0]  # of other processes: nothing of this runs yet
-    names = ("device", "shape", "precision", "saves", "warmup", "sequences", "threads")
+    names = ("device", "shape", "precision", "saves", "loads", "warmup", "sequences", "threads")
     passed = [f"--{name}={getattr(options, name)}" for name in names]
     passed += [f"--directory={options.directory}"] if options.directory else []
     ways = {

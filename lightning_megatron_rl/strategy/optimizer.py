@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.strategy.cpu_optimizer import is_on_host, make_moments
+from lightning_megatron_rl.strategy.main_parameters import make_states
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 
@@ -146,6 +147,8 @@ class MegatronOptimizer(Optimizer):
                 continue
             if is_on_host(part):
                 make_moments(part.optimizer)
+            elif part.config.use_precision_aware_optimizer:
+                make_states(part.optimizer)
             elif part.init_state_fn is not None:
                 part.init_state_fn(part.optimizer, part.config)
         return OptimizerState(self.parts(), model, is_loading=is_loading)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.strategy.cpu_optimizer import is_on_host, saved_groups, take_loaded_state
+from lightning_megatron_rl.strategy.main_parameters import MAIN, give_state, whole_state
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
 
 _PREFIX = "optimizer.state"
-_MAIN = "param"  # Megatron's name for the full-precision copy
 _STEP = "step"  # kept in the parameter groups
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -136,12 +136,12 @@ def _slices(part: "CoreOptimizer") -> Iterator[Slice]:
         for parameter, found in (
             (parameter, at) for bucket in buckets for parameter, at in bucket["param_map"].items()
         ):
-            tensors = part._get_main_param_and_optimizer_states(parameter)
+            tensors = whole_state(part, parameter)
             own = found["param"]
             yield Slice(parameter, own.start, own.end, _flat(tensors), part.distributed_optimizer_instance_id)
         return
     for parameter, main in _main_parameters(part):
-        yield Slice(parameter, 0, parameter.numel(), _flat({_MAIN: main, **part.optimizer.state[main]}), None)
+        yield Slice(parameter, 0, parameter.numel(), _flat({MAIN: main, **part.optimizer.state[main]}), None)
 
 
 def _main_parameters(part: "CoreOptimizer") -> Iterator[tuple[Tensor, Tensor]]:
@@ -211,7 +211,7 @@ def _give(part: "CoreOptimizer", slices: Sequence[Slice]) -> None:
 
     if isinstance(part, DistributedOptimizer):
         for own in slices:
-            part._set_main_param_and_optimizer_states(own.parameter, own.tensors)
+            give_state(part, own.parameter, own.tensors)
     else:
         for own, target in zip(slices, _slices(part), strict=True):
             for name, tensor in target.tensors.items():

@@ -55,13 +55,15 @@ def relative(mine: Run, other: Run) -> float:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_steps_and_checkpoints_are_those_of_the_device(gpu_pool, qwen3_dir, tmp_path, share):
-    """Fails without `make_moments` (Megatron then moves the weights by a random step) and `take_loaded_state`."""
+    """Fails without `make_moments` (Megatron then moves the weights by a random step) and `take_loaded_state`, and
+    without `main_parameters` (the device's main parameters are halves, which the host would take for numbers)."""
     here, there = tmp_path / "device", tmp_path / "host"
-    device, host, resumed, moved_out, moved_in = gpu_pool.run(
+    device, again, host, resumed, moved_out, moved_in = gpu_pool.run(
         fit,
         qwen3_dir,
         [
             {"share": 0.0, "max_steps": STEPS, "checkpoints": here, "every_n_steps": STOP},
+            {"share": 0.0, "max_steps": STEPS, "ckpt_path": str(here / f"step={STOP}.ckpt")},
             {"share": share, "max_steps": STEPS, "checkpoints": there, "every_n_steps": STOP},
             {"share": share, "max_steps": STEPS, "ckpt_path": str(there / f"step={STOP}.ckpt")},
             {"share": 0.0, "max_steps": STEPS, "ckpt_path": str(there / f"step={STOP}.ckpt")},
@@ -72,6 +74,7 @@ def test_steps_and_checkpoints_are_those_of_the_device(gpu_pool, qwen3_dir, tmp_
         timeout=380,
     )[0]
     assert device.extra["cpu"] == 0
+    assert all(torch.equal(again.weights[name], weight) for name, weight in device.weights.items())
     assert host.extra["cpu"] > 0
     assert (host.extra["cuda"] == 0) == (share == 1.0)
     assert relative(host, device) < RELATIVE
@@ -79,6 +82,33 @@ def test_steps_and_checkpoints_are_those_of_the_device(gpu_pool, qwen3_dir, tmp_
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in host.weights.items())
     assert relative(moved_out, host) < RELATIVE
     assert relative(moved_in, host) < RELATIVE
+
+
+def step_with_and_without_halves() -> tuple[torch.Tensor, torch.Tensor]:
+    """Main parameters after three steps of Transformer Engine's Adam that keeps halves of them, and of one that does
+    not."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from lightning_megatron_rl.strategy.main_parameters import join
+
+    found = []
+    for halves in (True, False):
+        generator = torch.Generator("cuda").manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(4096, device="cuda", generator=generator).bfloat16())
+        optimizer = FusedAdam(
+            [parameter], lr=1e-2, master_weights=True, use_decoupled_grad=True, store_param_remainders=halves
+        )
+        for _ in range(3):
+            parameter.decoupled_grad = torch.randn(4096, device="cuda", generator=generator)
+            optimizer.step()
+        main = optimizer.state[parameter]["master_param"]
+        found.append((join(parameter, main) if halves else main).cpu())
+    return found[0], found[1]
+
+
+def test_joined_halves_are_main_parameters(gpu_pool):
+    joined, whole = gpu_pool.run(step_with_and_without_halves, world_size=1, init_process_group=False)[0]
+    assert torch.equal(joined, whole)
 
 
 def test_precision_aware_optimizer_needs_sharded_state(gpu_pool, qwen3_dir):
