@@ -1,7 +1,7 @@
 """`KeepsCheckpoints`: when checkpoints are written, and which of them stay, behind Lightning's callbacks."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -123,10 +123,14 @@ class KeepsCheckpoints(CollectiveStrategy):
         path = Path(filepath)
         if self._newest.get(path.parent) == path:
             del self._newest[path.parent]
+        self._when_saved(lambda: self._remove(path))
+
+    def _when_saved(self, job: Callable[[], None]) -> None:
+        """Do something when what was saved before this call is complete; never, if it cannot be written."""
         if self._queue.is_empty:
-            self._remove(path)
+            job()
         else:
-            self._queue.submit(lambda: self._remove(path))
+            self._queue.submit(job)
 
     def _remove(self, path: Path) -> None:
         if not self.is_global_zero:

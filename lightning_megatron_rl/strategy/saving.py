@@ -43,6 +43,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     verify_checkpoints: bool = True
     fall_back_to_previous: bool = False
     _saved: SavedMoment | None = None
+    _resumed_from: tuple[Path, dict[str, Any]] | None = None  # the checkpoint that this fit goes on from, its manifest
     trained_on_top_of: dict[str, Any] | None = None
     """Set by a module that trains parameters added to a model which it loads by itself (adapters): what it loads and
     adds, as plain data. Checkpoints then hold the trainable parameters only, with this description, and a run with
@@ -127,7 +128,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
 
     def start_keeping(self, trainer: "pl.Trainer") -> None:
         """Get ready for a fit, whose optimizer is a new one."""
-        self._saved = None
+        self._saved, self._resumed_from = None, None
         super().start_keeping(trainer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,6 +227,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 optimizer.load_state(optimizer_state, loaded[name])
             if generators is not None:
                 checkpoint_io.set_rng_state(generators)
+            if self.optimizers:
+                self._resumed_from = path.resolve(), layout
             return trainer_state
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:

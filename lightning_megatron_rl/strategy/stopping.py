@@ -15,8 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.guarding import GuardsSteps
+from lightning_megatron_rl.strategy.manifest import is_checkpoint, read_manifest
 from lightning_megatron_rl.strategy.resuming import note_due_validation
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code, requeue_job
+
+REQUEUE_LINK = "hpc_ckpt_1.ckpt"  # where Lightning looks for a checkpoint under SLURM if it is given none
 
 
 class StopsTogether(GuardsSteps):
@@ -105,10 +108,55 @@ class StopsTogether(GuardsSteps):
         raise SIGTERMException(exit_code(self._stopping) if self.is_global_zero else 0)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, with a note of a validation that is due."""
+        """Write the checkpoint, with a note of a validation that is due; one that goes further ends a stop's."""
         assert self.lightning_module is not None
-        note_due_validation(checkpoint, self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        note_due_validation(checkpoint, trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._resumed_from is not None and self.is_global_zero and self.is_fitting:
+            self._supersede(*self._resumed_from, Path(filepath), trainer)
+
+    def _supersede(self, stopped: Path, manifest: dict[str, Any], saved: Path, trainer: "pl.Trainer") -> None:
+        """Remove the stop's checkpoint that this run was resumed from, as soon as `saved` takes its place (rank 0).
+
+        It would be what `ckpt_path="last"` and a requeued job find when this run is killed, however far that went.
+
+        Args:
+            stopped: What the run was resumed from, a stop's checkpoint or any other.
+            manifest: Its manifest when it was loaded: whatever has the name by then and is another one stays.
+            saved: The checkpoint that was saved just now, perhaps not complete yet.
+            trainer: Of this run.
+        """
+        place = stop_checkpoint(trainer)
+        if place is None or place.resolve() != stopped or saved.parent.resolve() != stopped.parent:
+            return
+        is_found = any(_saves_last(callback, stopped.parent) for callback in trainer.checkpoint_callbacks)
+        if is_found and not saved.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
+            return  # the one that `ckpt_path="last"` finds follows
+        link = Path(trainer.default_root_dir) / REQUEUE_LINK
+
+        def remove() -> None:
+            try:
+                if not is_checkpoint(stopped) or read_manifest(stopped) != manifest:
+                    return
+                newer = read_manifest(saved)
+                if not newer["has_optimizer"] or newer["global_step"] <= manifest["global_step"]:
+                    return
+                was_linked = link.is_symlink() and link.resolve() == stopped
+                if was_linked:
+                    link.unlink()  # before what it points to: Lightning takes it for a checkpoint
+            except (OSError, ValueError) as error:
+                rank_zero_warn(f"the checkpoint {stopped} was not removed: {error}")
+                return
+            self._remove(stopped)
+            if was_linked or not is_found:
+                rank_zero_warn(
+                    f"{stopped} (step {manifest['global_step']}) was removed, for {saved} (step"
+                    f" {newer['global_step']}) goes further. Another start finds that one with ckpt_path="
+                    + ("'last'." if is_found else "its path, and with 'last' under ModelCheckpoint(save_last=True).")
+                )
+
+        self._when_saved(remove)
 
     def forget_signals(self) -> None:
         """Leave the Trainer as it was."""
@@ -151,9 +199,16 @@ def stop_checkpoint(trainer: "pl.Trainer") -> Path | None:
     return None
 
 
+def _saves_last(callback: pl.Callback, directory: Path) -> bool:
+    """Whether `callback` leaves full checkpoints in `directory` that ``ckpt_path="last"`` finds."""
+    if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+        return False
+    return bool(callback.save_last) and not callback.save_weights_only and Path(callback.dirpath).resolve() == directory
+
+
 def _link_for_requeue(root: Path, path: Path) -> None:
     """Let a requeued job find `path` without a `ckpt_path`, where Lightning looks for the checkpoint it would write."""
-    link, new = root / "hpc_ckpt_1.ckpt", root / ".hpc_ckpt_1.ckpt.new"
+    link, new = root / REQUEUE_LINK, root / f".{REQUEUE_LINK}.new"
     root.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         new.unlink()

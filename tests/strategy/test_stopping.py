@@ -1,6 +1,7 @@
 """Signals that stop a run: with a checkpoint, before the same batch on every rank, with the documented code."""
 
 import os
+import shutil
 import signal
 import stat
 import warnings
@@ -12,8 +13,10 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
 from lightning_megatron_rl.strategy.checks import check_checkpoint_callbacks
-from lightning_megatron_rl.strategy.stopping import stop_checkpoint
+from lightning_megatron_rl.strategy.manifest import FileRecord, read_manifest, write_manifest
+from lightning_megatron_rl.strategy.stopping import _link_for_requeue, stop_checkpoint
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code
 from tests.drills.job import IsTold, Job, history, train
 from tests.selection import by_default
@@ -79,6 +82,95 @@ def test_without_a_model_checkpoint_the_run_says_that_nothing_is_saved(worker_po
     code, messages = worker_pool.run(stop_without_checkpoints, qwen3_dir, world_size=1, init_process_group=False)[0]
     assert code == 143
     assert any("stops without a checkpoint" in message for message in messages)
+
+
+class Meddles(pl.Callback):
+    """At the start of the third step lets something come between a stop's checkpoint and the one that follows it."""
+
+    def __init__(self, stopped: Path, how: str) -> None:
+        self.stopped, self.how = stopped, how
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        if self.how == "same step":
+            trainer.save_checkpoint(self.stopped.with_name("again.ckpt"))
+        elif self.how == "replaced" and trainer.is_global_zero:
+            manifest = read_manifest(self.stopped)
+            write_manifest(self.stopped, {"global_step": 0}, {"x": FileRecord(**manifest["files"]["trainer.pt"])})
+
+
+def go_on(job: Job, world_size: int, fails: str, **keeper: Any) -> tuple[Any, list[str]]:
+    """Train with a checkpoint of the third step, until the fifth; `fails` is one that cannot be written."""
+    write = PendingCheckpoint.write
+
+    def write_or_fail(checkpoint: PendingCheckpoint, group: Any = None) -> None:
+        if checkpoint.path.name == fails:
+            checkpoint.abandon()
+            raise OSError("no room")
+        write(checkpoint, group)
+
+    keeps = ModelCheckpoint(job.directory / "checkpoints", "{step}", every_n_train_steps=3, **keeper)
+    job.trainer = {"max_steps": 5, "callbacks": [keeps, *job.callbacks], "limit_val_batches": 0}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(PendingCheckpoint, "write", write_or_fail)
+        try:
+            code = train(job, world_size)["code"]
+        except OSError as error:
+            code = str(error)
+    return code, [str(warning.message) for warning in caught if "was removed" in str(warning.message)]
+
+
+@pytest.fixture(scope="module")
+def stopped(worker_pool, qwen3_dir, tmp_path_factory) -> Path:
+    """A run of two ranks that was stopped after two steps, with SLURM's link to its checkpoint."""
+    directory = tmp_path_factory.mktemp("stopped")
+    job = Job(qwen3_dir, directory, "sft", callbacks=[IsTold(1)])
+    told = worker_pool.run(go_on, job, 2, "", world_size=2, init_process_group=False)
+    assert told == [(143, []), (0, [])]
+    _link_for_requeue(directory, directory / "checkpoints" / "last-stopped.ckpt")
+    return directory
+
+
+STOP, NEXT = "last-stopped.ckpt", "step=3.ckpt"
+
+
+@pytest.mark.parametrize("later", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("save_last", [None, True, "link"])
+def test_the_next_checkpoint_ends_that_of_the_stop(worker_pool, qwen3_dir, tmp_path, stopped, save_last, later):
+    """Otherwise `last`, or a requeued job, would go back to it however far this run went."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, symlinks=True)
+    job = Job(qwen3_dir, tmp_path, "sft", {"async_save": later}, resumes=True)
+    ended = worker_pool.run(go_on, job, 2, "", save_last=save_last, world_size=2, init_process_group=False)
+    assert [code for code, _ in ended] == [0, 0]
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == ({NEXT, "last.ckpt"} if save_last else {NEXT})
+    assert not (tmp_path / "hpc_ckpt_1.ckpt").is_symlink()
+    ((warning,), others) = [warned for _, warned in ended]
+    assert ("with ckpt_path='last'" in warning) is bool(save_last)
+    assert not others
+
+
+@pytest.mark.parametrize(
+    ("how", "resumes", "keeper", "fails", "left"),
+    [
+        ("not resumed from it", False, {}, "", {STOP, NEXT}),
+        ("weights only", True, {"save_weights_only": True}, "", {STOP, NEXT}),
+        ("replaced", True, {}, "", {STOP, NEXT}),
+        ("same step", True, {}, NEXT, {STOP, "again.ckpt"}),
+        ("not complete", True, {"save_last": True}, "last.ckpt", {STOP, NEXT}),
+    ],
+)
+def test_nothing_else_ends_the_checkpoint_of_a_stop(
+    worker_pool, qwen3_dir, tmp_path, stopped, how, resumes, keeper, fails, left
+):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, symlinks=True)
+    job = Job(qwen3_dir, tmp_path, "sft", resumes=resumes, callbacks=[Meddles(tmp_path / "checkpoints" / STOP, how)])
+    ended = worker_pool.run(go_on, job, 2, fails, **keeper, world_size=2, init_process_group=False)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == left
+    assert (tmp_path / "hpc_ckpt_1.ckpt").resolve() == tmp_path / "checkpoints" / STOP
+    assert ended == [("no room" if fails else 0, [])] * 2
 
 
 class SlurmOfOne(SLURMEnvironment):
