@@ -28,10 +28,12 @@ from lightning_megatron_rl.files import free_bytes, fsync
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, share_files
 from lightning_megatron_rl.strategy.distributed import run_and_finish, run_on_all_ranks, run_on_rank_zero
 from lightning_megatron_rl.strategy.manifest import (
+    MANIFEST_FILE,
     DamagedCheckpointError,
     FileRecord,
     HashedFile,
     check_files,
+    is_checkpoint,
     previous_checkpoints,
     read_manifest,
     record_file,
@@ -223,35 +225,52 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def open_checkpoint(path: Path, *, verify: bool, fall_back: bool = False) -> tuple[Path, dict[str, Any]]:
+def open_checkpoint(
+    path: Path,
+    *,
+    verify: bool,
+    fall_back: bool = False,
+    suits: Callable[[dict[str, Any]], bool] = lambda manifest: True,
+) -> tuple[Path, dict[str, Any]]:
     """Check a checkpoint's files, shared among the ranks, and return its path and manifest; a collective.
 
     Args:
         path: The checkpoint.
         verify: Compare checksums, not only sizes.
-        fall_back: If it is damaged, take the latest undamaged one beside it that is not of a later step, and warn.
+        fall_back: If it is damaged or incomplete, take the latest undamaged one beside it that is not of a later step,
+            and warn.
+        suits: Whether this run can use one with such a manifest; asked of those beside it.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
         ValueError: `path` is not a checkpoint, or of a newer format, or damaged.
     """
-    damage = _find_damage(path, verify)
+    damage = _find_damage(path, verify, incomplete=fall_back)
     if damage is None:
         return path, read_manifest(path)
     if fall_back:
-        for other in run_on_rank_zero(lambda: list(previous_checkpoints(path))):
+        others = run_on_rank_zero(lambda: [it for it in previous_checkpoints(path) if suits(read_manifest(it))])
+        for other in others:
             if _find_damage(other, verify) is None:
                 if dist.get_rank() == 0:
                     warnings.warn(f"{damage} It was not loaded: {other} takes its place.", stacklevel=2)
                 return other, read_manifest(other)
-        damage += f" There is no other undamaged checkpoint in {path.parent}."
+        damage += f" There is no other undamaged checkpoint in {path.parent} from which this run could go on."
     raise DamagedCheckpointError(damage)
 
 
-def _find_damage(path: Path, verify: bool) -> str | None:
-    """What is wrong with a checkpoint's files, the same on every rank; None if nothing is."""
+def _find_damage(path: Path, verify: bool, *, incomplete: bool = False) -> str | None:
+    """What is wrong with a checkpoint's files, the same on every rank; None if nothing is.
+
+    Args:
+        path: The checkpoint.
+        verify: Compare checksums, not only sizes.
+        incomplete: Whether it may be a directory without a manifest, which is an error otherwise.
+    """
 
     def check() -> str | None:
+        if incomplete and path.is_dir() and not is_checkpoint(path):
+            return f"checkpoint {path} was never finished, or is none: {path / MANIFEST_FILE} is missing."
         try:
             manifest = read_manifest(path)
             check_files(path, manifest, verify=verify, rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -15,6 +15,7 @@ FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 CHECKSUM = "sha256"
 _OWN_CHECKSUM = "manifest_sha256"
+_NAMED = 5  # checkpoints that a message names
 
 
 class DamagedCheckpointError(ValueError):
@@ -109,7 +110,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The manifest is not what was written.
     """
     if not path.exists():
-        raise FileNotFoundError(f"checkpoint {path} does not exist.")
+        raise FileNotFoundError(f"checkpoint {path} does not exist. {_list_checkpoints(path.parent)}")
     if not is_checkpoint(path):
         raise ValueError(
             f"{path} is not a checkpoint of this strategy, or one that was never finished: it has no {MANIFEST_FILE}."
@@ -166,6 +167,15 @@ def previous_checkpoints(path: Path) -> Iterator[Path]:
     for step, other in sorted(found, key=lambda item: (-item[0], item[1].name)):
         if last_step is None or step <= last_step:
             yield other
+
+
+def _list_checkpoints(directory: Path) -> str:
+    """Say which checkpoints are in a directory, the newest first."""
+    found = [entry for entry in directory.glob("[!.]*") if is_checkpoint(entry)]
+    found.sort(key=lambda entry: (entry / MANIFEST_FILE).stat().st_mtime, reverse=True)
+    names = ", ".join(entry.name for entry in found[:_NAMED])
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"In {directory} there is {names}{more}." if found else f"There is no checkpoint in {directory}."
 
 
 def _step(path: Path) -> int | None:

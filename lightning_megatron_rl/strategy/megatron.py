@@ -78,7 +78,7 @@ class MegatronStrategy(StopsTogether):
         async_save: Write checkpoints while training goes on, from a copy in the host's memory. The next save, the end
             of the run and whatever loads a checkpoint wait for it.
         verify_checkpoints: Compare the checksum of each file of a checkpoint before loading it.
-        fall_back_to_previous: Load the previous checkpoint in the directory, with a warning, if one is damaged.
+        fall_back_to_previous: Load the previous checkpoint beside it, with a warning, if one is damaged or unfinished.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 

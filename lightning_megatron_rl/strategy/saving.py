@@ -208,7 +208,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         with self.phase("checkpoint load"):
             self.finish_saving()
             self._saved = None
-            path, layout = self._open_checkpoint(Path(self.broadcast(str(checkpoint_path))))
+            given = Path(self.broadcast(str(checkpoint_path)))
+            path, layout = self._open_checkpoint(given, self.trained_on_top_of, bool(self.optimizers))
             _check_base(path, layout["trained_on_top_of"], self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
             if self.optimizers and not layout["has_optimizer"]:
@@ -240,7 +241,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         """
         with self.phase("checkpoint load"):
             self.finish_saving()
-            path, layout = self._open_checkpoint(path)
+            path, layout = self._open_checkpoint(path, None, False)
             _check_base(path, layout["trained_on_top_of"], None)
             metadata = checkpoint_io.content_metadata()
             state = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}  # type: ignore[operator]
@@ -248,8 +249,17 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             for index, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded[f"model{index}"])
 
-    def _open_checkpoint(self, path: Path) -> tuple[Path, dict[str, Any]]:
-        return checkpoint_io.open_checkpoint(path, verify=self.verify_checkpoints, fall_back=self.fall_back_to_previous)
+    def _open_checkpoint(
+        self, path: Path, base: dict[str, Any] | None, with_optimizer: bool
+    ) -> tuple[Path, dict[str, Any]]:
+        return checkpoint_io.open_checkpoint(
+            path,
+            verify=self.verify_checkpoints,
+            fall_back=self.fall_back_to_previous,
+            suits=lambda saved: (
+                saved.get("trained_on_top_of") == base and (saved.get("has_optimizer", False) or not with_optimizer)
+            ),
+        )
 
     def _load_generators(self, path: Path, layout: dict[str, Any]) -> dict[str, Any] | None:
         """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""

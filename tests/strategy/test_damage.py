@@ -2,15 +2,18 @@
 
 import resource
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
-from tests.drills.job import STEPS, Job, differences, history, train
+from tests.drills.job import STEPS, Job, differences, history, make_data, make_module, train
 from tests.selection import by_default
+from tests.training import make_trainer
 
 Damage = Literal["flipped", "truncated", "deleted"]
 FILE_LIMIT = 100_000  # bytes; a shard has more, the notes and the log have less
@@ -123,6 +126,77 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one(worker_pool, q
     assert differences(history(directory, 1), history(undisturbed, 1)) == []
     rows = (directory / "seen-0.jsonl").read_text().splitlines()
     assert sum('"rows"' in row for row in rows) == 6 + STEPS - 2, "it began again at the second step"
+
+
+class SavesOthers(pl.Callback):
+    """Saves weights alone after each step, and lets the checkpoint of the third say that it is one of adapters."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.trained_on_top_of = {"rank": 8} if trainer.global_step == 2 else None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.directory / f"best-step={trainer.global_step}.ckpt", weights_only=True)
+
+
+def fall_back(job: Job, path: str) -> tuple[str, list[str]]:
+    """Train for four steps, from a path if it is not ""; what it ended with, and what fell back to what."""
+    keeper = ModelCheckpoint(job.directory, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    trainer = make_trainer(
+        {"fall_back_to_previous": True},
+        2,
+        max_steps=4,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[keeper, *job.callbacks],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(make_module(job), make_data(job), ckpt_path=path or None)
+            end = "it went on"
+        except Exception as error:
+            end = f"{type(error).__name__}: {error}"
+    return end, [str(warning.message) for warning in caught if "takes its place" in str(warning.message)]
+
+
+def test_only_what_the_run_can_use_takes_the_place(worker_pool, qwen3_dir, tmp_path):
+    """Of a damaged directory, one without a manifest, an empty one; a path that is not there is refused."""
+    job = Job(qwen3_dir, tmp_path / "kept", "sft", callbacks=[SavesOthers(tmp_path / "kept")])
+
+    def run(directory: str, path: str) -> list[tuple[str, list[str]]]:
+        job.directory = tmp_path / directory
+        given = str(job.directory / path) if path else ""
+        return worker_pool.run(fall_back, job, given, world_size=2, init_process_group=False)
+
+    assert run("kept", "") == [("it went on", [])] * 2
+    job.callbacks = []
+    shutil.rmtree(tmp_path / "kept" / "step=4.ckpt")
+    for name in ("flipped", "deleted", "empty"):
+        shutil.copytree(tmp_path / "kept", tmp_path / name)
+        last = tmp_path / name / "last.ckpt"
+        harm(
+            last / ("trainer.pt" if name == "flipped" else "manifest.json"),
+            "deleted" if name == "deleted" else "flipped",
+        )
+        if name == "empty":
+            shutil.rmtree(last)
+            last.mkdir()
+        (end, (warning,)), other = run(name, "last.ckpt")
+        assert end == "it went on"
+        assert other == ("it went on", [])
+        assert f"{last}/{'trainer.pt has the SHA-256' if name == 'flipped' else 'manifest.json is missing'}" in warning
+        assert f"{tmp_path / name}/step=2.ckpt takes its place" in warning
+    for end, _ in run("kept", "step=4.ckpt"):
+        assert "step=4.ckpt does not exist. In " in end
+        assert "last.ckpt" in end
+    for name in ("step=1.ckpt", "step=2.ckpt"):
+        shutil.rmtree(tmp_path / "kept" / name)
+    harm(tmp_path / "kept" / "last.ckpt" / "trainer.pt", "flipped")
+    for end, _ in run("kept", "last.ckpt"):
+        assert "There is no other undamaged checkpoint in " in end
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(worker_pool, qwen3_dir, tmp_path):

@@ -91,8 +91,13 @@ def test_a_manifest_vouches_for_itself(tmp_path):
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"nothing does not exist. There is no checkpoint in "):
         read_manifest(tmp_path / "nothing")
+    for step in range(7):
+        os.utime(write(tmp_path / "beside" / f"{step}.ckpt") / MANIFEST_FILE, (step, step))
+    (tmp_path / "beside" / "half.ckpt").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"there is 6.ckpt, 5.ckpt, 4.ckpt, 3.ckpt, 2.ckpt and 2 more\.$"):
+        read_manifest(tmp_path / "beside" / "nothing")
     with pytest.raises(ValueError, match=r"is not a checkpoint of this strategy, or one that was never finished") as no:
         read_manifest(tmp_path)
     assert not isinstance(no.value, DamagedCheckpointError)
