@@ -5,12 +5,16 @@ import errno
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_megatron_rl.files import fsync
 from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
 
-_INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
+# Hidden names that end so are this package's alone: whatever has one was made or moved there by a save. A name comes
+# and goes in one step with its directory, which a marker inside does not
+_OURS = ".lightning-megatron-rl-"
+_INCOMPLETE, _REPLACED, _REMOVED, _LINK = (f"{_OURS}{what}" for what in ("incomplete", "replaced", "removed", "link"))
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 
@@ -67,15 +71,16 @@ class UnfinishedDirectory:
 
 def remove_unfinished(parent: Path) -> None:
     """Remove what killed runs have left in `parent`: nothing that has a name of its own and is complete."""
-    for entry in list(parent.glob(".*")):
-        if entry.suffix == _INCOMPLETE:
-            if _is_locked(entry) is False:
-                shutil.rmtree(entry, ignore_errors=True)
-                _remove_if_empty(_visible(entry))
-        elif entry.suffix == _REPLACED and is_checkpoint(entry) and not os.path.lexists(_visible(entry)):
-            entry.rename(_visible(entry))  # killed between two renames
-        elif entry.suffix in (_REPLACED, _REMOVED):
-            _delete(entry)
+    for entry in list(parent.glob(f".*{_OURS}*")):
+        with suppress(OSError):  # another user's, say
+            if entry.suffix == _INCOMPLETE:
+                if _is_locked(entry) is False:
+                    _delete(entry)
+                    _remove_if_empty(_visible(entry))
+            elif entry.suffix == _REPLACED and is_checkpoint(entry) and not os.path.lexists(_visible(entry)):
+                entry.rename(_visible(entry))  # killed between two renames
+            elif entry.suffix in (_REPLACED, _REMOVED):
+                _delete(entry)
 
 
 def replace(new: Path, path: Path) -> None:
@@ -98,8 +103,8 @@ def replace(new: Path, path: Path) -> None:
 
 def switch_link(link: Path, target: Path) -> None:
     """Let `link` point to `target`, by a relative path; at every moment it points to the old or to the new one."""
-    new = _hidden(link, ".link")
-    new.unlink(missing_ok=True)
+    new = _hidden(link, _LINK)
+    _delete(new)  # a link, or the checkpoint that it was exchanged for, of a run that was killed
     new.symlink_to(os.path.relpath(target, link.parent))
     replace(new, link)
     fsync(link.parent)
@@ -176,7 +181,10 @@ def _lock(descriptor: int) -> bool | None:
 
 def _is_locked(directory: Path) -> bool | None:
     """Whether a process that lives has locked `directory`; None if that cannot be known."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
     try:
         locked = _lock(descriptor)
         return None if locked is None else not locked

@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from lightning_megatron_rl.strategy.directories import (
     switch_link,
 )
 from lightning_megatron_rl.strategy.manifest import is_checkpoint, write_manifest
+
+OURS = ".lightning-megatron-rl-"
 
 
 def checkpoint(path: Path, content: str = "x") -> Path:
@@ -98,20 +102,109 @@ def test_a_link_takes_the_place_of_a_checkpoint(tmp_path):
 def test_what_a_killed_run_left_is_removed(tmp_path):
     """Half a checkpoint, the name that was kept for it, half a removal; nothing whole."""
     checkpoint(tmp_path / "a.ckpt")
-    for hidden in (".b.ckpt.incomplete", ".c.ckpt.removed", ".a.ckpt.replaced", ".notes"):
+    for hidden in (f".b.ckpt{OURS}incomplete", f".c.ckpt{OURS}removed", f".a.ckpt{OURS}replaced", ".notes"):
         (tmp_path / hidden).mkdir()
         (tmp_path / hidden / "content").write_text("x")
     (tmp_path / "b.ckpt").mkdir()
-    checkpoint(tmp_path / ".d.ckpt.replaced")  # killed between two renames
+    (tmp_path / f".e.ckpt{OURS}incomplete").mkdir()  # killed as soon as it was made
+    (tmp_path / f".f.ckpt{OURS}incomplete").write_text("x")  # a file that a checkpoint has just taken the place of
+    checkpoint(tmp_path / f".d.ckpt{OURS}replaced")  # killed between two renames
     remove_unfinished(tmp_path)
     assert names(tmp_path) == [".notes", "a.ckpt", "d.ckpt"]
     assert is_checkpoint(tmp_path / "d.ckpt")
 
 
+def test_what_others_have_there_stays(tmp_path):
+    """Files, directories, checkpoints: none of them has a hidden name of this package."""
+    (tmp_path / ".notes.removed").write_text("x")
+    for name in (".old.replaced", ".work.incomplete", ".q.ckpt.incomplete", ".q.ckpt.replaced"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".work.incomplete" / "content").write_text("x")
+    checkpoint(tmp_path / ".mine.replaced")
+    before = names(tmp_path)
+    write(tmp_path / "q.ckpt", "x", reserve=True)
+    write(tmp_path / "q.ckpt", "y")
+    switch_link(tmp_path / "link.ckpt", tmp_path / "q.ckpt")
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == sorted([*before, "q.ckpt", "link.ckpt"])
+    assert (tmp_path / ".work.incomplete" / "content").read_text() == "x"
+    assert (tmp_path / ".notes.removed").read_text() == "x"
+
+
+def test_what_cannot_be_opened_is_another_users(tmp_path, monkeypatch):
+    """In a directory that several use."""
+    theirs = tmp_path / f".theirs.ckpt{OURS}incomplete"
+    theirs.mkdir()
+    real = os.open
+
+    def refuse(path: Path, *arguments: int, **keywords: int) -> int:
+        if Path(path) == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse)
+    write(tmp_path / "a.ckpt", "x")
+    assert names(tmp_path) == [theirs.name, "a.ckpt"]
+
+
+def kill_at(point: str, occurrence: int) -> None:
+    """Let this process kill itself at the n-th call of a function of `directories`, or when `_exchange` is done."""
+    real, calls = getattr(directories, point), [0]
+
+    def die(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == occurrence and point != "_exchange":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **keywords)
+        if calls[0] == occurrence:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(directories, point, die)
+
+
+@pytest.mark.parametrize(
+    ("point", "occurrence"),
+    [("_lock", 1), ("fsync", 1), ("replace", 1), ("_delete", 1), ("_exchange", 1), ("_delete", 2), ("fsync", 2)],
+)
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed_twice"])
+@pytest.mark.parametrize("old", ["checkpoint", "file", "link"])
+def test_nothing_is_left_of_a_save_that_was_killed(tmp_path, monkeypatch, point, occurrence, exchange, old):
+    """Whether it was about to replace a checkpoint or a file, or to switch a link; the next save finds all well."""
+    path, target = tmp_path / "a.ckpt", checkpoint(tmp_path / "b.ckpt")
+    if old == "file":
+        path.write_text("a file")
+    else:
+        checkpoint(path)
+    child = os.fork()
+    if child == 0:
+        try:
+            if not exchange:
+                monkeypatch.setattr(directories, "_exchange", lambda left, right: False)
+            kill_at(point, occurrence)
+            if old == "link":
+                switch_link(path, target)
+            else:
+                write(path, "new")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (-signal.SIGKILL, 0)  # 0: it does not come by there
+    remove_unfinished(tmp_path)
+    if old == "checkpoint":
+        assert is_checkpoint(path), "at each moment there is the old or the new one, or a fit puts it right"
+    if old == "link":
+        switch_link(path, target)
+    else:
+        write(path, "newer")
+        assert (path / "content").read_text() == "newer"
+    assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
 def test_what_another_run_is_writing_stays(tmp_path):
     unfinished = UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
     remove_unfinished(tmp_path)
-    assert names(tmp_path) == [".a.ckpt.incomplete", "a.ckpt"]
+    assert names(tmp_path) == [f".a.ckpt{OURS}incomplete", "a.ckpt"]
     with pytest.raises(OSError, match="another run is writing"):
         UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
     unfinished.abandon()
@@ -126,9 +219,9 @@ def test_without_locks_only_the_own_name_is_cleared(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     for name in ("a", "b"):
-        (tmp_path / f".{name}.ckpt.incomplete").mkdir()
+        (tmp_path / f".{name}.ckpt{OURS}incomplete").mkdir()
     write(tmp_path / "a.ckpt", "x")
-    assert names(tmp_path) == [".b.ckpt.incomplete", "a.ckpt"]
+    assert names(tmp_path) == [f".b.ckpt{OURS}incomplete", "a.ckpt"]
 
 
 def test_a_name_that_is_taken_is_not_given_back(tmp_path):

@@ -106,7 +106,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(held):
     directory, notes = held
     for mine in notes:
         assert mine["meanwhile"]["complete"] == []
-        assert mine["meanwhile"]["others"] == [".step=1.ckpt.incomplete", "step=1.ckpt"]
+        assert mine["meanwhile"]["others"] == [".step=1.ckpt.lightning-megatron-rl-incomplete", "step=1.ckpt"]
         assert mine["children"] == 0, "a process that a save has started would outlive a run that is killed"
     assert look(directory) == {"complete": [f"step={step}.ckpt" for step in (1, 2, 3)], "others": [], "links": {}}
 
@@ -147,7 +147,7 @@ def test_last_is_a_link_to_what_is_complete(worker_pool, qwen3_dir, tmp_path):
     ):
         assert mine["meanwhile"] == {
             "complete": [],
-            "others": [".step=1.ckpt.incomplete", "step=1.ckpt"],
+            "others": [".step=1.ckpt.lightning-megatron-rl-incomplete", "step=1.ckpt"],
             "links": {},
         }
         assert mine["end"] == {
