@@ -1,7 +1,9 @@
 """`GuardsSteps`: the part of the strategy that lets no loss or gradient reach the weights that is no number."""
 
 import math
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Union
 
@@ -46,7 +48,8 @@ class GuardsSteps(OffloadsState):
         What a loss scale provokes and takes back is neither: fp16 gradients that overflow.
 
         Raises:
-            NonFiniteError: With `on_nonfinite="stop"`; names samples, parameters and ranks, and where the batch is.
+            NonFiniteError: With `on_nonfinite="stop"`; names samples, parameters and ranks, and where the batch is, or
+                why it could not be kept.
         """
         if optimizer.skipped not in ("loss", "gradient"):
             return
@@ -58,11 +61,35 @@ class GuardsSteps(OffloadsState):
             rank_zero_warn(message)
             return
         directory = Path(self.broadcast(trainer.default_root_dir)) / f"nonfinite-step={trainer.global_step}"
-        run_on_all_ranks(lambda: write_batch(trace, directory))
-        trainer.save_checkpoint(directory / "weights.ckpt", weights_only=True)
-        self.finish_saving()
+        kept = f"{self._keep_batch(trace, directory)} {self._keep_weights(trainer, directory)}"
         raise NonFiniteError(
-            f"{message} The batch is in {directory / 'batch'}, the weights in {directory / 'weights.ckpt'} (init_from"
-            " reads them). Mend the samples or lower the learning rate and resume from the last checkpoint, or leave"
-            " such steps out with MegatronStrategy(on_nonfinite='skip')."
+            f"{message} {kept} Mend the samples or lower the learning rate and resume from the last checkpoint, or"
+            " leave such steps out with MegatronStrategy(on_nonfinite='skip')."
         )
+
+    def _keep_batch(self, trace: UpdateTrace, directory: Path) -> str:
+        """Write the batch, or nothing of it; a sentence that says which, equal on every rank."""
+        place = directory / "batch"
+        try:
+            run_on_all_ranks(lambda: write_batch(trace, directory))
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            shutil.rmtree(place, ignore_errors=True)
+            _remove_if_empty(directory)
+            return f"The batch was not kept: {self.broadcast(str(error))}."
+        return f"The batch is in {place}."
+
+    def _keep_weights(self, trainer: "pl.Trainer", directory: Path) -> str:
+        """Save the weights, or nothing of them; a sentence that says which, equal on every rank."""
+        place = directory / "weights.ckpt"
+        try:
+            trainer.save_checkpoint(place, weights_only=True)
+            self.finish_saving()
+        except (OSError, RuntimeError) as error:
+            _remove_if_empty(directory)
+            return f"The weights were not kept: {self.broadcast(str(error))}"
+        return f"The weights are in {place} (init_from reads them)."
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # it is not there, or not empty
+        directory.rmdir()

@@ -1,6 +1,8 @@
 """A loss or gradient that is no number reaches no weight: the step is skipped or the run stops, with a name for it."""
 
 import math
+import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,15 @@ class KeepsWeights(pl.Callback):
         self.weights.append([parameter.detach().clone() for parameter in module.model.parameters()])
 
 
-def fit_poisoned(model: Path, strategy: dict[str, Any], world_size: int, kind: str, root: Path, **kwargs: Any) -> Run:
+def fit_poisoned(
+    model: Path,
+    strategy: dict[str, Any],
+    world_size: int,
+    kind: str,
+    root: Path,
+    also: Sequence[pl.Callback] = (),
+    **kwargs: Any,
+) -> Run:
     """Three steps, the second of which is poisoned; `extra` says which steps moved the weights, or how it ended."""
     poison = {"gradient": PoisonsGradient, "sample": PoisonsSample, "loss": PoisonsLoss}[kind]()
     keeper = KeepsWeights()
@@ -79,7 +89,7 @@ def fit_poisoned(model: Path, strategy: dict[str, Any], world_size: int, kind: s
             strategy,
             world_size,
             steps=3,
-            callbacks=[poison, keeper],
+            callbacks=[poison, keeper, *also],
             trainer={"default_root_dir": root, **kwargs},
         )
     except NonFiniteError as error:
@@ -154,6 +164,54 @@ def test_a_loss_alone_is_enough(worker_pool, qwen3_dir, tmp_path):
         assert [step["policy/step_skipped"] for step in run.steps] == [0.0, 1.0, 0.0]
         assert math.isfinite(run.steps[1]["policy/grad_norm"])
         assert run.extra["moved"] == [False, True]
+
+
+class LeavesRoomForTheBatch(pl.Callback):
+    """Lets this process write no large file from the poisoned step on: the batch is small, the weights are not."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == POISONED_STEP:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+
+
+def fit_without_room(*arguments: Any) -> Run:
+    """Two steps, the second poisoned, on a disk that is full from there on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        return fit_poisoned(*arguments, also=[LeavesRoomForTheBatch()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_the_report_does_not_need_what_it_keeps(worker_pool, qwen3_dir, tmp_path):
+    """It is raised also where nothing can be written, or the weights cannot; nothing half stays."""
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    (message,) = {run.extra["error"] for run in on(worker_pool, "dp2", qwen3_dir, "sample", file, "stop")}
+    assert ": the poisoned one." in message
+    assert f"The batch was not kept: [Errno 20] Not a directory: '{file}/nonfinite-step=1" in message
+    assert f"The weights were not kept: rank 0 cannot write the checkpoint {file}/nonfinite-step=1" in message
+    assert file.read_text() == "not a directory"
+
+
+def test_what_can_be_kept_of_the_report_is_kept(worker_pool, qwen3_dir, tmp_path):
+    """The batch without the weights, or no batch of one rank only."""
+    world_size, strategy = LAYOUTS["dp2"]
+    arguments = (qwen3_dir, {**strategy, "on_nonfinite": "stop"}, world_size, "sample", tmp_path / "full")
+    runs = worker_pool.run(fit_without_room, *arguments, world_size=world_size, init_process_group=False)
+    (message,) = {run.extra["error"] for run in runs}
+    assert f"The batch is in {tmp_path / 'full' / 'nonfinite-step=1' / 'batch'}. The weights were not kept: " in message
+    assert "cannot write the checkpoint" in message
+    left = tmp_path / "full" / "nonfinite-step=1"
+    assert sorted(str(path.relative_to(left)) for path in left.rglob("*")) == ["batch", "batch/0.pt", "batch/1.pt"]
+    half = tmp_path / "half" / "nonfinite-step=1"
+    (half / "batch" / "1.pt").mkdir(parents=True)  # in the way of the second rank
+    (message,) = {run.extra["error"] for run in on(worker_pool, "dp2", qwen3_dir, "sample", tmp_path / "half", "stop")}
+    assert ": the poisoned one." in message
+    assert "The batch was not kept: " in message
+    assert f"The weights are in {half / 'weights.ckpt'} (init_from reads them)." in message
+    assert [path.name for path in half.iterdir()] == ["weights.ckpt"]
 
 
 def test_gradients_alone_stop_the_run_too(worker_pool, qwen3_dir, tmp_path):
