@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_megatron_rl.strategy.directories import switch_link
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.guarding import GuardsSteps
 from lightning_megatron_rl.strategy.manifest import is_checkpoint, read_manifest
@@ -108,55 +109,48 @@ class StopsTogether(GuardsSteps):
         raise SIGTERMException(exit_code(self._stopping) if self.is_global_zero else 0)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, with a note of a validation that is due; one that goes further ends a stop's."""
+        """Write the checkpoint, with a note of a validation that is due; a stop's one makes way for it."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         note_due_validation(checkpoint, trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._resumed_from is not None and self.is_global_zero and self.is_fitting:
-            self._supersede(*self._resumed_from, Path(filepath), trainer)
+            self._supersede(Path(filepath), trainer)
 
-    def _supersede(self, stopped: Path, manifest: dict[str, Any], saved: Path, trainer: "pl.Trainer") -> None:
-        """Remove the stop's checkpoint that this run was resumed from, as soon as `saved` takes its place (rank 0).
+    def _supersede(self, saved: Path, trainer: "pl.Trainer") -> None:
+        """Let the stop's checkpoint that this run was resumed from become a link to `saved`, when that is complete.
 
-        It would be what `ckpt_path="last"` and a requeued job find when this run is killed, however far that went.
+        It is what ``ckpt_path="last"`` and a requeued job find when this run is killed, however far that went. Rank 0.
 
         Args:
-            stopped: What the run was resumed from, a stop's checkpoint or any other.
-            manifest: Its manifest when it was loaded: whatever has the name by then and is another one stays.
             saved: The checkpoint that was saved just now, perhaps not complete yet.
             trainer: Of this run.
         """
         place = stop_checkpoint(trainer)
-        if place is None or place.resolve() != stopped or saved.parent.resolve() != stopped.parent:
+        if place is None or saved.parent.resolve() != place.parent.resolve():
             return
-        is_found = any(_saves_last(callback, stopped.parent) for callback in trainer.checkpoint_callbacks)
-        if is_found and not saved.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
-            return  # the one that `ckpt_path="last"` finds follows
-        link = Path(trainer.default_root_dir) / REQUEUE_LINK
+        has_last = any(_saves_last(callback, place.parent.resolve()) for callback in trainer.checkpoint_callbacks)
+        if has_last and not saved.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
+            return  # the one that stays under its name follows
 
-        def remove() -> None:
-            try:
-                if not is_checkpoint(stopped) or read_manifest(stopped) != manifest:
+        def follow() -> None:
+            if self._resumed_from is None:
+                return
+            stopped, manifest = self._resumed_from
+            try:  # whatever has the name by then and is another one stays
+                if place.resolve() != stopped or not is_checkpoint(place) or read_manifest(place) != manifest:
                     return
                 newer = read_manifest(saved)
                 if not newer["has_optimizer"] or newer["global_step"] <= manifest["global_step"]:
                     return
-                was_linked = link.is_symlink() and link.resolve() == stopped
-                if was_linked:
-                    link.unlink()  # before what it points to: Lightning takes it for a checkpoint
+                switch_link(place, saved)
             except (OSError, ValueError) as error:
-                rank_zero_warn(f"the checkpoint {stopped} was not removed: {error}")
+                rank_zero_warn(f"the checkpoint {place} does not make way for {saved}: {error}")
                 return
-            self._remove(stopped)
-            if was_linked or not is_found:
-                rank_zero_warn(
-                    f"{stopped} (step {manifest['global_step']}) was removed, for {saved} (step"
-                    f" {newer['global_step']}) goes further. Another start finds that one with ckpt_path="
-                    + ("'last'." if is_found else "its path, and with 'last' under ModelCheckpoint(save_last=True).")
-                )
+            self._resumed_from = None if has_last else (saved.resolve(), newer)
+            self._remove_outlived()
 
-        self._when_saved(remove)
+        self._when_saved(follow)
 
     def forget_signals(self) -> None:
         """Leave the Trainer as it was."""

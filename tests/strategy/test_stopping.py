@@ -100,7 +100,9 @@ class Meddles(pl.Callback):
             write_manifest(self.stopped, {"global_step": 0}, {"x": FileRecord(**manifest["files"]["trainer.pt"])})
 
 
-def go_on(job: Job, world_size: int, fails: str, **keeper: Any) -> tuple[Any, list[str]]:
+def go_on(
+    job: Job, world_size: int, fails: str, *, every: int = 3, steps: int = 5, **keeper: Any
+) -> tuple[Any, list[str]]:
     """Train with a checkpoint of the third step, until the fifth; `fails` is one that cannot be written."""
     write = PendingCheckpoint.write
 
@@ -110,8 +112,8 @@ def go_on(job: Job, world_size: int, fails: str, **keeper: Any) -> tuple[Any, li
             raise OSError("no room")
         write(checkpoint, group)
 
-    keeps = ModelCheckpoint(job.directory / "checkpoints", "{step}", every_n_train_steps=3, **keeper)
-    job.trainer = {"max_steps": 5, "callbacks": [keeps, *job.callbacks], "limit_val_batches": 0}
+    keeps = ModelCheckpoint(job.directory / "checkpoints", "{step}", every_n_train_steps=every, **keeper)
+    job.trainer = {"max_steps": steps, "callbacks": [keeps, *job.callbacks], "limit_val_batches": 0}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(PendingCheckpoint, "write", write_or_fail)
@@ -119,7 +121,7 @@ def go_on(job: Job, world_size: int, fails: str, **keeper: Any) -> tuple[Any, li
             code = train(job, world_size)["code"]
         except OSError as error:
             code = str(error)
-    return code, [str(warning.message) for warning in caught if "was removed" in str(warning.message)]
+    return code, [str(warning.message) for warning in caught if "make way" in str(warning.message)]
 
 
 @pytest.fixture(scope="module")
@@ -138,18 +140,32 @@ STOP, NEXT = "last-stopped.ckpt", "step=3.ckpt"
 
 @pytest.mark.parametrize("later", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("save_last", [None, True, "link"])
-def test_the_next_checkpoint_ends_that_of_the_stop(worker_pool, qwen3_dir, tmp_path, stopped, save_last, later):
+def test_the_next_checkpoint_takes_the_place_of_the_stops(worker_pool, qwen3_dir, tmp_path, stopped, save_last, later):
     """Otherwise `last`, or a requeued job, would go back to it however far this run went."""
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, symlinks=True)
     job = Job(qwen3_dir, tmp_path, "sft", {"async_save": later}, resumes=True)
     ended = worker_pool.run(go_on, job, 2, "", save_last=save_last, world_size=2, init_process_group=False)
     assert [code for code, _ in ended] == [0, 0]
-    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert left == ({NEXT, "last.ckpt"} if save_last else {NEXT})
-    assert not (tmp_path / "hpc_ckpt_1.ckpt").is_symlink()
-    ((warning,), others) = [warned for _, warned in ended]
-    assert ("with ckpt_path='last'" in warning) is bool(save_last)
-    assert not others
+    directory = tmp_path / "checkpoints"
+    assert {path.name for path in directory.iterdir()} == {NEXT, STOP, *(["last.ckpt"] if save_last else [])}
+    assert (directory / STOP).readlink() == Path("last.ckpt" if save_last else NEXT)
+    assert read_manifest(directory / STOP)["global_step"] == 3
+    assert (tmp_path / "hpc_ckpt_1.ckpt").resolve() == (directory / STOP).resolve()
+
+
+def test_it_follows_the_run_and_gives_way_to_the_next_stop(worker_pool, qwen3_dir, tmp_path, stopped):
+    """One checkpoint is kept: the one before goes when the name stands for the next one."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, symlinks=True)
+    directory, keep = tmp_path / "checkpoints", {"every": 1, "save_top_k": 1}
+    job = Job(qwen3_dir, tmp_path, "sft", resumes=True)
+    assert worker_pool.run(go_on, job, 2, "", **keep, world_size=2, init_process_group=False) == [(0, [])] * 2
+    assert {path.name for path in directory.iterdir()} == {"step=5.ckpt", STOP}
+    assert (directory / STOP).readlink() == Path("step=5.ckpt")
+    job = Job(qwen3_dir, tmp_path, "sft", resumes=True, callbacks=[IsTold(6)])
+    told = worker_pool.run(go_on, job, 2, "", steps=9, world_size=2, init_process_group=False)
+    assert [code for code, _ in told] == [143, 0]
+    assert not (directory / STOP).is_symlink()
+    assert read_manifest(directory / STOP)["global_step"] == 7
 
 
 @pytest.mark.parametrize(
