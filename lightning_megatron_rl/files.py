@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 
@@ -16,5 +17,26 @@ def fsync(path: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Bytes that can be written below `path`, which need not be there yet."""
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a destination, which need not be there yet, below a directory that takes no files.
+
+    Raises:
+        OSError: Names both.
+
+    Example:
+        ``check_writable(Path("runs/hf"))``
+    """
+    there = _nearest(path)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {there}: {error.strerror}. Choose another directory.") from error
+
+
+def _nearest(path: Path) -> Path:
+    """What there is of a path."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())

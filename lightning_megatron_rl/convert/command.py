@@ -31,6 +31,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=_DTYPES, help="of what is written; default: that of the Hugging Face model")
     parser.add_argument("--verify", action="store_true", help="convert what was written back and compare every tensor")
     parser.add_argument(
+        "--skip-checksums",
+        action="store_true",
+        help="trust a checkpoint's files without reading them once more; their sizes are compared all the same",
+    )
+    parser.add_argument(
         "--model",
         metavar="MODEL",
         help="Hugging Face model that a checkpoint was trained from; default: as the checkpoint says",
@@ -85,7 +90,7 @@ def main(args: list[str]) -> int:
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 
     from lightning_megatron_rl.convert.process import peak_memory_gb, single_process
-    from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
+    from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, DamagedCheckpointError, is_checkpoint
 
     started = time.perf_counter()
     source = Path(options.source).expanduser()
@@ -96,7 +101,11 @@ def main(args: list[str]) -> int:
             " no config.json"
         )
     if not to_hf:
-        for name, given in (("--model", options.model), ("--part", options.part)):
+        for name, given in (
+            ("--model", options.model),
+            ("--part", options.part),
+            ("--skip-checksums", options.skip_checksums or None),
+        ):
             if given is not None:
                 parser.error(f"{name} belongs to a distributed checkpoint, and SRC {options.source} is none")
         if options.adapter == "peft":
@@ -104,6 +113,9 @@ def main(args: list[str]) -> int:
     try:
         with single_process():
             written, differences = (_to_hf if to_hf else _to_checkpoint)(options, destination)
+    except DamagedCheckpointError as error:
+        print(f"{PROGRAM}: error: {error.what} Restore the file from a copy, or convert another one.", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
@@ -139,7 +151,7 @@ def _to_hf(options: argparse.Namespace, destination: Path) -> tuple[str, list[st
         Path(options.source).expanduser(),
         part=options.part,
         model=options.model,
-        verify=options.verify,
+        verify=not options.skip_checksums,
         trust_remote_code=options.trust_remote_code,
     )
     others = other_models(stored.tensors)

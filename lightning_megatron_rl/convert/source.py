@@ -69,7 +69,7 @@ class StoredModel:
         *,
         part: str | None = None,
         model: str | None = None,
-        verify: bool = False,
+        verify: bool = True,
         trust_remote_code: bool = False,
     ) -> "StoredModel":
         """Find a model in a checkpoint.

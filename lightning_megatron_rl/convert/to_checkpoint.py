@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron_rl.convert.skeleton import Skeleton
 from lightning_megatron_rl.convert.stored import StoredTasks, StoredTensors
 from lightning_megatron_rl.convert.streamed import stage_streamed
+from lightning_megatron_rl.files import check_writable
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.hf_save import describe_difference
 from lightning_megatron_rl.models.hf_writer import check_space
@@ -82,6 +83,7 @@ def write_checkpoint(model: HFModel, destination: Path, dtype: torch.dtype | Non
     maker = _Maker(skeleton)
     maker.check()
     check_space(destination, skeleton.bytes, f"the parameters in {str(dtype).removeprefix('torch.')}")
+    check_writable(destination)
     trainer_state = {
         "epoch": 0,
         "global_step": 0,

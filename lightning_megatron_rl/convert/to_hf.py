@@ -8,6 +8,7 @@ from lightning_megatron_rl.convert.skeleton import Skeleton
 from lightning_megatron_rl.convert.source import StoredModel
 from lightning_megatron_rl.convert.stored import StoredTasks
 from lightning_megatron_rl.convert.to_checkpoint import load_unmapped
+from lightning_megatron_rl.files import check_writable
 from lightning_megatron_rl.models.adapter_weights import MergedTasks
 from lightning_megatron_rl.models.hf_model import KEPT_IN_FP32
 from lightning_megatron_rl.models.hf_save import MAX_SHARD_SIZE, describe_difference
@@ -67,9 +68,10 @@ class HFConversion:
 
         Raises:
             ValueError: `destination` is not empty or cannot be written.
-            OSError: There is no room for it.
+            OSError: There is no room for it, or its directory takes no files.
         """
         check_space(destination, self.bytes, f"the weights in {str(self.dtype).removeprefix('torch.')}")
+        check_writable(destination)
         tasks = StoredTasks(self.skeleton, self.stored.tensors)
         self.model.save_pretrained(self.skeleton.chunks, destination, self.dtype, max_shard_size, tasks)
 
@@ -112,6 +114,7 @@ class HFConversion:
                 f"checkpoint {self.stored.name} holds a value head beside its adapters, which PEFT's format would leave"
                 " out: convert with --adapter merged."
             )
+        check_writable(destination)
         self.model.save_adapter(self.skeleton.chunks, destination, self.stored.lora)
 
     def verify_adapter(self, destination: Path) -> list[str]:

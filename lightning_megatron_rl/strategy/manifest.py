@@ -21,6 +21,8 @@ _NAMED = 5  # checkpoints that a message names
 class DamagedCheckpointError(ValueError):
     """A checkpoint lacks a file, or a file is not what was written."""
 
+    what = ""  # of the message, without its remedy
+
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -187,10 +189,12 @@ def _step(path: Path) -> int | None:
 
 
 def _damaged(path: Path, name: str, what: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
+    error = DamagedCheckpointError(
         f"checkpoint {path} is damaged: {path / name} {what}. Restore the file from a copy, resume from another"
         " checkpoint, or let MegatronStrategy(fall_back_to_previous=True) take the previous one in that directory."
     )
+    error.what = f"checkpoint {path} is damaged: {path / name} {what}."
+    return error
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:

@@ -215,7 +215,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             if self.optimizers and not layout["has_optimizer"]:
                 raise ValueError(
                     f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
-                    " cannot resume from it. Start a new run from a Hugging Face export, or save full checkpoints."
+                    " cannot resume from it. Save full checkpoints, or start a new run with these weights:"
+                    f" init_from={str(path)!r} of the module."
                 )
             trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
             generators = self._load_generators(path, layout) if self.optimizers else None

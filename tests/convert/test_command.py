@@ -95,6 +95,30 @@ def test_shard_that_was_cut_short(worker_pool: WorkerPool, copy: Path, tmp_path:
     assert f"{shard}" in shown
 
 
+def test_flipped_byte(worker_pool: WorkerPool, copy: Path, tmp_path: Path):
+    (shard,) = (copy / "sharded").glob("*.distcp")
+    with shard.open("r+b") as stream:
+        stream.seek(shard.stat().st_size // 2)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+    shown = refused(worker_pool, copy, tmp_path / "out")
+    assert f"{shard} has the SHA-256" in shown
+    assert "Restore the file from a copy, or convert another one." in shown
+    assert "fall_back_to_previous" not in shown, "which is no option of this command"
+    must_convert(worker_pool, copy, tmp_path / "out", "--skip-checksums")
+
+
+@pytest.mark.parametrize("way", ["to checkpoint", "to hf"])
+def test_directory_that_takes_no_files(
+    worker_pool: WorkerPool, qwen3_dir: Path, source: Path, tmp_path: Path, way: str
+):
+    (tmp_path / "file").touch()
+    destination = tmp_path / "file" / "out"
+    shown = refused(worker_pool, source if way == "to hf" else qwen3_dir, destination)
+    assert f"{destination} cannot be written: {tmp_path / 'file'}: Not a directory. Choose another directory." in shown
+
+
 def test_newer_format(worker_pool: WorkerPool, copy: Path, tmp_path: Path):
     layout = json.loads((copy / MANIFEST_FILE).read_text())
     (copy / MANIFEST_FILE).write_text(json.dumps({**layout, "format_version": 99}))
@@ -112,7 +136,9 @@ def test_missing_file_of_a_hugging_face_model(
     assert "the download or copy is not complete, repeat it" in shown
 
 
-@pytest.mark.parametrize("arguments", [["--part", "critic"], ["--model", "x/y"], ["--adapter", "peft"]])
+@pytest.mark.parametrize(
+    "arguments", [["--part", "critic"], ["--model", "x/y"], ["--adapter", "peft"], ["--skip-checksums"]]
+)
 def test_options_that_a_hugging_face_model_has_no_use_for(
     worker_pool: WorkerPool, qwen3_dir: Path, tmp_path: Path, arguments: list[str]
 ):
