@@ -11,6 +11,7 @@ On disk::
 """
 
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,6 +93,7 @@ class PendingCheckpoint:
         stage: "Callable[[dict[str, Any], Path], StagedShards] | None" = None,
     ) -> None:
         self.path, self._description, self._beside = path, description, dict(beside)
+        self._started = time.perf_counter()
         self._directory: UnfinishedDirectory | None = None  # rank 0 has it
         self._source = sharded if isinstance(sharded, Path) else None
         self._staged: StagedShards | None = None
@@ -129,6 +131,11 @@ class PendingCheckpoint:
                 )
 
         run_on_rank_zero(check)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the moment that it is of."""
+        return time.perf_counter() - self._started
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write everything and give the directory its name; a collective.

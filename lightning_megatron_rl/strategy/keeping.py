@@ -11,7 +11,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
@@ -94,11 +94,19 @@ class KeepsCheckpoints(CollectiveStrategy):
     def keep(self, checkpoint: PendingCheckpoint) -> None:
         """Write a checkpoint: beside training within a fit, now otherwise."""
         self._newest[checkpoint.path.parent] = checkpoint.path
-        if self.saves_later:
-            group = self._own_group()
-            self._queue.submit(lambda: checkpoint.write(group), instead=checkpoint.abandon)
-        else:
+        if not self.saves_later:
             checkpoint.write()
+            rank_zero_info(f"{checkpoint.path}: complete after {checkpoint.age_s:.2f} s.")
+            return
+        group, waited_s = self._own_group(), checkpoint.age_s
+
+        def write() -> None:
+            checkpoint.write(group)
+            rank_zero_info(
+                f"{checkpoint.path}: training waited {waited_s:.2f} s, complete after {checkpoint.age_s:.2f} s."
+            )
+
+        self._queue.submit(write, instead=checkpoint.abandon)
 
     def links(self, path: Path) -> bool:
         """Whether `path` is the link of a `save_last="link"`; then let it point to the last checkpoint beside it."""

@@ -114,10 +114,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist. {_list_checkpoints(path.parent)}")
     if not is_checkpoint(path):
+        hint = _list_checkpoints(path) if path.is_dir() else ""
+        if path.is_file() and is_checkpoint(path.parent):
+            hint = f"It is a file of the checkpoint {path.parent}."
         raise ValueError(
             f"{path} is not a checkpoint of this strategy, or one that was never finished: it has no {MANIFEST_FILE}."
             " A checkpoint is the directory that ModelCheckpoint wrote; a Hugging Face model directory goes into the"
-            " module's `model` argument."
+            f" module's `model` argument. {hint}".rstrip()
         )
     try:
         content = json.loads((path / MANIFEST_FILE).read_bytes())

@@ -1,6 +1,8 @@
 """Saving beside training: what is written, what is there meanwhile, what stays, and what a failed write leaves."""
 
+import logging
 import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -68,11 +70,23 @@ def fit_and_keep(
     watch = Watch(directory, holds)
     keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, **keep)
     trainer = make_trainer(strategy, world_size, max_steps=3, enable_checkpointing=True, callbacks=[watch, keeper])
-    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(12), 4))
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(listener)
+    try:
+        trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(12), 4))
+    finally:
+        logger.removeHandler(listener)
     trainer.strategy.barrier()  # rank 0 removes, and the others do not wait for that
     children = len(psutil.Process().children(recursive=True))
     end = look(directory)
-    return {"meanwhile": watch.meanwhile, "end": end, "save_last": keeper.save_last, "children": children}
+    said = [line for line in said if "complete after" in line]
+    return {
+        **{"meanwhile": watch.meanwhile, "end": end, "save_last": keeper.save_last, "children": children},
+        "said": said,
+    }
 
 
 def shards(path: Path) -> dict[str, Any]:
@@ -109,6 +123,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(held):
         assert mine["meanwhile"]["others"] == [".step=1.ckpt.lightning-megatron-rl-incomplete", "step=1.ckpt"]
         assert mine["children"] == 0, "a process that a save has started would outlive a run that is killed"
     assert look(directory) == {"complete": [f"step={step}.ckpt" for step in (1, 2, 3)], "others": [], "links": {}}
+
+
+def test_the_log_says_how_long_a_save_took(held):
+    """For the time that a scheduler must leave a run that it stops."""
+    directory, ((first, *others), silent) = held[0], [notes["said"] for notes in held[1]]
+    assert silent == [], "rank 1"
+    waited, complete = re.fullmatch(
+        rf"{directory}/step=1.ckpt: training waited (\d+\.\d\d) s, complete after (\d+\.\d\d) s\.", first
+    ).groups()
+    assert float(waited) < float(complete)
+    assert len(others) == 2
 
 
 def test_what_is_written_is_of_the_moment_of_the_save(held, sync):

@@ -101,6 +101,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is not a checkpoint of this strategy, or one that was never finished") as no:
         read_manifest(tmp_path)
     assert not isinstance(no.value, DamagedCheckpointError)
+    with pytest.raises(ValueError, match=r"In .*beside there is 6.ckpt, 5.ckpt"):
+        read_manifest(tmp_path / "beside")
+    with pytest.raises(ValueError, match=r"It is a file of the checkpoint .*6.ckpt\.$"):
+        read_manifest(tmp_path / "beside" / "6.ckpt" / MANIFEST_FILE)
     (tmp_path / MANIFEST_FILE).write_text(json.dumps({"format_version": FORMAT_VERSION + 1}))
     with pytest.raises(ValueError, match=f"format {FORMAT_VERSION + 1}, .* upgrade lightning-megatron-rl"):
         read_manifest(tmp_path)
