@@ -127,7 +127,10 @@ class SavesFiles:
         found: list[Any] = [[]]
         if dist.get_rank() == 0:
             named = prefixed(weights | name_experts(experts))
-            found = [compare_files(named.items(), Path(directory), dict.fromkeys(named, WEIGHTS_FILE))]
+            try:
+                found = [compare_files(named.items(), Path(directory), dict.fromkeys(named, WEIGHTS_FILE))]
+            except Exception as exception:
+                found = [[f"{directory} cannot be read: {type(exception).__name__}: {exception}"]]
         dist.broadcast_object_list(found, src=0)
         return list(found[0])
 
