@@ -112,6 +112,18 @@ def test_missing_file_of_a_hugging_face_model(
     assert "the download or copy is not complete, repeat it" in shown
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_damaged_file_of_a_hugging_face_model(
+    worker_pool: WorkerPool, qwen3_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+):
+    model = Path(shutil.copytree(qwen3_dir, tmp_path_factory.mktemp("hf") / "model"))
+    file = model / name
+    file.write_bytes(file.read_bytes()[:-100])
+    shown = refused(worker_pool, model, tmp_path / "out")
+    assert f"error: {file} is damaged" in shown
+    assert "the download or copy is not complete, repeat it" in shown
+
+
 @pytest.mark.parametrize("arguments", [["--part", "critic"], ["--model", "x/y"], ["--adapter", "peft"]])
 def test_options_that_a_hugging_face_model_has_no_use_for(
     worker_pool: WorkerPool, qwen3_dir: Path, tmp_path: Path, arguments: list[str]
