@@ -134,10 +134,13 @@ def test_export_that_cannot_be_written_is_named(worker_pool, qwen3_dir, tmp_path
 
 
 def test_replaced_in_one_step(worker_pool, qwen3_dir, tmp_path):
-    """A run that is killed at any moment leaves the old export or the new one."""
+    """A run that is killed at any moment leaves the old export or the new one; the next removes what it was writing."""
     out = tmp_path / "out"
     run(worker_pool, qwen3_dir, steps=1, callbacks=[HFExport(str(out), verify=False)])
     first = inode(out / "last")
+    for name in (".last.incomplete", ".step-000001.incomplete"):
+        (out / name / ".last.partial").mkdir(parents=True)
+        (out / name / ".last.partial" / "shard-0").touch()
     callbacks = [Looks(out / "last", tmp_path / "missing"), HFExport(str(out), verify=False, overwrite=True)]
     run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
     assert (tmp_path / "missing").read_text() == "0"
