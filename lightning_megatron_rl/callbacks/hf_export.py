@@ -1,7 +1,7 @@
 """`HFExport`: the trained policy as a Hugging Face directory, proved by reading it back."""
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.files import fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
-from lightning_megatron_rl.models.hf_writer import check_space, publish
+from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
+from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import check_writable, run_on_rank_zero
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
@@ -32,15 +34,16 @@ class HFExport(Callback):
     Each export holds weights, config, tokenizer, chat template, generation config and a model card with the run's
     provenance. It gets its name when it is proved: every tensor on disk is the trainer's, bit by bit, and Transformers
     loads it and computes the trainer's log-probs of a probe (of a reward model: its scores). One that is not is kept
-    as ``<export>.failed``. Adapters (LoRA) are merged into the weights, or written alone in PEFT's format into
-    ``<export>-adapter``.
+    as ``<export>.failed``. A resumed run does steps again, and replaces their exports. Adapters (LoRA) are merged into
+    the weights, or written alone in PEFT's format into ``<export>-adapter``.
 
     Args:
         dirpath: Directory of the exports: ``<dirpath>/step-000100`` while training, ``<dirpath>/last`` at the end.
         every_n_steps: Export every so many steps as well.
         at_end: Export when training ends.
         verify: Read each export back and compare.
-        overwrite: Replace an export that is there already instead of refusing to start.
+        overwrite: Replace an export that is there already instead of refusing to start, in a run that was not resumed
+            too. What is there stays until the new one is proved.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
         on_error: What an export that fails does to the run: "warn" lets it go on and lists the failures once more when
@@ -74,13 +77,14 @@ class HFExport(Callback):
         self.max_shard_size = int(max_shard_size_gb * 1e9)
         self.on_error = on_error
         self.failures: list[str] = []
+        self._resumed = False
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Check before training that the exports can be written at its end.
+        """Check before training that the exports can be written.
 
         Raises:
             OSError: The directory cannot be written.
-            ValueError: It holds an export already and `overwrite` is off, or there are no adapters to export.
+            ValueError: There are no adapters to export.
         """
         if stage != "fit":
             return
@@ -91,16 +95,7 @@ class HFExport(Callback):
                 " adapter='merged', which writes the weights of any model."
             )
         check_writable(self.dirpath, "HFExport(dirpath)")
-
-        def check() -> None:
-            for directory in self._directories(self._last):
-                if not self.overwrite and directory.exists():
-                    raise ValueError(
-                        f"HFExport(dirpath={str(self.dirpath)!r}): {directory} exists already. Choose another dirpath,"
-                        " move the export away, or set overwrite=True."
-                    )
-
-        run_on_rank_zero(check)
+        run_on_rank_zero(partial(remove_unfinished, self.dirpath))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Check that there is room for one export.
@@ -110,10 +105,27 @@ class HFExport(Callback):
         """
         run_on_rank_zero(partial(self._check_space, pl_module))
 
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Look for exports that are there already; earlier nothing tells whether the run was resumed.
+
+        Raises:
+            ValueError: There is one, the run was not resumed, and `overwrite` is off.
+        """
+        self._resumed = trainer.ckpt_path is not None or trainer.global_step > 0
+        run_on_rank_zero(partial(self._check_names, trainer.max_steps))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Do the same where there was no sanity check.
+
+        Raises:
+            ValueError: As there.
+        """
+        self.on_sanity_check_start(trainer, pl_module)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Export every n steps."""
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
-            self.export(pl_module, self.dirpath / f"step-{trainer.global_step:06d}")
+            self.export(pl_module, self._at(trainer.global_step))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Export at the end."""
@@ -132,9 +144,31 @@ class HFExport(Callback):
     def _last(self) -> Path:
         return self.dirpath / "last"
 
+    def _at(self, step: int) -> Path:
+        return self.dirpath / f"step-{step:06d}"
+
     def _directories(self, model: Path) -> list[Path]:
         adapter = model.with_name(f"{model.name}-adapter")
         return {"merged": [model], "peft": [adapter], "both": [model, adapter]}[self.adapter]
+
+    def _check_names(self, max_steps: int) -> None:
+        """Refuse to begin if an export has the name of one that this run would write; on rank 0."""
+        if self.at_end:
+            for directory in self._directories(self._last):
+                self._check_name(directory)
+        for directory in sorted(self.dirpath.glob("step-*")):
+            number = directory.name.removeprefix("step-").removesuffix("-adapter")
+            if not self.every_n_steps or not number.isdecimal() or int(number) % self.every_n_steps:
+                continue
+            if (int(number) <= max_steps or max_steps < 0) and directory in self._directories(self._at(int(number))):
+                self._check_name(directory)
+
+    def _check_name(self, target: Path) -> None:
+        if target.exists() and not (self.overwrite or self._resumed):
+            raise ValueError(
+                f"HFExport(dirpath={str(self.dirpath)!r}): {target} exists already, and this run was not resumed from a"
+                " checkpoint. Choose another dirpath, move the export away or remove it, or set overwrite=True."
+            )
 
     def _check_space(self, pl_module: Any) -> None:
         if self.adapter == "peft":  # megabytes
@@ -164,47 +198,90 @@ class HFExport(Callback):
     def _write(
         self, pl_module: Any, target: Path, probe: list[TokenSequence], expected: list[Tensor], *, is_adapter: bool
     ) -> None:
-        """Write a directory under another name, and rename it when it is proved."""
-        staging = target.with_name(f".{target.name}.unverified")
-        _everywhere(partial(self._prepare, pl_module, target, staging))
-        if is_adapter:
-            pl_module.save_adapter(staging)
-        else:
-            pl_module.save_pretrained(staging, self.max_shard_size)
-        proof = "not verified"
-        if self.verify:
-            differences = (pl_module.adapter_differences if is_adapter else pl_module.export_differences)(staging)
-            check = partial(_check_tensors, target, staging, differences)
-            _everywhere(check)
-            tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
-            what = "scores" if pl_module.exports_classifier else "log-probs"
-            load = partial(
-                _scores if pl_module.exports_classifier else _logprobs,
-                temperature=pl_module.temperature,
-                base=pl_module.hf_model.path if is_adapter else None,
-            )
-            error = _everywhere(partial(_check_outputs, target, staging, probe, expected, load, tolerance))
-            proof = f"every tensor is the trainer's; loaded by Transformers, {what} differ by at most {error:.1e}"
-        facts = describe_run(pl_module, proof)
+        """Write a directory under another name, and give it its own when it is proved."""
+        with self._unfinished(pl_module, target) as staging:
+            if is_adapter:
+                pl_module.save_adapter(staging)
+            else:
+                pl_module.save_pretrained(staging, self.max_shard_size)
+            try:
+                proof = self._prove(pl_module, staging, probe, expected, is_adapter) if self.verify else "not verified"
+            except FailedEverywhereError as error:
+                failed = _everywhere(partial(_set_aside, target, staging))
+                raise FailedEverywhereError(f"the export {failed} {error}") from error
+            facts = describe_run(pl_module, proof)
 
-        def finish() -> None:
-            write_card(staging, facts, adapter=is_adapter)
-            if self.overwrite:
-                shutil.rmtree(target, ignore_errors=True)
-            publish(staging, target)
+            def finish() -> None:
+                write_card(staging, facts, adapter=is_adapter)
+                for path in [*staging.rglob("*"), staging]:
+                    fsync(path)
+                self._check_name(target)  # it may have come meanwhile
+                replace(staging, target)
+                fsync(target.parent)
 
-        _everywhere(finish)
+            _everywhere(finish)
         rank_zero_info(f"exported to {target}: {proof}")
 
-    def _prepare(self, pl_module: Any, target: Path, staging: Path) -> None:
-        if target.exists() and not self.overwrite:
-            raise ValueError(f"{target} exists already")
-        shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-        self._check_space(pl_module)
+    @contextmanager
+    def _unfinished(self, pl_module: Any, target: Path) -> Iterator[Path]:
+        """Where an export is written: in a directory of rank 0 that is locked, and gone afterwards in any case.
+
+        Raises:
+            FailedEverywhereError: What failed inside; the message names the export.
+        """
+        directories: list[UnfinishedDirectory] = []
+
+        def prepare() -> Path:
+            self._check_name(target)
+            directories.append(UnfinishedDirectory(target, reserve=False))
+            self._check_space(pl_module)
+            return directories[0].path / target.name
+
+        staging = None
+        try:
+            staging = _everywhere(prepare)
+            yield staging
+        except FailedEverywhereError as error:
+            told = str(error) if staging is None else str(error).replace(str(staging), str(target))
+            raise FailedEverywhereError(
+                told if str(target) in told else f"the export {target} failed: {told}"
+            ) from error
+        finally:
+            for directory in directories:
+                directory.abandon()
+
+    def _prove(
+        self, pl_module: Any, staging: Path, probe: list[TokenSequence], expected: list[Tensor], is_adapter: bool
+    ) -> str:
+        """Compare tensors and outputs; return what was found.
+
+        Raises:
+            FailedEverywhereError: They are not the trainer's, or that cannot be told.
+        """
+        differences = (pl_module.adapter_differences if is_adapter else pl_module.export_differences)(staging)
+        if differences:
+            first = "; ".join(differences[:3])
+            raise FailedEverywhereError(
+                f"is not the trained model: {len(differences)} tensors on disk are not the trainer's ({first}). The"
+                " disk may be at fault; training state is in the checkpoints."
+            )
+        tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
+        what = "scores" if pl_module.exports_classifier else "log-probs"
+        load = partial(
+            _scores if pl_module.exports_classifier else _logprobs,
+            temperature=pl_module.temperature,
+            base=pl_module.hf_model.path if is_adapter else None,
+        )
+        error = _everywhere(partial(_check_outputs, staging, probe, expected, load, tolerance), "could not be proved: ")
+        return f"every tensor is the trainer's; loaded by Transformers, {what} differ by at most {error:.1e}"
 
 
-def _everywhere[T](function: Callable[[], T]) -> T:
+def _everywhere[T](function: Callable[[], T], before: str = "") -> T:
     """Call `function` on rank 0 and return its result on all ranks.
+
+    Args:
+        function: What rank 0 does.
+        before: What the message of an error of another kind begins with.
 
     Raises:
         FailedEverywhereError: On all of them, what it raised on rank 0.
@@ -216,7 +293,7 @@ def _everywhere[T](function: Callable[[], T]) -> T:
         except FailedEverywhereError as error:
             return None, str(error)
         except Exception as error:
-            return None, f"{type(error).__name__}: {error}"
+            return None, f"{before}{type(error).__name__}: {error}"
 
     result, error = run_on_rank_zero(attempt)
     if error is not None:
@@ -234,19 +311,8 @@ def _probe(vocab_size: int) -> list[TokenSequence]:
     ]
 
 
-def _check_tensors(target: Path, staging: Path, differences: list[str]) -> None:
-    if differences:
-        failed = _set_aside(target, staging)
-        first = "; ".join(differences[:3])
-        raise FailedEverywhereError(
-            f"the export {failed} is not the trained model: {len(differences)} tensors on disk are not the trainer's"
-            f" ({first}). The disk may be at fault; training state is in the checkpoints."
-        )
-
-
 @torch.no_grad()
 def _check_outputs(
-    target: Path,
     staging: Path,
     probe: list[TokenSequence],
     expected: list[Tensor],
@@ -256,19 +322,16 @@ def _check_outputs(
     tokens = torch.stack([sequence.token_ids for sequence in probe])
     error = (load(staging, tokens) - torch.stack(expected)).abs().max().item()
     if not error <= tolerance:
-        failed = _set_aside(target, staging)
         raise FailedEverywhereError(
-            f"the export {failed} is not the trained model: loaded back by Transformers, an output differs by"
-            f" {error:.3g} > {tolerance}. Training state is in the checkpoint; please report this with"
-            " the model's config."
+            f"is not the trained model: loaded back by Transformers, an output differs by {error:.3g} > {tolerance}."
+            " Training state is in the checkpoint; please report this with the model's config."
         )
     return float(error)
 
 
 def _set_aside(target: Path, staging: Path) -> Path:
     failed = target.with_name(f"{target.name}.failed")
-    shutil.rmtree(failed, ignore_errors=True)
-    staging.rename(failed)
+    replace(staging, failed)
     return failed
 
 

@@ -1,6 +1,7 @@
 """The command `convert`: arguments, which way it goes, what is printed, and the exit code."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ _DESCRIPTION = """Convert a Hugging Face model into a distributed checkpoint, or
 Which way it goes follows from SRC. The checkpoint loads in every parallel layout. The command runs on the CPU, in one
 process, and holds one parameter at a time."""
 _EPILOG = """exit code: 0 if DST is complete, 1 if it could not be written or --verify found a difference, 2 for
-arguments that cannot be.
+arguments that cannot be, 130 if it was interrupted by Ctrl-C.
 
 examples:
   lightning-megatron-rl convert Qwen/Qwen3-0.6B qwen3.ckpt --verify
@@ -83,6 +84,14 @@ def main(args: list[str]) -> int:
     Example:
         ``main(["Qwen/Qwen3-0.6B", "qwen3.ckpt", "--verify"])``
     """
+    try:
+        return _convert(args)
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted; DST is complete or not there", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _convert(args: list[str]) -> int:
     parser = make_parser()
     options = parser.parse_args(args)
     destination = Path(options.destination).expanduser()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_megatron_rl.convert.stored import StoredTensors
-from lightning_megatron_rl.models.hf_files import INDEX_FILE, local_checkpoint, origin
+from lightning_megatron_rl.models.hf_files import INDEX_FILE, check_settings, local_checkpoint, origin
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.value_model import ValueModel
@@ -38,6 +38,7 @@ class _SettingsOnly(HFModel):
     def _find(self, name_or_path: str) -> Path:
         directory = Path(name_or_path).expanduser()
         if (directory / "config.json").is_file() and (directory / INDEX_FILE).is_file():
+            check_settings(directory)
             return directory
         return super()._find(name_or_path)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 INDEX_FILE = "model.safetensors.index.json"
 _ORIGIN = "name_or_path"  # in the index of a checkpoint without weights
+_REMEDY = "the download or copy is not complete, repeat it"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -20,7 +21,7 @@ def local_checkpoint(name_or_path: str) -> Path:
     """The directory of a checkpoint: a local one as it is, a hub name downloaded by one process of each node.
 
     Raises `ValueError` if the directory has no config.json or no safetensors weights, if a file that its index names is
-    missing, or if the name cannot be downloaded.
+    missing, if one is damaged or cut short, or if the name cannot be downloaded.
     """
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
@@ -31,6 +32,7 @@ def local_checkpoint(name_or_path: str) -> Path:
         path = _download(name_or_path)
     if not (path / "config.json").is_file():
         raise ValueError(f"model directory {path} has no config.json: give the directory that `save_pretrained` wrote")
+    _read_json(path / "config.json")
     if not any(path.glob("*.safetensors")):
         raise ValueError(
             f"model directory {path} has no *.safetensors weights: save the model again with "
@@ -41,9 +43,22 @@ def local_checkpoint(name_or_path: str) -> Path:
     if missing:
         raise ValueError(
             f"model directory {path} lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} of the files"
-            f" that {INDEX_FILE} names: the download or copy is not complete, repeat it"
+            f" that {INDEX_FILE} names: {_REMEDY}"
         )
+    for file in sorted(path / file for file in named) or sorted(path.glob("*.safetensors")):
+        _check_weights(file)
     return path
+
+
+def check_settings(path: Path) -> None:
+    """Refuse a directory whose config.json or index cannot be read.
+
+    Raises:
+        ValueError: With the file.
+    """
+    for name in ("config.json", INDEX_FILE):
+        if (path / name).is_file():
+            _read_json(path / name)
 
 
 def _download(name: str) -> Path:
@@ -117,14 +132,16 @@ def settings_files(path: Path, name_or_path: str) -> dict[str, bytes]:
 def origin(directory: Path) -> str | None:
     """How the user of `settings_files` called the checkpoint; None for other directories."""
     index = directory / INDEX_FILE
-    return json.loads(index.read_text()).get("metadata", {}).get(_ORIGIN) if index.is_file() else None
+    return _read_json(index).get("metadata", {}).get(_ORIGIN) if index.is_file() else None
 
 
 def weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor of a checkpoint, as its index has it, or the headers of its files."""
     index = path / INDEX_FILE
     if index.is_file():
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = _read_json(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise ValueError(f"{index} is damaged: it has no weight_map; {_REMEDY}")
         return files
     return {name: file.name for file in sorted(path.glob("*.safetensors")) for name in read_header(file)[0]}
 
@@ -143,18 +160,48 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     """Return what a safetensors file says about its tensors, by name, and where their bytes begin.
 
     Raises:
-        ValueError: The file is not one, or damaged.
+        ValueError: The file is not one, damaged, or of another size than its header says.
     """
+    there = file.stat().st_size
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         try:
-            header = json.loads(stream.read(min(size, file.stat().st_size)))
-        except ValueError as error:
+            header = json.loads(stream.read(min(size, there)))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{file} is damaged or no safetensors file: its header cannot be read ({error})"
+                f"{file} is damaged or no safetensors file: its header cannot be read ({error}); {_REMEDY}"
             ) from error
-    header.pop("__metadata__", None)
+    needed = 8 + size + end
+    if needed != there:
+        raise ValueError(
+            f"{file} is damaged: its header and tensors are 8 + {size:,} + {end:,} = {needed:,} bytes, and it has"
+            f" {there:,}; {_REMEDY}"
+        )
     return header, 8 + size
+
+
+def _check_weights(file: Path) -> None:
+    """Refuse a file that safetensors would not open, whose own messages do not name it."""
+    from safetensors import SafetensorError, safe_open
+
+    read_header(file)
+    try:
+        with safe_open(file, framework="np"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or no safetensors file: {error}; {_REMEDY}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} instead of an object")
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{file} is damaged: it cannot be read as JSON ({error}); {_REMEDY}") from error
+    return content
 
 
 def _belongs(name: str) -> bool:

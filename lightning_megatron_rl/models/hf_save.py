@@ -66,25 +66,27 @@ class SavesFiles:
         """
         writer = None
         error = None
-        if dist.get_rank() == 0:
-            try:
-                writer = CheckpointWriter(Path(directory), max_shard_size)
-            except (OSError, ValueError) as exception:
-                error = str(exception)
-        raise_everywhere(error, FailedEverywhereError)
-        for name, tensor in self.export_weights(chunks, dtype, tasks):
+        try:
+            if dist.get_rank() == 0:
+                try:
+                    writer = CheckpointWriter(Path(directory), max_shard_size)
+                except (OSError, ValueError) as exception:
+                    error = str(exception)
+            raise_everywhere(error, FailedEverywhereError)
+            for name, tensor in self.export_weights(chunks, dtype, tasks):
+                if writer is not None and error is None:
+                    try:
+                        writer.add(name, tensor)
+                    except Exception as exception:  # the others are inside the collective: finish it, then tell them
+                        error = f"writing {directory} failed at {name}: {type(exception).__name__}: {exception}"
             if writer is not None and error is None:
                 try:
-                    writer.add(name, tensor)
-                except Exception as exception:  # the other ranks are inside the collective: finish it, then tell them
-                    error = f"writing {directory} failed at {name}: {type(exception).__name__}: {exception}"
-        if writer is not None and error is None:
-            try:
-                writer.finish(self.path, self.export_config, dtype or self.dtype)
-            except Exception as exception:
-                error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
-        if writer is not None and error is not None:
-            writer.abandon()
+                    writer.finish(self.path, self.export_config, dtype or self.dtype)
+                except Exception as exception:
+                    error = f"writing {directory} failed: {type(exception).__name__}: {exception}"
+        finally:  # whatever came, Ctrl-C too
+            if writer is not None:
+                writer.abandon()
         raise_everywhere(error, FailedEverywhereError)
 
     def differences(self, chunks: list[Any], directory: str | Path, dtype: torch.dtype | None = None) -> list[str]:
@@ -127,7 +129,10 @@ class SavesFiles:
         found: list[Any] = [[]]
         if dist.get_rank() == 0:
             named = prefixed(weights | name_experts(experts))
-            found = [compare_files(named.items(), Path(directory), dict.fromkeys(named, WEIGHTS_FILE))]
+            try:
+                found = [compare_files(named.items(), Path(directory), dict.fromkeys(named, WEIGHTS_FILE))]
+            except Exception as exception:
+                found = [[f"{directory} cannot be read: {type(exception).__name__}: {exception}"]]
         dist.broadcast_object_list(found, src=0)
         return list(found[0])
 

@@ -4,14 +4,13 @@ import contextlib
 import copy
 import json
 import os
-import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.files import free_bytes, fsync
+from lightning_megatron_rl.files import OURS, LockedDirectory, free_bytes, fsync
 from lightning_megatron_rl.models.hf_files import INDEX_FILE, copy_settings
 
 SAFETENSORS_DTYPES = {
@@ -87,6 +86,40 @@ class SafetensorsFile:
             self._stream.close()
 
 
+class PartialDirectory(LockedDirectory):
+    """The hidden directory beside `directory` that its files are written in; nothing is left after its `with`.
+
+    What a killed process has left is removed by the next one that writes `directory`; what a living one writes is not.
+
+    Raises:
+        ValueError: `directory` exists and is not empty.
+        OSError: Another process is writing it.
+
+    Example:
+        ``with PartialDirectory(Path("hf")) as partial: write(partial.path); partial.publish()``
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ValueError(f"{directory} exists and is not empty: remove it or choose another directory")
+        self.directory = directory.absolute()
+        super().__init__(self.directory.with_name(f".{self.directory.name}{OURS}partial"))
+
+    def publish(self) -> None:
+        """Give it its name: all of it is on disk then, or nothing stands under the name."""
+        for path in [*self.path.rglob("*"), self.path]:
+            fsync(path)
+        self.path.rename(self.directory)  # nothing, or an empty directory
+        fsync(self.directory.parent)
+        self.unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
 class CheckpointWriter:
     """Writes a Hugging Face checkpoint tensor by tensor into a temporary directory and renames it at the end.
 
@@ -96,7 +129,7 @@ class CheckpointWriter:
     def __init__(self, directory: Path, max_shard_size: int) -> None:
         self.directory = directory
         self.max_shard_size = max_shard_size
-        self.temporary = make_temporary(directory)
+        self._partial = PartialDirectory(directory)
         self._shards: list[list[str]] = []  # names of the tensors in each that is closed
         self._file: SafetensorsFile | None = None
         self._total_size = 0  # bytes
@@ -108,7 +141,7 @@ class CheckpointWriter:
         if file is not None and (file.size + size > self.max_shard_size or not file.has_room(name)):
             self._close_shard()
         if self._file is None:
-            self._file = SafetensorsFile(self.temporary / f"shard-{len(self._shards)}")
+            self._file = SafetensorsFile(self._partial.path / f"shard-{len(self._shards)}")
         self._file.add(name, tensor)
         self._total_size += size
 
@@ -125,46 +158,23 @@ class CheckpointWriter:
         weight_map = {}
         for index, names in enumerate(self._shards):
             file = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            (self.temporary / f"shard-{index}").rename(self.temporary / file)
+            (self._partial.path / f"shard-{index}").rename(self._partial.path / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
             listing = {"metadata": {"total_size": self._total_size}, "weight_map": weight_map}
-            (self.temporary / INDEX_FILE).write_text(json.dumps(listing, indent=2) + "\n")
-        copy_settings(source, self.temporary)
+            (self._partial.path / INDEX_FILE).write_text(json.dumps(listing, indent=2) + "\n")
+        copy_settings(source, self._partial.path)
         config = copy.deepcopy(config)
         config.dtype = dtype
         config.__dict__.pop("quantization_config", None)  # the weights are written as they are trained
-        config.save_pretrained(self.temporary)
-        publish(self.temporary, self.directory)
+        config.save_pretrained(self._partial.path)
+        self._partial.publish()
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, unless it is finished."""
         if self._file is not None:
             self._file.abandon()
-        shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def make_temporary(directory: Path) -> Path:
-    """Make the directory in which the files of `directory` are written, beside it.
-
-    Raises:
-        ValueError: `directory` exists and is not empty.
-    """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not empty: remove it or choose another directory")
-    temporary = directory.parent / f".{directory.name}.{os.getpid()}.partial"
-    temporary.mkdir(parents=True)
-    return temporary
-
-
-def publish(temporary: Path, directory: Path) -> None:
-    """Give a complete directory its name: all of it is on disk then, or nothing stands under the name."""
-    for path in [*temporary.rglob("*"), temporary]:
-        fsync(path)
-    if directory.exists():
-        directory.rmdir()
-    temporary.rename(directory)
-    fsync(directory.parent)
+        self._partial.remove()
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:

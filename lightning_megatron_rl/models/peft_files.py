@@ -8,7 +8,6 @@ of the parameter; that of the second wraps the first's, which files call the ``b
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.models.hf_writer import make_temporary, publish
+from lightning_megatron_rl.models.hf_writer import PartialDirectory
 from lightning_megatron_rl.models.lora import LoRASettings
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -137,14 +136,10 @@ def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: dict[s
     """
     from safetensors.torch import save_file
 
-    temporary = make_temporary(directory)
-    try:
-        save_file(prefixed(weights), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        publish(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with PartialDirectory(directory) as partial:
+        save_file(prefixed(weights), partial.path / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial.path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        partial.publish()
 
 
 @torch.no_grad()

@@ -8,13 +8,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_megatron_rl.files import fsync
+from lightning_megatron_rl.files import OURS, fsync
 from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
 
-# Hidden names that end so are this package's alone: whatever has one was made or moved there by a save. A name comes
-# and goes in one step with its directory, which a marker inside does not
-_OURS = ".lightning-megatron-rl-"
-_INCOMPLETE, _REPLACED, _REMOVED, _LINK = (f"{_OURS}{what}" for what in ("incomplete", "replaced", "removed", "link"))
+_INCOMPLETE, _REPLACED, _REMOVED, _LINK = (f"{OURS}{what}" for what in ("incomplete", "replaced", "removed", "link"))
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 
@@ -71,13 +68,13 @@ class UnfinishedDirectory:
 
 def remove_unfinished(parent: Path) -> None:
     """Remove what killed runs have left in `parent`: nothing that has a name of its own and is complete."""
-    for entry in list(parent.glob(f".*{_OURS}*")):
+    for entry in list(parent.glob(f".*{OURS}*")):
         with suppress(OSError):  # another user's, say
             if entry.suffix == _INCOMPLETE:
                 if _is_locked(entry) is False:
                     _delete(entry)
                     _remove_if_empty(_visible(entry))
-            elif entry.suffix == _REPLACED and is_checkpoint(entry) and not os.path.lexists(_visible(entry)):
+            elif entry.suffix == _REPLACED and not os.path.lexists(_visible(entry)):
                 entry.rename(_visible(entry))  # killed between two renames
             elif entry.suffix in (_REPLACED, _REMOVED):
                 _delete(entry)

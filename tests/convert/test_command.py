@@ -136,6 +136,18 @@ def test_missing_file_of_a_hugging_face_model(
     assert "the download or copy is not complete, repeat it" in shown
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_damaged_file_of_a_hugging_face_model(
+    worker_pool: WorkerPool, qwen3_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+):
+    model = Path(shutil.copytree(qwen3_dir, tmp_path_factory.mktemp("hf") / "model"))
+    file = model / name
+    file.write_bytes(file.read_bytes()[:-100])
+    shown = refused(worker_pool, model, tmp_path / "out")
+    assert f"error: {file} is damaged" in shown
+    assert "the download or copy is not complete, repeat it" in shown
+
+
 @pytest.mark.parametrize(
     "arguments", [["--part", "critic"], ["--model", "x/y"], ["--adapter", "peft"], ["--skip-checksums"]]
 )
@@ -169,3 +181,34 @@ def test_help_is_light():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("way", ["to checkpoint", "to hf"])
+def test_interrupted_it_says_one_line_and_leaves_nothing(qwen3_dir: Path, source: Path, tmp_path: Path, way: str):
+    """Ctrl-C when there is something to remove."""
+    out = tmp_path / "out"
+    arguments = [str(source if way == "to hf" else qwen3_dir), str(out)]
+    code = f"""
+import signal, sys
+from lightning_megatron_rl import files
+from lightning_megatron_rl.convert.command import main
+from lightning_megatron_rl.models import hf_writer
+from lightning_megatron_rl.strategy import checkpoint
+
+def interrupt(function):
+    def called(*args, **kwargs):
+        print(*[entry.name for entry in files.Path({str(tmp_path)!r}).iterdir()])
+        signal.raise_signal(signal.SIGINT)
+        return function(*args, **kwargs)
+    return called
+
+hf_writer.SafetensorsFile.add = interrupt(hf_writer.SafetensorsFile.add)
+checkpoint.write_manifest = interrupt(checkpoint.write_manifest)
+sys.exit(main({arguments!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 130, done.stderr
+    assert "out" in done.stdout, "something was there"
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("lightning-megatron-rl convert: interrupted; DST is complete or not there\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,14 @@
 """Finding checkpoints: directories, the hub's cache, and what is said about names that lead nowhere."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from lightning_megatron_rl.models.hf_files import local_checkpoint, read_header
+from lightning_megatron_rl.models.hf_files import INDEX_FILE, check_settings, local_checkpoint, read_header
 from tests.distributed import WorkerPool
 from tests.models.workers import cached_hub_model
 
@@ -40,6 +42,60 @@ def test_a_damaged_file_is_named(checkpoint: Callable[[str], Path], tmp_path: Pa
     weights.write_bytes((checkpoint("qwen3") / weights.name).read_bytes()[:500])
     with pytest.raises(ValueError, match=rf"{weights} is damaged or no safetensors file"):
         read_header(weights)
+
+
+def damage(file: Path, kind: str) -> None:
+    content = file.read_bytes()
+    header = content.index(b"}", 8)
+    file.write_bytes(
+        {
+            "empty": b"",
+            "cut": content[:-100],
+            "longer": content + b"0" * 10,
+            "header cut": content[:500],
+            "header": content[:header] + b"?" + content[header + 1 :],
+            "no object": (2).to_bytes(8, "little") + b"[]",
+            "no such type": content.replace(b'"F32"', b'"G32"', 1),
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "longer", "header cut", "header", "no object", "no such type"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
+def test_a_damaged_file_of_weights_is_refused_by_name(
+    checkpoint: Callable[[str], Path], tmp_path: Path, kind: str, sharded: bool
+):
+    model = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "model"))
+    if sharded:
+        tensors = load_file(model / "model.safetensors")
+        (model / "model.safetensors").unlink()
+        shards = [dict(list(tensors.items())[part::2]) for part in range(2)]
+        names: dict[str, str] = {}
+        for part, shard in enumerate(shards):
+            save_file(shard, model / f"model-{part}.safetensors")
+            names |= dict.fromkeys(shard, f"model-{part}.safetensors")
+        (model / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    local_checkpoint(str(model))
+    file = sorted(model.glob("*.safetensors"))[-1]
+    damage(file, kind)
+    with pytest.raises(ValueError, match=rf"^{file} is damaged.*not complete, repeat it") as told:
+        local_checkpoint(str(model))
+    if kind == "cut":
+        size = file.stat().st_size
+        assert f"= {size + 100:,} bytes, and it has {size:,};" in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX_FILE])
+@pytest.mark.parametrize("content", [b'{"a": 1,\n', b"[]", b"\xff\xfe"])
+def test_a_damaged_config_is_refused_by_name(
+    checkpoint: Callable[[str], Path], tmp_path: Path, name: str, content: bytes
+):
+    model = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "model"))
+    (model / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{model / name} is damaged: it cannot be read as JSON \(.*repeat it"):
+        local_checkpoint(str(model))
+    with pytest.raises(ValueError, match=rf"^{model / name} is damaged: it cannot be read as JSON \(.*repeat it"):
+        check_settings(model)
 
 
 def test_a_hub_name_leads_to_the_cache_on_all_ranks(

@@ -1,6 +1,8 @@
 """Files written tensor by tensor are what safetensors writes at once; directories appear when they are complete."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,13 @@ from transformers import AutoConfig
 from lightning_megatron_rl.models import hf_writer
 from lightning_megatron_rl.models.hf_files import INDEX_FILE, num_weights, origin, settings_files, weight_map
 from lightning_megatron_rl.models.hf_save import compare_files, describe_difference
-from lightning_megatron_rl.models.hf_writer import SAFETENSORS_DTYPES, CheckpointWriter, SafetensorsFile, publish
+from lightning_megatron_rl.models.hf_writer import (
+    SAFETENSORS_DTYPES,
+    CheckpointWriter,
+    PartialDirectory,
+    SafetensorsFile,
+)
+from tests.command_line import ROOT
 
 
 def test_file_is_read_by_safetensors(tmp_path: Path):
@@ -80,10 +88,57 @@ def test_directory_that_is_not_empty_is_kept(tmp_path: Path):
     (tmp_path / "out" / "file").touch()
     with pytest.raises(ValueError, match="exists and is not empty"):
         CheckpointWriter(tmp_path / "out", 10)
-    (tmp_path / "new").mkdir()
-    with pytest.raises(OSError):
-        publish(tmp_path / "new", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+    with PartialDirectory(tmp_path / "new") as partial:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "theirs").touch()
+        with pytest.raises(OSError):
+            partial.publish()
+    assert names(tmp_path) == ["new", "out"]
+    assert names(tmp_path / "new") == ["theirs"]
+    assert names(tmp_path / "out") == ["file"]
+
+
+def test_directory_appears_in_place_of_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also if it is the working directory."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with PartialDirectory(Path()) as partial:
+        (partial.path / "file").touch()
+        partial.publish()
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["file"]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(tmp_path: Path):
+    code = """
+import sys, time
+from pathlib import Path
+from lightning_megatron_rl.models.hf_writer import CheckpointWriter
+
+writer = CheckpointWriter(Path(sys.argv[1]), 10)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert names(tmp_path) == [".out.lightning-megatron-rl-partial"]
+        with pytest.raises(
+            OSError, match=r"another process is writing .*\.out\.lightning-megatron-rl-partial: wait for it, or choose"
+        ):
+            CheckpointWriter(tmp_path / "out", 10)
+        assert names(tmp_path) == [".out.lightning-megatron-rl-partial"]
+        process.kill()
+        process.wait()
+    assert names(tmp_path) == [".out.lightning-megatron-rl-partial"]
+    writer = CheckpointWriter(tmp_path / "out", 10)
+    writer.abandon()
+    assert names(tmp_path) == []
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
 
 
 def test_abandoned_checkpoint_leaves_nothing(tmp_path: Path):

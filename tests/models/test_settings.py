@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lightning_megatron_rl.models.settings import RULES, LayerParts, check_overrides, check_recompute
 from tests.distributed import WorkerError, WorkerPool
@@ -166,12 +167,11 @@ def build(directory: str, overrides: dict[str, Any], fp16: bool = False) -> None
     ],
 )
 def test_refused_before_a_weight_is_read(worker_pool: WorkerPool, qwen3_dir, tmp_path, overrides, message):
-    """The weights of this model cannot be read: reading them would raise another error."""
+    """This model's file has none of its weights: reading them would raise another error."""
     import shutil
 
     directory = tmp_path / "model"
     shutil.copytree(qwen3_dir, directory)
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
     with pytest.raises(WorkerError, match=f"ValueError: model_config: {message}"):
         worker_pool.run(build, str(directory), overrides, world_size=1)

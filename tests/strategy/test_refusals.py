@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -82,7 +83,7 @@ def ask(pool: Any, cases: list[dict[str, Any]], world_size: int = 1) -> list[str
 
 
 def test_settings_that_would_change_numbers(worker_pool, broken_model):
-    """None of these reads a weight: those of this model cannot be read."""
+    """None of these reads a weight: this model's file has none of them."""
     expected = {
         "accumulate": (
             {"trainer": {"accumulate_grad_batches": 2}},
@@ -203,9 +204,8 @@ def assert_each(messages: list[str], expected: list[list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def broken_model(qwen3_dir, tmp_path_factory) -> str:
-    """A model whose weights cannot be read: any attempt raises another error than the one expected."""
+    """A model without its weights in an undamaged file: reading them raises another error than the one expected."""
     directory: Path = tmp_path_factory.mktemp("broken") / "model"
     shutil.copytree(qwen3_dir, directory)
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
     return str(directory)

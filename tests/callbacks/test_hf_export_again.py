@@ -1,0 +1,161 @@
+"""`HFExport` where something is there already: of the same run, of another one, of one that was killed."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron_rl.callbacks import hf_export
+from lightning_megatron_rl.callbacks.hf_export import HFExport
+from lightning_megatron_rl.strategy import directories
+from tests.callbacks.test_hf_export import KeepWarnings, run
+from tests.distributed import WorkerError
+
+PREEMPTED = "the run is preempted"
+
+
+class Preempted(Callback):
+    """Ends the run behind a step, before the next checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError(PREEMPTED)
+
+
+class NoMemory(Callback):
+    """The export cannot be proved: Transformers finds no memory for it."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        def raises(*_: Any, **__: Any) -> None:
+            raise MemoryError
+
+        self.original, hf_export._logprobs = hf_export._logprobs, raises  # type: ignore[assignment]
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        hf_export._logprobs = self.original
+
+
+class Looks(Callback):
+    """Looks at an export as long as the run lasts; it must be there at every moment."""
+
+    def __init__(self, export: Path, told: Path) -> None:
+        self.export, self.told = export, told
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.done, self.missing = threading.Event(), 0
+        self.looking = threading.Thread(target=self.look)
+        self.looking.start()
+
+    def look(self) -> None:
+        while not self.done.is_set():
+            self.missing += not (self.export / "config.json").is_file()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self.done.set()
+        self.looking.join()
+        self.told.write_text(str(self.missing))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def inode(directory: Path) -> int:
+    return directory.stat().st_ino
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_resumed_run_replaces_the_exports_of_steps_that_it_does_again(worker_pool, qwen3_dir, tmp_path, layout):
+    """Exports every 3 steps, checkpoints every 2: a run that is killed behind step 3 goes on from step 2."""
+    out, checkpoints = tmp_path / "out", tmp_path / "checkpoints"
+
+    def go(**options: Any) -> None:
+        saving = ModelCheckpoint(dirpath=checkpoints, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        export = HFExport(str(out), every_n_steps=3, on_error="raise")
+        trainer = {"enable_checkpointing": True}
+        callbacks = [export, saving, *options.pop("callbacks", [])]
+        run(worker_pool, qwen3_dir, layout, steps=4, callbacks=callbacks, trainer=trainer, **options)
+
+    with pytest.raises(WorkerError, match=PREEMPTED):
+        go(callbacks=[Preempted(3)])
+    assert names(out) == ["step-000003"]
+    first = inode(out / "step-000003")
+    go(ckpt_path=checkpoints / "step=2.ckpt")
+    assert names(out) == ["last", "step-000003"]
+    assert inode(out / "step-000003") != first, "written again"
+    last = inode(out / "last")
+    go(ckpt_path=checkpoints / "step=2.ckpt")  # preempted between its last export and its end
+    assert inode(out / "last") != last
+    assert names(out) == ["last", "step-000003"]
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_run_that_was_not_resumed_is_refused_before_its_first_step(worker_pool, qwen3_dir, tmp_path, layout):
+    """Also for exports of steps; not for those that it does not write."""
+    (tmp_path / "step-000002").mkdir()
+    message = r"step-000002 exists already, and this run was not resumed.*another dirpath.*remove it.*overwrite=True"
+    callbacks: list[Any] = [HFExport(str(tmp_path), every_n_steps=2), Preempted(1)]
+    with pytest.raises(WorkerError, match=message):
+        run(worker_pool, qwen3_dir, layout, steps=2, callbacks=callbacks)
+    assert names(tmp_path) == ["step-000002"]
+    (tmp_path / "step-000003").mkdir()
+    (tmp_path / "step-final").mkdir()
+    callbacks = [HFExport(str(tmp_path), every_n_steps=1, at_end=False)]
+    run(worker_pool, qwen3_dir, layout, steps=1, callbacks=callbacks)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003", "step-final"]
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_export_that_cannot_be_proved_is_set_aside(worker_pool, qwen3_dir, tmp_path, layout):
+    out = tmp_path / "out"
+    callbacks = [NoMemory(), HFExport(str(out), every_n_steps=1), KeepWarnings(tmp_path / "told")]
+    run(worker_pool, qwen3_dir, layout, steps=1, callbacks=callbacks)
+    told = json.loads((tmp_path / "told").read_text())["warnings"]
+    assert f"the export {out / 'step-000001.failed'} could not be proved: MemoryError" in told[0]
+    assert names(out) == ["last.failed", "step-000001.failed"]
+
+
+def test_export_that_cannot_be_written_is_named(worker_pool, qwen3_dir, tmp_path):
+    (tmp_path / "out").mkdir()
+    holder = directories.UnfinishedDirectory(tmp_path / "out" / "last", reserve=False)
+    callbacks = [HFExport(str(tmp_path / "out")), KeepWarnings(tmp_path / "told")]
+    run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
+    told = json.loads((tmp_path / "told").read_text())["warnings"]
+    assert f"the export {tmp_path / 'out' / 'last'} failed: OSError: another run is writing" in told[0]
+    assert names(tmp_path / "out") == [".last.lightning-megatron-rl-incomplete"], "what a living run writes stays"
+    holder.abandon()
+
+
+def test_replaced_in_one_step(worker_pool, qwen3_dir, tmp_path):
+    """A run that is killed at any moment leaves the old export or the new one; the next removes what it was writing."""
+    out = tmp_path / "out"
+    run(worker_pool, qwen3_dir, steps=1, callbacks=[HFExport(str(out), verify=False)])
+    first = inode(out / "last")
+    for name in (".last.lightning-megatron-rl-incomplete", ".step-000001.lightning-megatron-rl-incomplete"):
+        (out / name / ".last.lightning-megatron-rl-partial").mkdir(parents=True)
+        (out / name / ".last.lightning-megatron-rl-partial" / "shard-0").touch()
+    callbacks = [Looks(out / "last", tmp_path / "missing"), HFExport(str(out), verify=False, overwrite=True)]
+    run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
+    assert (tmp_path / "missing").read_text() == "0"
+    assert inode(out / "last") != first
+    assert names(out) == ["last"]
+
+
+def test_killed_between_two_renames(worker_pool, qwen3_dir, tmp_path):
+    """On a file system that cannot exchange names: the old export gets its name back."""
+    for name in (
+        ".last.lightning-megatron-rl-replaced",
+        ".step-000007.lightning-megatron-rl-replaced",
+        ".notes.replaced",
+    ):
+        (tmp_path / name).mkdir()
+    with pytest.raises(WorkerError, match="last exists already"):
+        run(worker_pool, qwen3_dir, steps=1, callbacks=[HFExport(str(tmp_path))])
+    assert names(tmp_path) == [".notes.replaced", "last", "step-000007"]
