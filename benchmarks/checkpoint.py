@@ -32,7 +32,6 @@ from common import (
 )
 from throughput import SameBatch, make_sequences
 
-
 MOST_UNDISTURBED = 50  # steps between two saves
 
 

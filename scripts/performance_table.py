@@ -116,8 +116,8 @@ def real_run(results: Path = RESULTS) -> str:
 def checkpoint(results: Path = RESULTS) -> str:
     """Return the table of B5."""
     lines = [
-        "| device | load before | model | size, GB | waited for, s | blocked, s | share | first blocked, s | steps longer, s"
-        " | waited for, GB/s | beside, GB/s | verify, s | load, s |",
+        "| device | load before | model | size, GB | waited for, s | blocked, s | share"
+        " | first blocked, s | steps longer, s | waited for, GB/s | beside, GB/s | verify, s | load, s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for _, result in load("checkpoint_*.json", results):
@@ -126,7 +126,8 @@ def checkpoint(results: Path = RESULTS) -> str:
         lines.append(
             f"| {where} | {beside['shape']}, {beside['precision']} | {beside['bytes'] / 1e9:.2f}"
             f" | {spread(sync['blocked_s'], 2)} | {spread(beside['blocked_s'], 2)} | {result['blocked_share']:.1%}"
-            f" | {beside['first_blocked_s']:.2f} | {beside['slowed_s_per_save']:.2f} | {result['sync_gb_per_s']:.2f} | {result['async_gb_per_s']:.2f}"
+            f" | {beside['first_blocked_s']:.2f} | {beside['slowed_s_per_save']:.2f}"
+            f" | {result['sync_gb_per_s']:.2f} | {result['async_gb_per_s']:.2f}"
             f" | {spread(beside['verify_s'], 2)} | {spread(beside['load_s'], 2)} |"
         )
     return "\n".join(lines) + "\n"

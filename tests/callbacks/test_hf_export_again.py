@@ -150,12 +150,9 @@ def test_replaced_in_one_step(worker_pool, qwen3_dir, tmp_path):
 
 def test_killed_between_two_renames(worker_pool, qwen3_dir, tmp_path):
     """On a file system that cannot exchange names: the old export gets its name back."""
-    for name in (
-        ".last.lightning-megatron-rl-replaced",
-        ".step-000007.lightning-megatron-rl-replaced",
-        ".notes.replaced",
-    ):
-        (tmp_path / name).mkdir()
+    (tmp_path / ".notes.replaced").mkdir()
+    for name in ("last", "step-000007"):
+        (tmp_path / f".{name}.lightning-megatron-rl-replaced").mkdir()
     with pytest.raises(WorkerError, match="last exists already"):
         run(worker_pool, qwen3_dir, steps=1, callbacks=[HFExport(str(tmp_path))])
     assert names(tmp_path) == [".notes.replaced", "last", "step-000007"]
