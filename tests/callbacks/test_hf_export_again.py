@@ -128,7 +128,7 @@ def test_export_that_cannot_be_written_is_named(worker_pool, qwen3_dir, tmp_path
     callbacks = [HFExport(str(tmp_path / "out")), KeepWarnings(tmp_path / "told")]
     run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
     told = json.loads((tmp_path / "told").read_text())["warnings"]
-    assert f"the export {tmp_path / 'out' / 'last'} failed: OSError: another run is writing" in told[0]
+    assert f"the export {tmp_path / 'out' / 'last'} failed: OSError: another process is writing" in told[0]
     assert names(tmp_path / "out") == [".last.lightning-megatron-rl-incomplete"], "what a living run writes stays"
     holder.abandon()
 
