@@ -26,21 +26,26 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_nearest(path)).free
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, setting: str | None = None) -> None:
     """Refuse a destination, which need not be there yet, below a directory that takes no files.
 
+    Args:
+        path: The destination; it is not made.
+        setting: What chooses it, for the error.
+
     Raises:
-        OSError: Names both.
+        OSError: Names all three.
 
     Example:
-        ``check_writable(Path("runs/hf"))``
+        ``check_writable(Path("runs/hf"), "HFExport(dirpath)")``
     """
     there = _nearest(path)
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {there}: {error.strerror}. Choose another directory.") from error
+        named = str(path) if setting is None else f"{setting}={str(path)!r}"
+        raise OSError(f"{named} cannot be written: {there}: {error.strerror}. Choose another directory.") from error
 
 
 class Lock:
@@ -121,5 +126,5 @@ class LockedDirectory:
 
 
 def _nearest(path: Path) -> Path:
-    """What there is of a path."""
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    """What can be seen of a path."""
+    return next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))

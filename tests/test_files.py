@@ -1,4 +1,4 @@
-"""Locks tell who lives."""
+"""Locks tell who lives; a destination is tried without a trace."""
 
 import os
 from contextlib import closing
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.files import Lock, LockedDirectory
+from lightning_megatron_rl.files import Lock, LockedDirectory, check_writable
 
 
 def held(path: Path) -> bool | None:
@@ -64,3 +64,45 @@ def test_a_directory_that_goes_while_it_is_taken(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match=r"another process is writing .*made: wait for it, or choose another directory"):
         LockedDirectory(path)
     assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_a_destination_that_takes_no_files_is_named(tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    tail = f"cannot be written: {file}: Not a directory. Choose another directory."
+    with pytest.raises(OSError) as caught:
+        check_writable(file / "deep" / "out")
+    assert str(caught.value) == f"{file}/deep/out {tail}"
+    with pytest.raises(OSError) as caught:
+        check_writable(file / "out", "HFExport(dirpath)")
+    assert str(caught.value) == f"HFExport(dirpath)='{file}/out' {tail}"
+
+
+def test_a_destination_is_tried_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    check_writable(tmp_path / "deep" / "out", "dirpath")
+    check_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    check_writable(Path("deep/out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_looked_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another user's, say; the tests' own user may look into all of them."""
+    closed, real_stat, real_open = tmp_path / "closed", os.stat, os.open
+    closed.mkdir()
+
+    def stat(path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_stat(path, *arguments, **keywords)
+
+    def refuse(path: Any, *arguments: Any, **keywords: Any) -> int:
+        if str(path).startswith(str(closed)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match=rf"dirpath='{closed}/deep/out' cannot be written: {closed}: Permission denied"):
+        check_writable(closed / "deep" / "out", "dirpath")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.files import fsync
+from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
-from lightning_megatron_rl.strategy.distributed import check_writable, run_on_rank_zero
+from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
 # compute the same function (2e-6 is usual; 1e-3 leaves room for long sums on large models). In bf16 the trainer's
@@ -94,7 +94,7 @@ class HFExport(Callback):
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
                 " adapter='merged', which writes the weights of any model."
             )
-        check_writable(self.dirpath, "HFExport(dirpath)")
+        run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
