@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import closing, suppress
 from pathlib import Path
 
 # Hidden names with this in them are this package's alone: whatever has one was made or moved there by a write. A name
@@ -25,21 +26,60 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_nearest(path)).free
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, setting: str | None = None) -> None:
     """Refuse a destination, which need not be there yet, below a directory that takes no files.
 
+    Args:
+        path: The destination; it is not made.
+        setting: What chooses it, for the error.
+
     Raises:
-        OSError: Names both.
+        OSError: Names all three.
 
     Example:
-        ``check_writable(Path("runs/hf"))``
+        ``check_writable(Path("runs/hf"), "HFExport(dirpath)")``
     """
     there = _nearest(path)
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {there}: {error.strerror}. Choose another directory.") from error
+        named = str(path) if setting is None else f"{setting}={str(path)!r}"
+        raise OSError(f"{named} cannot be written: {there}: {error.strerror}. Choose another directory.") from error
+
+
+class Lock:
+    """A lock on what is at `path`, until `close` or the end of this process.
+
+    Attributes:
+        held: Whether this process has it; None where the file system has no locks. It is False, too, if something else
+            has come to `path` meanwhile.
+
+    Raises:
+        OSError: It cannot be opened.
+
+    Example:
+        ``with closing(Lock(path)) as lock: print("left by a dead process" if lock.held else "perhaps not")``
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.held: bool | None = True
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.held = False
+        except OSError:  # a file system without locks
+            self.held = None
+        try:
+            if not os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                self.held = False
+        except OSError:  # it is gone
+            self.held = False
+
+    def close(self) -> None:
+        """Give it back; once."""
+        os.close(self._descriptor)
 
 
 class LockedDirectory:
@@ -51,7 +91,7 @@ class LockedDirectory:
         OSError: It cannot be made, or a process that lives is writing it.
 
     Example:
-        ``made = LockedDirectory(Path(f".hf{OURS}partial"))``; ``made.remove()``, or ``made.path.rename("hf")`` and
+        ``made = LockedDirectory(Path(f".hf{OURS}partial"))``; ``made.abandon()``, or ``made.path.rename("hf")`` and
         ``made.unlock()``.
     """
 
@@ -59,41 +99,32 @@ class LockedDirectory:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            descriptor = _lock(path)
-            shutil.rmtree(path)
-            os.close(descriptor)
+            with closing(self._take()):
+                shutil.rmtree(path)
         path.mkdir()
-        self._descriptor: int | None = _lock(path)
+        self._lock: Lock | None = self._take()
+
+    def _take(self) -> Lock:
+        with suppress(FileNotFoundError):  # another process took it for left
+            lock = Lock(self.path)
+            if lock.held is not False:
+                return lock
+            lock.close()
+        raise OSError(f"another process is writing {self.path}: wait for it, or choose another directory")
 
     def unlock(self) -> None:
         """Leave the directory as it is."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
-    def remove(self) -> None:
+    def abandon(self) -> None:
         """Leave nothing of it, unless it was unlocked: then it is somebody else's."""
-        if self._descriptor is not None:
+        if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self.unlock()
 
 
-def _lock(directory: Path) -> int:
-    """Open and lock a directory until the descriptor is closed."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    taken = False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        taken = True
-    except OSError:  # a file system without locks
-        pass
-    if taken or not directory.exists() or not os.path.samestat(os.fstat(descriptor), directory.stat()):
-        os.close(descriptor)
-        raise OSError(f"another process is writing {directory}: wait for it, or choose another directory")
-    return descriptor
-
-
 def _nearest(path: Path) -> Path:
-    """What there is of a path."""
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    """What can be seen of a path."""
+    return next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))

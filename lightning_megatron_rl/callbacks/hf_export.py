@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.files import fsync
+from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
-from lightning_megatron_rl.strategy.distributed import check_writable, run_on_rank_zero
+from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.resuming import resumes
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
 # compute the same function (2e-6 is usual; 1e-3 leaves room for long sums on large models). In bf16 the trainer's
@@ -80,11 +81,12 @@ class HFExport(Callback):
         self._resumed = False
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Check before training that the exports can be written.
+        """Check before the model is built that the exports can be written.
 
         Raises:
             OSError: The directory cannot be written.
-            ValueError: There are no adapters to export.
+            ValueError: There are no adapters to export; or an export is there already, the run is not resumed, and
+                `overwrite` is off.
         """
         if stage != "fit":
             return
@@ -94,8 +96,11 @@ class HFExport(Callback):
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
                 " adapter='merged', which writes the weights of any model."
             )
-        check_writable(self.dirpath, "HFExport(dirpath)")
+        run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
+        # what cannot be told yet counts as resumed, until it can
+        self._resumed = resumes(trainer) is not False or trainer.global_step > 0
+        run_on_rank_zero(partial(self._check_names, trainer.max_steps))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Check that there is room for one export.
@@ -106,7 +111,7 @@ class HFExport(Callback):
         run_on_rank_zero(partial(self._check_space, pl_module))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Look for exports that are there already; earlier nothing tells whether the run was resumed.
+        """Look once more for exports that are there already: now it is certain whether the run was resumed.
 
         Raises:
             ValueError: There is one, the run was not resumed, and `overwrite` is off.

@@ -1,5 +1,6 @@
 """`RolloutSamples`: what the policy writes, for the eye and for later."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_megatron_rl.files import check_writable
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.sample import Sample
-from lightning_megatron_rl.strategy.distributed import check_writable
+from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 
 _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console shows
 
@@ -39,7 +41,7 @@ class RolloutSamples(Callback):
         """Find the directory and check that it can be written."""
         root = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "samples")
         root = Path(trainer.strategy.broadcast(str(root)))
-        check_writable(root, "RolloutSamples(dirpath)")
+        run_on_rank_zero(partial(check_writable, root, "RolloutSamples(dirpath)"))
         replica = trainer.strategy.distributed_sampler_kwargs["rank"]  # type: ignore[attr-defined]
         self._file = root / f"rollouts-dp{replica}.jsonl"
         self._evaluation_file = root / f"evaluation-dp{replica}.jsonl"
@@ -51,8 +53,7 @@ class RolloutSamples(Callback):
         samples: list[Sample] = pl_module.last_rollout.samples
         if trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
             assert self._file is not None
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(record_line(sample, trainer.global_step) for sample in samples)
+            _append(self._file, samples, trainer.global_step)
         if self.num_samples and (trainer.global_step - 1) % self.every_n_steps == 0:
             _show(samples[: self.num_samples], trainer.global_step)
 
@@ -61,12 +62,17 @@ class RolloutSamples(Callback):
         if trainer.sanity_checking or not trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
             return
         assert self._evaluation_file is not None
-        with self._evaluation_file.open("a", encoding="utf-8") as file:
-            file.writelines(record_line(sample, trainer.global_step) for sample in pl_module.evaluation.samples)
+        _append(self._evaluation_file, pl_module.evaluation.samples, trainer.global_step)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """As for validation."""
         self.on_validation_end(trainer, pl_module)
+
+
+def _append(file: Path, samples: list[Sample], step: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.writelines(record_line(sample, step) for sample in samples)
 
 
 @rank_zero_only

@@ -117,7 +117,7 @@ class PartialDirectory(LockedDirectory):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
+        self.abandon()
 
 
 class CheckpointWriter:
@@ -174,7 +174,7 @@ class CheckpointWriter:
         """Remove what was written, unless it is finished."""
         if self._file is not None:
             self._file.abandon()
-        self._partial.remove()
+        self._partial.abandon()
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:

@@ -2,13 +2,12 @@
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-from lightning_megatron_rl.files import OURS, fsync
+from lightning_megatron_rl.files import OURS, Lock, LockedDirectory, fsync
 from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, is_checkpoint
 
 _INCOMPLETE, _REPLACED, _REMOVED, _LINK = (f"{OURS}{what}" for what in ("incomplete", "replaced", "removed", "link"))
@@ -16,7 +15,7 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 
 
-class UnfinishedDirectory:
+class UnfinishedDirectory(LockedDirectory):
     """The hidden directory that a checkpoint is written to, until `publish` gives it its name.
 
     It is locked while its writer lives, so that what a killed run has left can be told from what a run is writing.
@@ -26,21 +25,13 @@ class UnfinishedDirectory:
         reserve: Keep the name with an empty directory if nothing has it, so that it is not given to another one.
 
     Raises:
-        OSError: It cannot be made, or another run is writing under this name.
+        OSError: It cannot be made, or another process is writing under this name.
     """
 
     def __init__(self, path: Path, *, reserve: bool) -> None:
         self.target = path
-        self.path = _hidden(path, _INCOMPLETE)
-        path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent)
-        if self.path.exists():
-            if _is_locked(self.path):
-                raise OSError(f"another run is writing {self.path}; give each run a directory of its own")
-            shutil.rmtree(self.path)
-        self.path.mkdir()
-        self._lock: int | None = os.open(self.path, os.O_RDONLY)
-        _lock(self._lock)
+        super().__init__(_hidden(path, _INCOMPLETE))
         self._reserved = reserve and not os.path.lexists(path)
         if self._reserved:
             path.mkdir()
@@ -51,19 +42,13 @@ class UnfinishedDirectory:
             fsync(directory)
         replace(self.path, self.target)
         fsync(self.target.parent)
-        self._unlock()
+        self.unlock()
 
     def abandon(self) -> None:
-        """Leave nothing of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Leave nothing of it, nor of the name that was kept."""
         if self._reserved:
-            _remove_if_empty(self.target)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            _remove_if_empty(self.target)  # first: what has the hidden name tells whose this one is
+        super().abandon()
 
 
 def remove_unfinished(parent: Path) -> None:
@@ -71,9 +56,10 @@ def remove_unfinished(parent: Path) -> None:
     for entry in list(parent.glob(f".*{OURS}*")):
         with suppress(OSError):  # another user's, say
             if entry.suffix == _INCOMPLETE:
-                if _is_locked(entry) is False:
-                    _delete(entry)
-                    _remove_if_empty(_visible(entry))
+                with closing(Lock(entry)) as lock:  # until it is gone, so that no run begins in it
+                    if lock.held:
+                        _remove_if_empty(_visible(entry))
+                        _delete(entry)
             elif entry.suffix == _REPLACED and not os.path.lexists(_visible(entry)):
                 entry.rename(_visible(entry))  # killed between two renames
             elif entry.suffix in (_REPLACED, _REMOVED):
@@ -163,30 +149,6 @@ def _remove_if_empty(path: Path) -> None:
         path.rmdir()
     except OSError:  # it is not there, not a directory, or not empty
         return
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock a directory while this process lives; False if another one has it, None if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _is_locked(directory: Path) -> bool | None:
-    """Whether a process that lives has locked `directory`; None if that cannot be known."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        locked = _lock(descriptor)
-        return None if locked is None else not locked
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(left: Path, right: Path) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -158,27 +157,6 @@ def _portable(error: Exception) -> Exception:
         if type(error) is kind:
             return kind(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def check_writable(directory: Path, setting: str) -> None:
-    """Check on rank 0 that files can be written below `directory`, and tell every rank.
-
-    Raises:
-        OSError: It cannot be written; names the setting that chooses it.
-    """
-
-    def check() -> None:
-        probe = directory / ".write-test"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise OSError(
-                f"{setting}={str(directory)!r} cannot be written: {error}. Choose another directory."
-            ) from error
-
-    run_on_rank_zero(check)
 
 
 def data_parallel_all_reduce(tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False) -> Tensor:

@@ -1,11 +1,29 @@
-"""What Lightning's loops would lose of a checkpoint that is saved between a batch and the validation due after it."""
+"""What Lightning leaves out of resuming: whether a run is resumed, and the validation due at its checkpoint."""
 
+from inspect import currentframe
+from traceback import walk_stack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
+
+
+def resumes(trainer: "pl.Trainer") -> bool | None:
+    """Whether the run that calls this, in a hook, starts from a checkpoint; None if that cannot be told.
+
+    In `setup` Lightning has looked the checkpoint up ("last", a requeued SLURM job's), but passes it on as an argument
+    alone: `trainer.ckpt_path` is that of the run before, until the weights are loaded. So it is read from that call.
+
+    Example:
+        ``if resumes(trainer) is False: refuse()``
+    """
+    for frame, _ in walk_stack(currentframe()):
+        known = frame.f_locals if frame.f_code.co_qualname == "Trainer._run" else {}
+        if known.get("self") is trainer and "ckpt_path" in known:
+            return known["ckpt_path"] is not None
+    return None
 
 
 def note_due_validation(checkpoint: dict[str, Any], trainer: "pl.Trainer") -> None:

@@ -42,8 +42,8 @@ def test_weight_sync_is_added_only_when_missing(worker_pool, qwen3_dir, tmp_path
 
 
 def test_samples_of_all_replicas_are_kept(worker_pool, qwen3_dir, tmp_path):
-    run(worker_pool, qwen3_dir, "dp2", steps=2, callbacks=[RolloutSamples(dirpath=str(tmp_path))])
-    files = sorted(tmp_path.glob("rollouts-*.jsonl"))
+    run(worker_pool, qwen3_dir, "dp2", steps=2, callbacks=[RolloutSamples(dirpath=str(tmp_path / "new" / "samples"))])
+    files = sorted((tmp_path / "new" / "samples").glob("rollouts-*.jsonl"))
     assert [file.name for file in files] == ["rollouts-dp0.jsonl", "rollouts-dp1.jsonl"]
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(records) == 2 * 4 * NUM_GENERATIONS

@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
 from tests.strategy.test_megatron import LAYOUTS
@@ -191,6 +192,10 @@ def test_export_directory_is_checked_before_training(worker_pool, qwen3_dir, tmp
         run(worker_pool, qwen3_dir, callbacks=[HFExport(dirpath=str(tmp_path))])
     with pytest.raises(WorkerError, match=r"HFExport\(dirpath\)='/proc/export' cannot be written"):
         run(worker_pool, qwen3_dir, callbacks=[HFExport(dirpath="/proc/export")])
+    callbacks = [HFExport(str(tmp_path / "new")), RolloutSamples(dirpath="/proc/samples")]
+    with pytest.raises(WorkerError, match=r"RolloutSamples\(dirpath\)='/proc/samples' cannot be written: /proc: "):
+        run(worker_pool, qwen3_dir, callbacks=callbacks)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"], "nothing is made for a run that does not begin"
 
 
 def test_room_is_checked_before_training(worker_pool, qwen3_dir):

@@ -14,6 +14,8 @@ from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.strategy import directories
 from tests.callbacks.test_hf_export import KeepWarnings, run
 from tests.distributed import WorkerError
+from tests.modules.runs import fit_grpo
+from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 PREEMPTED = "the run is preempted"
 
@@ -96,6 +98,69 @@ def test_resumed_run_replaces_the_exports_of_steps_that_it_does_again(worker_poo
     assert names(out) == ["last", "step-000003"]
 
 
+def never_built(**options: Any) -> Any:
+    """A module that fails when its model is built."""
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+
+    class NeverBuilt(GRPOModule):
+        def configure_model(self) -> None:
+            raise AssertionError("the model is built")
+
+    return NeverBuilt(**options)
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_run_that_is_not_resumed_is_refused_before_its_model_is_built(worker_pool, qwen3_dir, tmp_path, layout):
+    """Also one with ``ckpt_path="last"`` that finds none; one that finds a checkpoint comes to its model."""
+    (tmp_path / "out" / "last").mkdir(parents=True)
+
+    def go(ckpt_path: Any) -> None:
+        callbacks = [HFExport(str(tmp_path / "out")), ModelCheckpoint(tmp_path, save_last=True)]
+        options = {"make_module": never_built, "trainer": {"enable_checkpointing": True}}
+        run(worker_pool, qwen3_dir, layout, callbacks=callbacks, ckpt_path=ckpt_path, **options)
+
+    for ckpt_path in (None, "last"):
+        with pytest.raises(WorkerError, match="last exists already, and this run was not resumed"):
+            go(ckpt_path)
+    (tmp_path / "last.ckpt").mkdir()
+    for ckpt_path in (tmp_path / "last.ckpt", "last"):
+        with pytest.raises(WorkerError, match="the model is built"):
+            go(ckpt_path)
+
+
+def fit_unknowing(model: Path, callbacks: list[Callback], **options: Any) -> None:
+    """Fit where nothing tells in `setup` whether the run is resumed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_export, "resumes", lambda trainer: None)
+        fit_grpo(model, {}, 1, steps=1, callbacks=callbacks, **options)
+
+
+def test_what_setup_cannot_tell_is_decided_before_the_first_step(worker_pool, qwen3_dir, tmp_path):
+    (tmp_path / "last").mkdir()
+    for options, error in (({"make_module": never_built}, "the model is built"), ({}, "this run was not resumed")):
+        callbacks = [HFExport(str(tmp_path)), Preempted(1)]
+        with pytest.raises(WorkerError, match=error):
+            worker_pool.run(fit_unknowing, qwen3_dir, callbacks, world_size=1, init_process_group=False, **options)
+
+
+def fit_twice(model: Path, out: Path) -> list[int]:
+    """Fit one Trainer for a step, and once more for another; the inodes of the export at the end of each."""
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    trainer = make_trainer({}, 1, max_steps=1, callbacks=[HFExport(str(out), verify=False, on_error="raise")])
+    inodes = []
+    for step in (1, 2):
+        trainer.fit_loop.epoch_loop.max_steps = step
+        trainer.fit(SFTModule(str(model)), SequenceDataModule(frozen_sequences(8), 4))
+        inodes.append(inode(out / "last"))
+    return inodes
+
+
+def test_second_fit_of_a_trainer_replaces_its_exports(worker_pool, qwen3_dir, tmp_path):
+    first, second = worker_pool.run(fit_twice, qwen3_dir, tmp_path, world_size=1, init_process_group=False)[0]
+    assert first != second
+
+
 @pytest.mark.parametrize("layout", ["single", "dp2"])
 def test_run_that_was_not_resumed_is_refused_before_its_first_step(worker_pool, qwen3_dir, tmp_path, layout):
     """Also for exports of steps; not for those that it does not write."""
@@ -128,7 +193,7 @@ def test_export_that_cannot_be_written_is_named(worker_pool, qwen3_dir, tmp_path
     callbacks = [HFExport(str(tmp_path / "out")), KeepWarnings(tmp_path / "told")]
     run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
     told = json.loads((tmp_path / "told").read_text())["warnings"]
-    assert f"the export {tmp_path / 'out' / 'last'} failed: OSError: another run is writing" in told[0]
+    assert f"the export {tmp_path / 'out' / 'last'} failed: OSError: another process is writing" in told[0]
     assert names(tmp_path / "out") == [".last.lightning-megatron-rl-incomplete"], "what a living run writes stays"
     holder.abandon()
 

@@ -2,13 +2,16 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_megatron_rl import files
 from lightning_megatron_rl.strategy import directories
 from lightning_megatron_rl.strategy.directories import (
     UnfinishedDirectory,
@@ -149,7 +152,8 @@ def test_what_cannot_be_opened_is_another_users(tmp_path, monkeypatch):
 
 def kill_at(point: str, occurrence: int) -> None:
     """Let this process kill itself at the n-th call of a function of `directories`, or when `_exchange` is done."""
-    real, calls = getattr(directories, point), [0]
+    module: Any = files if point == "Lock" else directories
+    real, calls = getattr(module, point), [0]
 
     def die(*arguments: Any, **keywords: Any) -> Any:
         calls[0] += 1
@@ -160,12 +164,12 @@ def kill_at(point: str, occurrence: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(directories, point, die)
+    setattr(module, point, die)
 
 
 @pytest.mark.parametrize(
     ("point", "occurrence"),
-    [("_lock", 1), ("fsync", 1), ("replace", 1), ("_delete", 1), ("_exchange", 1), ("_delete", 2), ("fsync", 2)],
+    [("Lock", 1), ("fsync", 1), ("replace", 1), ("_delete", 1), ("_exchange", 1), ("_delete", 2), ("fsync", 2)],
 )
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed_twice"])
 @pytest.mark.parametrize("old", ["checkpoint", "file", "link"])
@@ -205,9 +209,74 @@ def test_what_another_run_is_writing_stays(tmp_path):
     unfinished = UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
     remove_unfinished(tmp_path)
     assert names(tmp_path) == [f".a.ckpt{OURS}incomplete", "a.ckpt"]
-    with pytest.raises(OSError, match="another run is writing"):
+    with pytest.raises(OSError, match=r"another process is writing .*-incomplete: wait for it, or choose another"):
         UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
     unfinished.abandon()
+    assert names(tmp_path) == []
+
+
+def test_the_name_that_is_kept_goes_before_what_tells_whose_it_is(tmp_path, monkeypatch):
+    """Whoever is killed while it tidies up leaves no empty directory for ever."""
+    unfinished = UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        unfinished.abandon()
+    assert names(tmp_path) == [f".a.ckpt{OURS}incomplete"]
+    unfinished.unlock()
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        remove_unfinished(tmp_path)
+    assert names(tmp_path) == [f".a.ckpt{OURS}incomplete"]
+
+
+def test_what_is_published_can_be_written_again(tmp_path):
+    """Its lock goes with its hidden name, and giving up afterwards takes nothing from the next writer."""
+    first = UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
+    write_manifest(first.path, {"global_step": 1}, {})
+    first.publish()
+    with closing(files.Lock(tmp_path / "a.ckpt")) as lock:
+        assert lock.held
+    second = UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
+    first.abandon()
+    assert names(tmp_path) == [f".a.ckpt{OURS}incomplete", "a.ckpt"]
+    assert is_checkpoint(tmp_path / "a.ckpt")
+    second.abandon()
+
+
+def test_what_takes_the_place_of_something_left_stays(tmp_path, monkeypatch):
+    """Between the look at a directory and its lock another run clears it away and begins."""
+    left = tmp_path / f".a.ckpt{OURS}incomplete"
+    left.mkdir()
+    real, begun = fcntl.flock, []
+
+    def begin(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        left.rmdir()
+        begun.append(UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", begin)
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == [left.name, "a.ckpt"]
+    begun[0].abandon()
+
+
+def test_nobody_begins_in_what_is_being_removed(tmp_path, monkeypatch):
+    left = tmp_path / f".a.ckpt{OURS}incomplete"
+    left.mkdir()
+    real = directories._delete
+
+    def begin(path: Path) -> None:
+        with pytest.raises(OSError, match="another process is writing"):
+            UnfinishedDirectory(tmp_path / "a.ckpt", reserve=True)
+        real(path)
+
+    monkeypatch.setattr(directories, "_delete", begin)
+    remove_unfinished(tmp_path)
     assert names(tmp_path) == []
 
 
