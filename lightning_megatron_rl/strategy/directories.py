@@ -77,7 +77,8 @@ def replace(new: Path, path: Path) -> None:
     old = _hidden(path, _REPLACED)
     _delete(old)
     if _exchange(new, path):
-        new.rename(old)
+        with suppress(FileNotFoundError):  # `remove_unfinished` of another save found it between the two lines
+            new.rename(old)
     else:  # a file system that cannot exchange names: for an instant nothing has this one
         path.rename(old)
         new.rename(path)

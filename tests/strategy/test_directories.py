@@ -331,6 +331,22 @@ def test_shared_files_are_links_or_copies(tmp_path, monkeypatch):
     assert (tmp_path / "copied" / "deep" / "file").read_text() == "content"
 
 
+def test_old_one_may_be_gone_when_it_was_exchanged(tmp_path, monkeypatch):
+    """Under its hidden name nobody has locked it, and another save in this directory tidies up."""
+    write(tmp_path / "a.ckpt", "old")
+    exchange = directories._exchange
+
+    def exchange_and_tidy_up(left: Path, right: Path) -> bool:
+        done = exchange(left, right)
+        directories.remove_unfinished(tmp_path)
+        return done
+
+    monkeypatch.setattr(directories, "_exchange", exchange_and_tidy_up)
+    write(tmp_path / "a.ckpt", "new")
+    assert (tmp_path / "a.ckpt" / "content").read_text() == "new"
+    assert names(tmp_path) == ["a.ckpt"]
+
+
 def test_exchange_falls_back_only_where_it_is_not_known(tmp_path):
     """Other errors are the caller's."""
     (tmp_path / "a").mkdir()
