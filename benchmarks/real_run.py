@@ -97,6 +97,7 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.data.sft import SFTDataModule
+    from lightning_megatron_rl.models.hf_files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
 
     if not (work / "model").exists():  # of several processes the first has made it before it starts the others
@@ -125,12 +126,11 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     trainer.fit(module, data)
     module.save_pretrained(work / "warm")
     losses = column(read_metrics(Path(logger.log_dir) / "metrics.csv"), "val/loss")
-    parameters = sum(parameter.numel() for parameter in module.model.parameters())
     return {
         "steps": trainer.global_step,
         "seconds": time.perf_counter() - started,
         "val_loss": losses[1][-1] if losses[1] else None,
-        "parameters": parameters,
+        "parameters": num_weights(work / "warm"),  # of the whole model, of which a rank has a part
     }
 
 

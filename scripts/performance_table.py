@@ -159,9 +159,10 @@ def headline(results: Path = RESULTS) -> str:
             f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
         )
     for _, result in load("real_run_*.json", results, gpus_only=True):
+        split = "" if result["layout"].startswith("world 1 ") else f", {result['layout']}"
         lines.append(
             f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
-            f" | {result['device']} | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"
+            f" | {result['device']}{split} | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"
             f" {result['grpo_seconds']:.0f} s |"
         )
     return "\n".join(lines) + "\n"
