@@ -162,8 +162,8 @@ def headline(results: Path = RESULTS) -> str:
         split = "" if result["layout"].startswith("world 1 ") else f", {result['layout']}"
         lines.append(
             f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
-            f" | {result['device']}{split} | accuracy {result['accuracy_before']:.3f} → {result['accuracy_after']:.3f} in"
-            f" {result['grpo_seconds']:.0f} s |"
+            f" | {result['device']}{split} | accuracy {result['accuracy_before']:.3f} →"
+            f" {result['accuracy_after']:.3f} in {result['grpo_seconds']:.0f} s |"
         )
     return "\n".join(lines) + "\n"
 

@@ -176,10 +176,17 @@ def _part(
 
 
 def _handle(block: Tensor, device: int) -> tuple[Any, ...]:
-    """What a process that knows the GPU as number `device` opens the block's memory with."""
+    """What a process that knows the GPU as number `device` opens the block's memory with.
+
+    Whenever torch shares a storage, it wraps it once more, with a count of its readers in a file of shared memory that
+    stays for as long as the storage lives: parameters would collect one for each sync of the run. So what is shared is
+    a storage of its own of the same memory, whose count goes when the reader has let go.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
 
-    arguments = tuple(reduce_tensor(block)[1])
+    storage = torch._C._construct_storage_from_data_pointer(block.data_ptr(), block.device, block.numel())
+    lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage)  # type: ignore[call-overload]
+    arguments = tuple(reduce_tensor(lent)[1])
     return (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
 
 

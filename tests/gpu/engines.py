@@ -66,6 +66,7 @@ class Transports:
     samples: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, SyncReport] = field(default_factory=dict)
     freed_bytes: dict[int, int] = field(default_factory=dict)
+    shared_files: list[str] = field(default_factory=list)  # that torch has made for this process and not removed
 
 
 def send_every_way(model: Path, kind: str, options: dict[str, Any]) -> Transports:
@@ -98,6 +99,7 @@ def send_every_way(model: Path, kind: str, options: dict[str, Any]) -> Transport
         found.freed_bytes[2] = engine.sleep(2)
         engine.wake(["weights"])
         push("slept at 2", second, 8)
+        found.shared_files = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
         found.samples["other"] = found.samples["other again"]
     finally:
         engine.close()

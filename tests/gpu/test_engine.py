@@ -55,6 +55,7 @@ def check_ways(found: Transports, in_place: bool = True) -> None:
     assert 0 < found.reports["buckets"].extra_bytes <= MIB
     assert found.freed_bytes[1] >= 0.9 * 2**30  # the cache at least
     assert found.freed_bytes[2] >= 0.9 * 2**30
+    assert found.shared_files == []  # the weights are still there
 
 
 @pytest.mark.parametrize("family", ["dense", "tied", "moe"])
@@ -87,14 +88,15 @@ def check_parity(run: GPURun, steps: int) -> None:
         assert math.isfinite(step["policy/loss"])
 
 
-def test_fifty_rounds_of_sleep_wake_and_sync(gpu_pool, models):
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_fifty_rounds_of_sleep_wake_and_sync(gpu_pool, models, family):
     """Optimizer, gradients and parameters leave, the sampler wakes in order, and nothing grows."""
     options: dict[str, Any] = {
         "engine": {"sleep_level": 2},
         "strategy": {"offload_while_sampling": ["optimizer", "gradients", "parameters"]},
         "steps": 50,
     }
-    run = gpu_pool.run(fit_grpo, models["dense"], 1, **options, **ONE)[0]
+    run = gpu_pool.run(fit_grpo, models[family], 1, **options, **ONE)[0]
     check_parity(run, 50)
     assert run.used[-1] - run.used[4] < GROWTH
     assert all(freed >= 0.9 * 2**30 for freed in run.freed)
