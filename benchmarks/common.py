@@ -34,6 +34,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     "8b": {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
+    "0.2b-moe": {"vocab_size": 16_384, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
+    | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True}
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 576, "norm_topk_prob": True},
     "30b-a3b": {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
@@ -129,13 +132,15 @@ def default_precision(device: str) -> str:
     return "bf16-mixed" if device == "cuda" else "32-true"
 
 
-def make_trainer(device: str, *, max_steps: int, callbacks: list[pl.Callback], precision: str, **strategy: Any) -> Any:
+def make_trainer(
+    device: str, *, max_steps: int, callbacks: list[pl.Callback], precision: str, devices: int = 1, **strategy: Any
+) -> Any:
     """Return a Trainer that does nothing besides training."""
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
     return pl.Trainer(
         accelerator=device,
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        devices=devices,
         strategy=MegatronStrategy(**strategy),
         precision=precision,  # type: ignore[arg-type]
         max_steps=max_steps,
@@ -226,7 +231,7 @@ def measured_arguments(arguments: Sequence[str]) -> list[str]:
     skip = False
     for argument in arguments:
         name, given, _ = argument.partition("=")
-        if skip or name in ("--out", "--sync-out", "--work"):
+        if skip or name in ("--out", "--sync-out", "--work", "--profile"):
             skip = not skip and not given  # a value of its own follows
         else:
             kept.append(argument)

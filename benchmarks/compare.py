@@ -11,11 +11,12 @@ def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, An
 
     Args:
         arguments: Of both sides.
-        peer: "trl", "none", or "auto": TRL if it is installed; if it fails, the end of its output takes its place.
+        peer: "trl", "none", or "auto": TRL if it is installed and there is one device; if it fails, the end of its
+            output takes its place.
         timeout_s: Deadline of each side.
     """
     sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
-    found = importlib.util.find_spec("trl") is not None
+    found = importlib.util.find_spec("trl") is not None and "--devices=1" in arguments
     if peer == "trl" or (peer == "auto" and found):
         try:
             sides["trl"] = run_child("trl_peer.py", arguments, timeout_s)

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from common import SHAPES, StepLog, TokenPrompts, make_trainer, measure_peaks, summary, timed, token_reward, write_model
 from floor import Work, cache_bytes_per_token
+from lightning.pytorch.utilities import rank_zero_only
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
 
@@ -35,7 +36,7 @@ class SyncTimes(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in pl_module.export_weights())
-        if not pl_module.engine.sleep_level:  # it is ready before it sleeps
+        if pl_module.strategy.replica.is_leader and not pl_module.engine.sleep_level:  # it is ready before it sleeps
             pl_module.engine.wait_ready()
         for number in range(self.warmup + self.repeats):
             if number == self.warmup and self.device.type == "cuda":
@@ -80,6 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.models.flops import sequence_flops
+    from lightning_megatron_rl.models.hf_files import num_weights
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.rollout.engine import SamplingParams
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
@@ -117,11 +119,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         shuffle=False,
     )
     callbacks = [log, sampled, *([syncs] if syncs else [])]
-    trainer = make_trainer(options.device, max_steps=steps, callbacks=callbacks, precision=options.precision)
+    trainer = make_trainer(
+        options.device,
+        devices=options.devices,
+        max_steps=steps,
+        callbacks=callbacks,
+        precision=options.precision,
+        tensor_model_parallel_size=options.tensor_parallel,
+        sequence_parallel=options.tensor_parallel > 1,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=1 if options.expert_parallel > 1 else None,
+    )
     trainer.fit(module, data)
     linear, quadratic = sequence_flops(get_model_config(module.model[0]), vocab_size)
     config = module.hf_model.config
-    parameters = sum(parameter.numel() for parameter in module.model.parameters())
+    parameters = num_weights(directory)
     element = 2 if options.device == "cuda" else 4
     work = Work(
         samples=options.prompts * options.generations,
@@ -140,6 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "who": "lightning-megatron-rl",
         "shape": options.shape,
+        "layout": module.strategy.layout.describe(trainer.world_size),
         "step_s": summary(step_s),
         "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in PHASES},
         "losses": [step["policy/loss"] for step in log.steps],
@@ -184,6 +197,9 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--max-tokens", type=int, default=16_384 if on_cuda else 2048, help="per micro-batch")
     parser.add_argument("--cache-gb", type=float, default=20.0 if on_cuda else 0.25, help="key/value cache. GiB")
     parser.add_argument("--syncs", type=int, default=0, help="weight syncs to time before the first step")
+    parser.add_argument("--devices", type=int, default=1, help="processes of the trainer, one GPU each; without a peer")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--trl-batch", type=int, default=16 if on_cuda else 8, help="sequences per TRL micro-batch")
 
 
@@ -191,6 +207,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
+    names += ("devices", "tensor_parallel", "expert_parallel")
     return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
 
 
@@ -200,4 +217,6 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__)
     add_arguments(arguments, default_device())
     arguments.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
-    print(json.dumps(measure(arguments.parse_args())))
+    result = measure(arguments.parse_args())
+    if rank_zero_only.rank == 0:
+        print(json.dumps(result))

@@ -2,12 +2,14 @@
 
 Packed micro-batches of sequences with mixed lengths, random weights. An update is forward, backward and optimizer
 step; log-probs are one forward pass with entropy. MFU counts the model's operations (three forward passes per update,
-none for recompute) against the data sheet and a measured matrix product. Each shape runs in a process of its own.
+none for recompute) against the data sheet and a measured matrix product. Each shape runs in a process of its own, or in
+one per GPU. With --profile one more update and pass run under torch's profiler, after the measured ones.
 """
 
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from common import (
     write_json,
     write_model,
 )
+from lightning.pytorch.utilities import rank_zero_only
+from profiles import Profile
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -68,10 +72,14 @@ class ScoreTimes(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        shard = trainer.distributed_sampler_kwargs
-        mine = self.sequences[shard["rank"] :: shard["num_replicas"]]
+        mine = self.mine(trainer)
         times = [timed(lambda: pl_module.score(mine), self.device) for _ in range(self.warmup + self.repeats)]
         self.seconds = times[self.warmup :]
+
+    def mine(self, trainer: pl.Trainer) -> list[Any]:
+        """This replica's sequences."""
+        shard = trainer.distributed_sampler_kwargs
+        return self.sequences[shard["rank"] :: shard["num_replicas"]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,6 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from megatron.core.utils import get_model_config
 
     from lightning_megatron_rl.models.flops import sequence_flops
+    from lightning_megatron_rl.models.hf_files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.start import make_plan
 
@@ -92,12 +101,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     log = StepLog(device)
     scores = ScoreTimes(sequences, options.steps, 1, device)
     steps = options.warmup + options.steps
+    profile = [Profile(steps, options.profile)] if options.profile else []
     trainer = make_trainer(
         options.device,
-        max_steps=steps,
-        callbacks=[log, scores],
+        devices=options.devices,
+        max_steps=steps + len(profile),
+        callbacks=[log, *profile, scores],
         precision=options.precision,
         use_distributed_optimizer=options.precision != "bf16-true",
+        tensor_model_parallel_size=options.tensor_parallel,
+        sequence_parallel=options.tensor_parallel > 1,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=1 if options.expert_parallel > 1 else None,
     )
     with tempfile.TemporaryDirectory() as directory:
         module = SFTModule(
@@ -110,13 +125,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()  # of drawing the weights
-        trainer.fit(module, SameBatch(sequences, steps))
+        trainer.fit(module, SameBatch(sequences, steps + len(profile)))
+        parameters = num_weights(Path(module.hf_model.path))
+        for written in profile:
+            written.record("log-probs", partial(module.score, scores.mine(trainer)))
         plan = make_plan(module, training=True, engine=None, frozen_copies=0, free=free, total=total)
     linear, quadratic = sequence_flops(get_model_config(module.model[0]), module.hf_model.config.vocab_size)
     lengths = [len(sequence) for sequence in sequences]
     forward = sum(linear * length + quadratic * length**2 for length in lengths)
     world = trainer.world_size
-    update, score = log.seconds[options.warmup :], scores.seconds
+    update, score = log.seconds[options.warmup : steps], scores.seconds
 
     def rates(seconds: list[float], passes: int) -> dict[str, Any]:
         flops = [passes * forward / value / world for value in seconds]
@@ -129,7 +147,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "shape": options.measure,
-        "parameters": sum(parameter.numel() for parameter in module.model.parameters()),
+        "parameters": parameters,
         "layout": module.strategy.layout.describe(world),
         "precision": options.precision,
         "recompute": options.recompute,
@@ -155,6 +173,9 @@ def main() -> None:
     parser.add_argument("--precision", default=default_precision(device))
     parser.add_argument("--layer-backend", default="auto")
     parser.add_argument("--recompute", action="store_true", help="recompute all activations")
+    parser.add_argument("--devices", type=int, default=1, help="processes, one GPU each")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=256 if on_cuda else 64)
@@ -163,10 +184,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16_384 if on_cuda else 2048)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per shape")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path, help="file for tables of torch's profiler, of rank 0; one shape")
     parser.add_argument("--measure", help="measure one shape in this process (used by itself)")
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(options)))
+        result = measure(options)
+        if rank_zero_only.rank == 0:
+            print(json.dumps(result))
         return
     names = (
         "device",
@@ -178,8 +202,12 @@ def main() -> None:
         "shortest",
         "longest",
         "max-tokens",
+        "devices",
+        "tensor-parallel",
+        "expert-parallel",
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
+    passed += [f"--profile={options.profile.absolute()}"] if options.profile else []
     passed += ["--recompute"] if options.recompute else []
     rows = []
     for shape in options.shapes.split(","):

@@ -32,6 +32,12 @@ def spread(value: dict[str, Any], digits: int) -> str:
     return f"{value['median']:,.{digits}f} ± {value['spread']:.0%}"
 
 
+def split(measured: dict[str, Any]) -> str:
+    """Return the layout, to stand behind the device, if it is of several GPUs."""
+    layout = measured.get("layout", "world 1 ")
+    return "" if layout.startswith("world 1 ") else f", {layout}"
+
+
 def throughput(results: Path = RESULTS) -> str:
     """Return the table of B2."""
     lines = [
@@ -66,7 +72,7 @@ def weight_sync(results: Path = RESULTS) -> str:
             sync = result[name]["sync"]
             who = result[name]["who"] + (ASLEEP if name == "asleep" else "")
             lines.append(
-                f"| {result['device']} | {result['ours']['shape']} | {who}"
+                f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {who}"
                 f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
                 f" | {rate['extra_gib']:.2f} |"
             )
@@ -159,10 +165,9 @@ def headline(results: Path = RESULTS) -> str:
             f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
         )
     for _, result in load("real_run_*.json", results, gpus_only=True):
-        split = "" if result["layout"].startswith("world 1 ") else f", {result['layout']}"
         lines.append(
             f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
-            f" | {result['device']}{split} | accuracy {result['accuracy_before']:.3f} →"
+            f" | {result['device']}{split(result)} | accuracy {result['accuracy_before']:.3f} →"
             f" {result['accuracy_after']:.3f} in {result['grpo_seconds']:.0f} s |"
         )
     return "\n".join(lines) + "\n"

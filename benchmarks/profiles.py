@@ -1,0 +1,67 @@
+"""Profiles of single calls by torch's profiler, as tables in a text file: where the time of a benchmark goes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from common import facts, timed
+from lightning.pytorch.utilities import rank_zero_only
+from torch.profiler import ProfilerActivity, profile
+
+ROWS = 45
+
+
+class Profile(pl.Callback):
+    """Profiles one training step, and calls after it; rank 0 writes the tables.
+
+    Args:
+        step: Number of the step, from 0.
+        path: Text file; what is there is replaced.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+        self._profiler: profile | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self._profiler = self._start()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            self.path.unlink(missing_ok=True)
+            self._write("update", profiler, None)
+
+    def record(self, name: str, call: Callable[[], Any]) -> None:
+        """Profile a call; its seconds without the profiler are taken before."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        seconds = timed(call, device)
+        profiler = self._start()
+        call()
+        self._write(name, profiler, seconds)
+
+    def _start(self) -> profile:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        profiler = profile(activities=activities)
+        profiler.start()
+        return profiler
+
+    def _write(self, name: str, profiler: profile, seconds: float | None) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profiler.stop()
+        if rank_zero_only.rank != 0:
+            return
+        averages = profiler.key_averages()
+        on_cuda = torch.cuda.is_available()
+        found = facts("cuda" if on_cuda else "cpu")
+        lines = [f"# {name}: {found['command']}", f"# {found['device']}, {found['date']}, {found['versions']}"]
+        if seconds is not None:
+            lines.append(f"# {seconds:.4f} s without the profiler")
+        orders = ["self_device_time_total", "self_cpu_time_total"] if on_cuda else ["self_cpu_time_total"]
+        tables = [averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=90) for order in orders]
+        with self.path.open("a") as file:
+            file.write("\n".join([*lines, "", *tables, ""]))
