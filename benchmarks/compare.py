@@ -16,7 +16,8 @@ def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, An
         timeout_s: Deadline of each side.
     """
     sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
-    found = importlib.util.find_spec("trl") is not None and "--devices=1" in arguments
+    several = any(argument.startswith("--devices=") and argument != "--devices=1" for argument in arguments)
+    found = importlib.util.find_spec("trl") is not None and not several
     if peer == "trl" or (peer == "auto" and found):
         try:
             sides["trl"] = run_child("trl_peer.py", arguments, timeout_s)
