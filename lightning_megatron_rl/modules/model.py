@@ -248,7 +248,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         whole = self.strategy.broadcast_from_last_stage(values)
         assert whole is not None
         pieces = whole.split([len(sequence) for sequence in share.sequences], dim=1)
-        # each with memory of its own: a view that is sent to another replica takes the whole tensor along
+        # each with memory of its own: a view would keep that of the whole pass, and take it along when it is pickled
         found = share.give_back([piece.clone() for piece in pieces])
         return found, share.give_back(recorded) if routing == "record" else []
 

@@ -1,6 +1,5 @@
 """Process groups, phases with a deadline, and the few collectives that modules and callbacks need."""
 
-import pickle
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from lightning_megatron_rl.strategy.messages import pack, unpack
 
 T = TypeVar("T")
 _TIMEOUT_MARKS = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
@@ -221,7 +222,7 @@ def data_parallel_exchange[T](outgoing: list[list[T]], device: torch.device | st
     if replicas == 1:
         return outgoing
     me, group = data_parallel_rank(), parallel_state.get_data_parallel_group()
-    messages = [b"" if replica == me else pickle.dumps(objects) for replica, objects in enumerate(outgoing)]
+    messages = [b"" if replica == me else pack(objects) for replica, objects in enumerate(outgoing)]
     sizes = torch.tensor([len(message) for message in messages], device=device)
     sizes_in = torch.empty_like(sizes)
     dist.all_to_all_single(sizes_in, sizes, group=group)
@@ -229,9 +230,7 @@ def data_parallel_exchange[T](outgoing: list[list[T]], device: torch.device | st
     incoming = torch.empty(int(sizes_in.sum()), dtype=torch.uint8, device=device)
     dist.all_to_all_single(incoming, data, sizes_in.tolist(), sizes.tolist(), group=group)
     parts = incoming.cpu().split(sizes_in.tolist())
-    return [
-        outgoing[me] if replica == me else pickle.loads(part.numpy().tobytes()) for replica, part in enumerate(parts)
-    ]
+    return [outgoing[me] if replica == me else unpack(part.numpy().tobytes()) for replica, part in enumerate(parts)]
 
 
 def describe_rank() -> str:
