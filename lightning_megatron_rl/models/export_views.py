@@ -63,6 +63,11 @@ def find_blocks(rows: Tensor) -> RowBlocks | None:
     return RowBlocks(start, size, step, total // size) if torch.equal(rows.cpu(), expected.flatten()) else None
 
 
+def same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same numbers."""
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
+
+
 @dataclass(frozen=True)
 class _Planned:
     name: str
@@ -106,7 +111,7 @@ def plan_views(tasks: Sequence[Any], convert: Convert, exported: Iterable[tuple[
     Args:
         tasks: Megatron-Bridge's conversion tasks.
         convert: Its conversion.
-        exported: What it exports; every view is compared with it, bit by bit.
+        exported: What it makes of the weights; every view is compared with it, bit by bit.
     """
     numbered = ReplacedWeights(tasks, lambda task: _row_numbers(task.param_weight))
     planned = []
@@ -124,7 +129,7 @@ def plan_views(tasks: Sequence[Any], convert: Convert, exported: Iterable[tuple[
         plan = by_name.get(name)
         if plan is None or plan.shape != tuple(tensor.shape) or plan.shape[1:] != tuple(plan.parameter.shape[1:]):
             return None
-        if not torch.equal(plan.rows.view(plan.parameter).reshape(plan.shape).to(tensor.dtype), tensor):
+        if not same(plan.rows.view(plan.parameter).reshape(plan.shape), tensor):
             return None
         count += 1
     return ExportViews(planned) if count == len(by_name) == len(planned) else None

@@ -242,7 +242,7 @@ class HFModel(SavesFiles):
     def plan_export_views(self, chunks: list[Any]) -> ExportViews | None:
         """Plan to export the chunks' own memory, for a rank that has the whole model; None if that cannot be."""
         tasks = self.conversion_tasks(chunks)
-        return plan_views(tasks, lambda numbered: self._convert(chunks, numbered), self.export_weights(chunks))
+        return plan_views(tasks, partial(self._convert, chunks), self._convert(chunks, tasks))
 
     def plan_sharded_views(self, chunks: list[Any], bucket_bytes: int = BUCKET_BYTES) -> ShardedViews | None:
         """Plan to export a model that is split over ranks; None if that cannot be; a collective."""
@@ -253,7 +253,7 @@ class HFModel(SavesFiles):
             parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         )
         tasks = self.conversion_tasks(chunks)
-        return plan_sharded_views(tasks, lambda tasks: self._convert(chunks, tasks), groups, bucket_bytes)
+        return plan_sharded_views(tasks, partial(self._convert, chunks), groups, bucket_bytes)
 
     def _convert(self, chunks: list[Any], tasks: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield what Megatron-Bridge makes of the tasks, without padding of the vocabulary."""

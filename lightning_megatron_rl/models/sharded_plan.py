@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_megatron_rl.models.export_views import Convert, ReplacedWeights, find_blocks
+from lightning_megatron_rl.models.export_views import Convert, ReplacedWeights, find_blocks, same
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, Piece, ShardedViews, TensorPlan, matrix_shape
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -190,8 +190,8 @@ def _first_difference(views: ShardedViews, exported: Iterable[tuple[str, Tensor]
     """Name the first tensor that differs from the export; a collective, through all of them."""
     different: str | None = None
     for (name, view), (exported_name, tensor) in zip(views.tensors(), exported, strict=True):
-        same = name == exported_name and view.dtype == tensor.dtype and torch.equal(view, tensor)
-        different = different or (None if same else name)
+        if different is None and not (name == exported_name and same(view, tensor)):
+            different = name
     return different
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lightning_megatron_rl.models.export_views import RowBlocks
 
-BUCKET_BYTES = 256 * 2**20  # of whole tensors: so much is held of them, and as much again while they come in
+# Of whole tensors. Whoever takes them holds the last one, and with it its bucket, while the next bucket is filled from
+# one rank's part of it after the other.
+BUCKET_BYTES = 256 * 2**20
 _ALIGNMENT = 64  # bytes; more than any dtype needs, and one cache line
 
 
