@@ -303,6 +303,7 @@ CHANGES: dict[str, Any] = {
     "rows": (0, lambda whole: whole),
     "columns": (1, lambda whole: whole),
     "rows cut off": (0, lambda whole: whole[:-3]),
+    "columns cut off": (1, lambda whole: whole[:, 5:-3].contiguous()),
     "halves exchanged": (0, lambda whole: torch.cat([whole[len(whole) // 2 :], whole[: len(whole) // 2]])),
     "positive": (0, torch.abs),
     "more by one": (0, lambda whole: whole + 1),
@@ -313,7 +314,7 @@ CHANGES: dict[str, Any] = {
     "nothing": (0, lambda whole: whole[:0]),
     "different on one rank": (0, reversed_on_the_last_rank),
 }
-PLANNED = ("rows", "columns", "rows cut off", "halves exchanged")
+PLANNED = ("rows", "columns", "rows cut off", "columns cut off", "halves exchanged")
 
 
 def plan_of(change: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[list[str] | None, list[str]]:
