@@ -30,6 +30,11 @@ class RowBlocks:
     step: int
     count: int
 
+    @property
+    def end(self) -> int:
+        """The row after the last one."""
+        return self.start + (self.count - 1) * self.step + self.size
+
     def view(self, parameter: Tensor) -> Tensor:
         """Return the rows of a parameter ``[rows, ...]``, as they lie there: ``[count, size, ...]``."""
         row = parameter.stride(0)
@@ -56,6 +61,11 @@ def find_blocks(rows: Tensor) -> RowBlocks | None:
     step = int(rows[size]) - start
     expected = start + step * torch.arange(total // size)[:, None] + torch.arange(size)[None]
     return RowBlocks(start, size, step, total // size) if torch.equal(rows.cpu(), expected.flatten()) else None
+
+
+def same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same numbers."""
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
 @dataclass(frozen=True)
@@ -101,16 +111,16 @@ def plan_views(tasks: Sequence[Any], convert: Convert, exported: Iterable[tuple[
     Args:
         tasks: Megatron-Bridge's conversion tasks.
         convert: Its conversion.
-        exported: What it exports; every view is compared with it, bit by bit.
+        exported: What it makes of the weights; every view is compared with it, bit by bit.
     """
-    numbered = _RowNumbers(tasks)
+    numbered = ReplacedWeights(tasks, lambda task: _row_numbers(task.param_weight))
     planned = []
     for name, rows in convert(numbered):
-        parameter = numbered.parameter
+        parameter = tasks[numbered.turn].param_weight
         if rows.dim() != parameter.dim() or rows.is_floating_point() or rows.numel() == 0:
             return None
         blocks = find_blocks(rows.reshape(rows.shape[0], -1)[:, 0].cpu())
-        if blocks is None or blocks.start + (blocks.count - 1) * blocks.step + blocks.size > parameter.shape[0]:
+        if blocks is None or blocks.end > parameter.shape[0]:
             return None
         planned.append(_Planned(name, parameter, blocks, tuple(rows.shape)))
     by_name = {plan.name: plan for plan in planned}
@@ -119,25 +129,36 @@ def plan_views(tasks: Sequence[Any], convert: Convert, exported: Iterable[tuple[
         plan = by_name.get(name)
         if plan is None or plan.shape != tuple(tensor.shape) or plan.shape[1:] != tuple(plan.parameter.shape[1:]):
             return None
-        if not torch.equal(plan.rows.view(plan.parameter).reshape(plan.shape).to(tensor.dtype), tensor):
+        if not same(plan.rows.view(plan.parameter).reshape(plan.shape), tensor):
             return None
         count += 1
     return ExportViews(planned) if count == len(by_name) == len(planned) else None
 
 
-class _RowNumbers:
-    """Conversion tasks with each element of a weight replaced by the number of its row."""
+class ReplacedWeights:
+    """Conversion tasks with other tensors in place of their weights.
 
-    def __init__(self, tasks: Sequence[Any]) -> None:
+    Args:
+        tasks: Megatron-Bridge's.
+        replacement: Of a task's weight; made when the task is its turn, so that one exists at a time.
+    """
+
+    def __init__(self, tasks: Sequence[Any], replacement: Callable[[Any], Tensor]) -> None:
         self._tasks = tasks
-        self.parameter: Tensor = torch.empty(0)  # of the task whose turn it is
+        self._replacement = replacement
+        self.turn = 0  # number of the task that is converted
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[Any]:
-        for task in self._tasks:
-            self.parameter = task.param_weight
-            shape = self.parameter.shape
-            rows = torch.arange(shape[0], device=self.parameter.device).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-            yield dataclasses.replace(task, param_weight=rows)
+        for number, task in enumerate(self._tasks):
+            self.turn = number
+            is_here = task.param_weight is not None  # not of another pipeline stage
+            yield dataclasses.replace(task, param_weight=self._replacement(task)) if is_here else task
+
+
+def _row_numbers(weight: Tensor) -> Tensor:
+    """A tensor like `weight` with each element replaced by the number of its row."""
+    numbers = torch.arange(weight.shape[0], device=weight.device)
+    return numbers.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)

@@ -23,6 +23,8 @@ from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
 from lightning_megatron_rl.models.quantised import quantisation, read_dequantised
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
+from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
+from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -239,8 +241,19 @@ class HFModel(SavesFiles):
 
     def plan_export_views(self, chunks: list[Any]) -> ExportViews | None:
         """Plan to export the chunks' own memory, for a rank that has the whole model; None if that cannot be."""
-        tasks = list(self.conversion_tasks(chunks))
-        return plan_views(tasks, lambda numbered: self._convert(chunks, numbered), self.export_weights(chunks))
+        tasks = self.conversion_tasks(chunks)
+        return plan_views(tasks, partial(self._convert, chunks), self._convert(chunks, tasks))
+
+    def plan_sharded_views(self, chunks: list[Any], bucket_bytes: int = BUCKET_BYTES) -> ShardedViews | None:
+        """Plan to export a model that is split over ranks; None if that cannot be; a collective."""
+        from megatron.core import parallel_state
+
+        groups = (
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+        )
+        tasks = self.conversion_tasks(chunks)
+        return plan_sharded_views(tasks, partial(self._convert, chunks), groups, bucket_bytes)
 
     def _convert(self, chunks: list[Any], tasks: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield what Megatron-Bridge makes of the tasks, without padding of the vocabulary."""

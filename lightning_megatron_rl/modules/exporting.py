@@ -1,5 +1,6 @@
 """How a policy's weights leave the trainer: to an engine, as a Hugging Face directory, as an adapter."""
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_megatron_rl.models.lora import LoRASettings
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.export_views import ExportViews
     from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.sharded_views import ShardedViews
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
@@ -24,7 +26,8 @@ class ExportsWeights(pl.LightningModule):
     model: nn.ModuleList
     lora: LoRASettings | None
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
-    _planned_views: "tuple[list[int], ExportViews | None] | None" = None  # with the identities of its chunks
+    # with its chunks: an address may be another chunk's later, on one rank and not on the next
+    _planned_views: "tuple[list[weakref.ref[nn.Module]], ExportViews | ShardedViews | None] | None" = None
     exports_classifier: bool = False  # whether exports are Transformers' sequence classifiers, else language models
 
     @property
@@ -47,21 +50,27 @@ class ExportsWeights(pl.LightningModule):
         return self.hf_model.export_weights(list(self.model), dtype)
 
     def weights_to_push(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the policy's weights for an engine, which takes them in any precision.
+        """Return the policy's weights for an engine, which takes them in any precision: in that of training.
 
-        Where this rank has the whole model, a list: views of its parameters, planned at the first call. Otherwise the
-        iterator of `export_weights`, a collective.
+        Where this rank has the whole model, a list: views of its parameters. Otherwise an iterator, a collective: all
+        ranks run through it. Both are planned at the first call, a collective of the world; what cannot be planned,
+        and adapters, take the iterator of `export_weights`. Biases that balance experts are in fp32 in any case.
         """
         self.strategy.gather_parameters()
         chunks = list(self.model)
-        if self.lora is not None or not self.strategy.layout.is_whole:
-            return self.hf_model.export_weights(chunks)
+        views = None if self.lora is not None else self._plan_views(chunks)
+        if views is None:
+            return self.hf_model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
+        return views.tensors()
+
+    def _plan_views(self, chunks: list[nn.Module]) -> "ExportViews | ShardedViews | None":
+        """Return the plan of these chunks, made once; None if there can be none."""
         planned = self._planned_views
-        if planned is None or planned[0] != [id(chunk) for chunk in chunks]:
-            planned = ([id(chunk) for chunk in chunks], self.hf_model.plan_export_views(chunks))
-            self._planned_views = planned
-        views = planned[1]
-        return self.hf_model.export_weights(chunks) if views is None else views.tensors()
+        if planned is None or [chunk() for chunk in planned[0]] != chunks:
+            whole = self.strategy.layout.is_whole
+            plan = self.hf_model.plan_export_views if whole else self.hf_model.plan_sharded_views
+            planned = self._planned_views = ([weakref.ref(chunk) for chunk in chunks], plan(chunks))
+        return planned[1]
 
     def save_pretrained(self, directory: Path, max_shard_size: int = 5_000_000_000) -> None:
         """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks.

@@ -1,0 +1,366 @@
+"""Weights of a model that is split over ranks: pushed by a plan, they are those of an export."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partialmethod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl.models.export_views import RowBlocks
+from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.sharded_views import Piece, matrix_shape
+from lightning_megatron_rl.verify.layouts import parse_layout
+from tests.selection import by_default
+
+COLLECTIVES = ("broadcast", "all_gather", "all_reduce", "all_gather_object", "broadcast_object_list")
+
+PUSHES = {  # family and layout: broadcasts of a push, one of each rank in each group of several that it has a part in
+    "qwen3 tp2": 2,
+    "qwen3 tp2_sp": 2,
+    "qwen3 pp2": 2,
+    "qwen3 pp2_vpp2": 2,
+    "qwen3 tp2_pp2_sp": 4,
+    "qwen3 tp2_dp2": 2,
+    "qwen3 pp2_cp2": 2,
+    "qwen2_tied tp2": 2,
+    "gemma3 tp2": 2,
+    "qwen2_tied pp2": 2,
+    "qwen3_moe tp2_sp": 4,  # experts split as the rest
+    "qwen3_moe tp2_sp_etp1": 2,  # experts whole on each rank
+    "qwen3_moe ep2": 2,  # everything else whole on each rank
+    "qwen3_moe tp2_sp_ep2_etp1": 4,
+    "qwen3_moe tp2_sp_ep2": 6,  # four ranks split the experts, two and two the rest
+    "qwen3_moe pp2_ep2": 6,
+    "qwen3_moe ep2_dp4": 2,
+    "deepseek_v3_plain tp2_sp": 4,
+    "deepseek_v3_plain ep2": 2,
+    "deepseek_v3_plain pp2": 3,  # all experts are on the last stage
+    "deepseek_v3 pp2_vpp2": 4,
+    "gpt_oss pp2": None,  # its experts are packed, and turned round
+    "gpt_oss tp2_sp_etp1": None,
+}
+DEFAULT = (
+    "qwen3 tp2_sp",
+    "qwen3 pp2_vpp2",
+    "qwen3 tp2_pp2_sp",
+    "qwen3 tp2_dp2",
+    "qwen2_tied pp2",
+    "qwen3_moe ep2",
+    "qwen3_moe tp2_sp_ep2_etp1",
+    "qwen3_moe tp2_sp_ep2",
+    "deepseek_v3_plain tp2_sp",
+    "deepseek_v3_plain pp2",
+    "gpt_oss tp2_sp_etp1",
+)
+
+
+def train(
+    model: Path, strategy: dict[str, Any], world_size: int, precision: Any = "bf16-mixed", lora: Any = None
+) -> Any:
+    """Return a policy after an update."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.modules.sft import SFTModule
+    from tests.training import SequenceDataModule, frozen_sequences, make_trainer
+
+    policy = SFTModule(str(model), optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_microbatch=64, lora=lora)
+    trainer = make_trainer(strategy, world_size, max_steps=1, precision=precision)
+    trainer.fit(policy, SequenceDataModule(frozen_sequences(8), 8))
+    return policy
+
+
+@torch.no_grad()
+def disturb(policy: Any) -> None:
+    """Give every weight other numbers, and those of each replica their own."""
+    from megatron.core import parallel_state
+
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    expert_replica = parallel_state.get_expert_data_parallel_rank()
+    biases = [buffer for name, buffer in policy.model.named_buffers() if name.endswith("expert_bias")]
+    for tensor in [*policy.model.parameters(), *biases]:
+        is_expert = not getattr(tensor, "allreduce", True)  # Megatron's mark
+        pattern = torch.arange(tensor.numel()).view(tensor.shape) % 7 + 16 * (expert_replica if is_expert else replica)
+        tensor.mul_(2).add_(pattern.to(tensor.dtype))
+
+
+def exported(policy: Any) -> list[tuple[str, Tensor]]:
+    """What an export writes, in the precision of training."""
+    weights = policy.export_weights(policy.strategy.precision_plugin.params_dtype)
+    return [(name, tensor.clone()) for name, tensor in weights]
+
+
+def differences(pushed: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]]) -> list[str]:
+    """Names of tensors that are not the same, bit by bit."""
+    assert [name for name, _ in pushed] == [name for name, _ in expected]
+    return [
+        name
+        for (name, tensor), (_, other) in zip(pushed, expected, strict=True)
+        if tensor.dtype != other.dtype or not torch.equal(tensor, other)
+    ]
+
+
+def count_calls(policy: Any, run: Any) -> Counter[str]:
+    """Call `run`; return how often it called collectives and Megatron-Bridge's conversion."""
+    spies = {name: mock.patch.object(dist, name, wraps=getattr(dist, name)) for name in COLLECTIVES}
+    bridge = policy.hf_model._bridge
+    spies["conversion"] = mock.patch.object(bridge, "export_hf_weights", wraps=bridge.export_hf_weights)
+    with ExitStack() as stack:
+        entered = {name: stack.enter_context(spy) for name, spy in spies.items()}
+        run()
+        return Counter({name: spy.call_count for name, spy in entered.items() if spy.call_count})
+
+
+def push_twice(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[bool, list[str], Counter[str]]:
+    """Whether pushes are planned, what differs after the weights changed, and the calls of the second push."""
+    policy = train(model, strategy, world_size)
+    list(policy.weights_to_push())
+    disturb(policy)
+    pushed: list[tuple[str, Tensor]] = []
+    calls = count_calls(policy, lambda: pushed.extend(policy.weights_to_push()))
+    return policy._planned_views[1] is not None, differences(pushed, exported(policy)), calls
+
+
+@pytest.mark.parametrize("case", by_default(DEFAULT, PUSHES))
+def test_pushed_weights_are_the_exported_ones(worker_pool, checkpoint, case):
+    family, _, name = case.partition(" ")
+    layout = parse_layout(name)
+    expected = PUSHES[case]
+    results = worker_pool.run(
+        push_twice,
+        checkpoint(family),
+        layout.strategy,
+        layout.world_size,
+        world_size=layout.world_size,
+        init_process_group=False,
+    )
+    for planned, different, calls in results:
+        assert planned == (expected is not None)
+        assert not different
+        assert (calls == {"broadcast": expected}) if planned else (calls["conversion"] == 1)
+
+
+def push_in_buckets(model: Path, strategy: dict[str, Any], bucket_bytes: int) -> tuple[list[str], list[int], list[int]]:
+    """What differs; bytes of the memory that tensors of several lie in, and of messages, if one is about a bucket."""
+    policy = train(model, strategy, 2)
+    chunks = list(policy.model)
+    views = policy.hf_model.plan_sharded_views(chunks, bucket_bytes)
+    disturb(policy)
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        pushed = list(views.tensors())  # all are held
+    messages = [call.args[0].nbytes for call in broadcast.call_args_list]
+    held: dict[int, list[int]] = {}
+    for _, tensor in pushed:
+        held.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor.untyped_storage().nbytes())
+    shared = [sizes[0] for sizes in held.values() if len(sizes) > 1]
+    return differences(pushed, exported(policy)), shared, messages
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "ep2"])
+def test_buckets_are_bounded(worker_pool, qwen3_moe_dir, layout):
+    bound = 20_000  # smaller than the largest tensor
+    for different, shared, messages in worker_pool.run(
+        push_in_buckets, qwen3_moe_dir, parse_layout(layout).strategy, bound, world_size=2, init_process_group=False
+    ):
+        assert not different
+        assert len(shared) > 2
+        assert max(shared) <= bound
+        assert len(messages) > 4
+        assert max(messages) <= bound
+
+
+def break_off(model: Path, strategy: dict[str, Any]) -> list[str]:
+    """The leader's engine takes two tensors and is gone; everybody pushes again."""
+    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.modules import sampling
+
+    policy = train(model, strategy, 2)
+
+    def update(weights: Iterator[tuple[str, Tensor]], version: int) -> Any:
+        next(weights), next(weights)
+        raise sampling.WeightsLostError("gone")
+
+    engine: Any = SimpleNamespace(update_weights=update)
+    several = partialmethod(HFModel.plan_sharded_views, bucket_bytes=20_000)
+    with mock.patch.object(HFModel, "plan_sharded_views", several):
+        weights = policy.weights_to_push()
+    report = policy.strategy.replica.run_on_leader(lambda: sampling._push(engine, weights, 1), others=weights)
+    assert report is None
+    return differences(list(policy.weights_to_push()), exported(policy))
+
+
+def test_a_push_that_breaks_off_leaves_nobody_waiting(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    results = worker_pool.run(break_off, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    assert results == [[], []]
+
+
+def push_other_chunks(model: Path, strategy: dict[str, Any]) -> list[str]:
+    """What differs after the model was built anew."""
+    policy = train(model, strategy, 2)
+    list(policy.weights_to_push())
+    policy.model = torch.nn.ModuleList(policy.build_chunks())
+    return differences(list(policy.weights_to_push()), exported(policy))
+
+
+def test_other_chunks_are_planned_anew(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    results = worker_pool.run(push_other_chunks, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    assert results == [[], []]
+
+
+def push_dtypes(
+    model: Path, strategy: dict[str, Any], precision: str, lora: LoRASettings | None
+) -> tuple[bool, list[str], set[torch.dtype], set[torch.dtype]]:
+    """Whether there is a plan, what differs, and dtypes: those that are pushed, and that of an export by default."""
+    policy = train(model, strategy, 2, precision, lora)
+    pushed = [(name, tensor.clone()) for name, tensor in policy.weights_to_push()]
+    on_disk = {tensor.dtype for _, tensor in policy.export_weights()}
+    planned = policy._planned_views is not None and policy._planned_views[1] is not None
+    return planned, differences(pushed, exported(policy)), {tensor.dtype for _, tensor in pushed}, on_disk
+
+
+def save_in_16_bits(source: Path, directory: Path) -> Path:
+    """A copy of a checkpoint in bf16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("family", "lora"), [("qwen3", False), ("qwen3", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_the_precision_is_that_of_training(worker_pool, checkpoint, tmp_path, family, lora, precision, dtype):
+    stored = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    model = save_in_16_bits(checkpoint(family), tmp_path) if stored == torch.bfloat16 else checkpoint(family)
+    strategy = parse_layout("tp2_sp_etp1" if family == "gpt_oss" else "tp2_sp").strategy
+    adapters = LoRASettings(rank=4, alpha=8) if lora else None
+    for planned, different, pushed, on_disk in worker_pool.run(
+        push_dtypes, model, strategy, precision, adapters, world_size=2, init_process_group=False
+    ):
+        assert planned == (family == "qwen3" and not lora)
+        assert not different
+        assert pushed == {dtype}
+        assert on_disk == {stored}
+
+
+def test_biases_that_balance_experts_stay_in_fp32(worker_pool, deepseek_dir):
+    strategy = {"pipeline_model_parallel_size": 2}
+    for planned, different, pushed, _ in worker_pool.run(
+        push_dtypes, deepseek_dir, strategy, "bf16-mixed", None, world_size=2, init_process_group=False
+    ):
+        assert planned
+        assert not different
+        assert pushed == {torch.float32, torch.bfloat16}
+
+
+# ---- conversions that Megatron-Bridge does not have -----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Task:
+    """As much of a conversion task as a plan needs."""
+
+    param_weight: Tensor | None
+    mapping: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(is_expert=False))
+
+
+def swap_inside(whole: Tensor) -> Tensor:
+    """Exchange two elements that are neither in the first row nor in the first column."""
+    whole = whole.clone()
+    whole[2, 2], whole[3, 3] = whole[3, 3].clone(), whole[2, 2].clone()
+    return whole
+
+
+def gathered(dim: int, change: Any) -> Any:
+    """A conversion that puts the parts of all ranks side by side along `dim` and changes what comes out."""
+
+    def convert(tasks: Iterable[Task]) -> Iterator[tuple[str, Tensor]]:
+        for number, task in enumerate(tasks):
+            assert task.param_weight is not None
+            parts = [torch.empty_like(task.param_weight) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, task.param_weight)
+            yield f"weight.{number}", change(torch.cat(parts, dim))
+
+    return convert
+
+
+def reversed_on_the_last_rank(whole: Tensor) -> Tensor:
+    """What differs on one rank only."""
+    return whole.flip(0) if dist.get_rank() == dist.get_world_size() - 1 else whole
+
+
+CHANGES: dict[str, Any] = {
+    "rows": (0, lambda whole: whole),
+    "columns": (1, lambda whole: whole),
+    "rows cut off": (0, lambda whole: whole[:-3]),
+    "columns cut off": (1, lambda whole: whole[:, 5:-3].contiguous()),
+    "halves exchanged": (0, lambda whole: torch.cat([whole[len(whole) // 2 :], whole[: len(whole) // 2]])),
+    "positive": (0, torch.abs),
+    "more by one": (0, lambda whole: whole + 1),
+    "swapped inside": (0, swap_inside),
+    "transposed": (0, lambda whole: whole.T.contiguous()),
+    "irregular rows": (0, lambda whole: whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))]),
+    "columns turned round": (0, lambda whole: whole.flip(1)),
+    "nothing": (0, lambda whole: whole[:0]),
+    "different on one rank": (0, reversed_on_the_last_rank),
+}
+PLANNED = ("rows", "columns", "rows cut off", "columns cut off", "halves exchanged")
+
+
+def plan_of(change: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[list[str] | None, list[str]]:
+    """What differs by a plan, or None if there is none; and what was said about it."""
+    from lightning_megatron_rl.models import sharded_plan
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tasks = [Task(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2)]
+    convert = gathered(*CHANGES[change])
+    world: Any = dist.group.WORLD
+    with mock.patch.object(sharded_plan, "rank_zero_info") as info:
+        views = sharded_plan.plan_sharded_views(tasks, convert, (world, world))
+    said = [call.args[0] for call in info.call_args_list]
+    return None if views is None else differences(list(views.tensors()), list(convert(tasks))), said
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_made_of_what_only_moves_rows_and_columns(worker_pool, change):
+    for different, said in worker_pool.run(plan_of, change, (12, 12), torch.bfloat16, world_size=2):
+        if change in PLANNED:
+            assert different == []
+            assert not said
+        else:
+            assert different is None
+            assert len(said) == 1
+            assert "weight.0 is not made of rows and columns" in said[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("change", "shape"), [("rows", (70_000, 2)), ("columns", (3, 70_000))])
+def test_numbers_of_several_digits(worker_pool, change, shape, dtype):
+    results = worker_pool.run(plan_of, change, shape, dtype, world_size=2)
+    assert results == [([], []), ([], [])]
+
+
+def test_a_piece_of_a_parameter():
+    parameter = torch.arange(6 * 8).view(6, 2, 4)[1:]  # does not start where its memory does
+    piece = Piece(source=0, rows=RowBlocks(start=1, size=1, step=2, count=2), first_column=2, width=5, row=0, column=0)
+    assert torch.equal(piece.of(parameter)[:, 0], parameter.reshape(5, 8)[[1, 3], 2:7])
+    assert piece.fits((5, 2, 4))
+    assert piece.fits((4, 7))
+    assert not piece.fits((3, 8))
+    assert not piece.fits((5, 6))
+
+
+def test_a_tensor_as_a_matrix():
+    assert matrix_shape((6, 2, 4)) == (6, 8)
+    assert matrix_shape((6,)) == (6, 1)
+    assert matrix_shape(()) == (1, 1)
