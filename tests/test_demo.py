@@ -76,5 +76,5 @@ def test_layout_overlays_train(demo, tmp_path, layout):
         "-m", "lightning_megatron_rl", "fit", "--config", str(config), "--config", overlay,
         "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", deadline=180,
     )  # fmt: skip
-    assert "loaded back, log-probs differ by at most" in output
+    assert "loaded by Transformers, log-probs differ by at most" in output
     assert {"tp1": "tp 1 x pp 1", "pp2": "tp 1 x pp 2", "dp2": "tp 1 x pp 1 x cp 1 x dp 2"}[layout] in output
