@@ -22,6 +22,7 @@ from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_epi
 from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.strategy.distributed import data_parallel_gather
 
 _DEFAULT_SEED = 1234
 
@@ -168,13 +169,13 @@ class SamplesResponses(HoldsReference):
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return the replica's samples of its prompts, or its episodes; the leader samples, every rank gets them."""
-        if not prompts:  # the last validation batch of this replica
-            return []
+        samples: list[Sample] | None = None if prompts else []  # none in the last validation batch of this replica
         while True:
-            self.sampling_phase.prepare_sampling()
-            samples = self.sampling_phase.run(lambda: self._try_generate(prompts, params, num_generations))
-            if samples is not None:
-                return samples
+            if samples is None:
+                self.sampling_phase.prepare_sampling()
+                samples = self.sampling_phase.run(lambda: self._try_generate(prompts, params, num_generations))
+            if not self._lost_anywhere(samples is None):
+                return samples or []
             self.synced_version = None
             self.sync_weights(self.trainer.global_step)
 
@@ -257,15 +258,22 @@ class SamplesResponses(HoldsReference):
     # ---- what WeightSync needs -------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int) -> None:
-        """Push the policy's weights to this replica's engine; a collective."""
+        """Push the policy's weights to this replica's engine; a collective of all replicas."""
         self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
-            report = None
-            while report is None:  # at most as often as the engine may be restarted
+            while True:  # at most as often as the engines may be restarted
                 weights = self.weights_to_push()
                 others = () if isinstance(weights, list) else weights
                 report = self._push(weights, others, version)
+                if not self._lost_anywhere(report is None):
+                    break
         self.last_sync, self.synced_version = report, version
+
+    def _lost_anywhere(self, lost: bool) -> bool:
+        """Whether an engine lost its weights: this replica's, or any where replicas share experts and push together."""
+        if self.strategy.layout.expert_model_parallel_size == 1:
+            return lost
+        return any(data_parallel_gather(lost))
 
     def _push(self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int) -> SyncReport | None:
         """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""

@@ -1,5 +1,6 @@
 """The order in which trainer and sampler hand over memory, with an engine that refuses any other."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from lightning_megatron_rl.rollout.engine import (
     WeightsLostError,
 )
 from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, length, prompts
+from tests.tiny_models import save_tiny_model
 from tests.training import SequenceDataModule, make_trainer
 
 
 class SleepingEngine(ReplayEngine):
     """Replays like `ReplayEngine`, but only with weights, awake, and in the order that memory allows."""
 
-    def __init__(self, sleep_level: int, lose_at: int | None = None) -> None:
+    def __init__(self, sleep_level: int, lose_at: int | None = None, break_at: int | None = None) -> None:
         super().__init__()
         self.sleep_level = sleep_level
         self.lose_at = lose_at  # the call of `generate` that finds no weights
+        self.break_at = break_at  # the call of `update_weights` that does not come to its end
         self.awake = {"weights", "kv_cache"}
         self.has_weights = True
         self.calls: list[str] = []
@@ -35,6 +38,9 @@ class SleepingEngine(ReplayEngine):
         assert "weights" in self.awake
         assert "parameters" not in self.strategy._offloader.away
         self.calls.append("update")
+        if self.calls.count("update") == self.break_at:
+            next(iter(weights))
+            raise WeightsLostError("gone")
         self.has_weights = True
         return super().update_weights(weights, version)
 
@@ -64,14 +70,24 @@ class SleepingEngine(ReplayEngine):
 
 
 def fit(
-    model: Path, world_size: int, level: int, lose_at: int | None, strategy: dict[str, Any]
+    model: Path,
+    world_size: int,
+    level: int,
+    lose_at: int | None,
+    strategy: dict[str, Any],
+    break_at: int | None = None,
+    rank: int | None = None,
 ) -> tuple[list[str], list[int], list[tuple[str, ...]]]:
-    """Two rollouts with a validation after each; returns the engine's calls, versions, and what was away."""
+    """Two rollouts with a validation after each; returns the engine's calls, versions, and what was away.
+
+    Weights are lost by the engine of one rank, or of any.
+    """
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.grpo import GRPOModule
 
-    engine = SleepingEngine(level, lose_at)
+    fails = rank is None or int(os.environ["RANK"]) == rank
+    engine = SleepingEngine(level, lose_at, break_at) if fails else SleepingEngine(level)
     policy = GRPOModule(
         str(model),
         rewards=[length],
@@ -112,3 +128,20 @@ def test_weights_that_went_are_pushed_again(worker_pool, qwen3_dir):
     lost = ["wake weights", "update", "wake kv_cache", "generate", "update", "generate", "sleep"]
     assert calls == [*START, *lost, *ROUND, *AGAIN, *ROUND]
     assert versions == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("lose_at", "break_at"), [(1, None), (None, 1)], ids=["while sampling", "in the push"])
+def test_replicas_that_share_experts_push_again_together(worker_pool, tmp_path, lose_at, break_at):
+    """Each has an engine of its own, but needs the other's experts: alone it would wait for them in vain."""
+    model = save_tiny_model(tmp_path, "qwen3_moe")
+    experts = {"expert_model_parallel_size": 2, "timeout_s": 60.0}
+    options = {"world_size": 2, "init_process_group": False}
+    first, second = worker_pool.run(fit, model, 2, 1, lose_at, experts, break_at, 0, **options)
+    again = ["wake weights", "update", "wake kv_cache", "generate", "update", "sleep"]
+    if lose_at:
+        lost = ["wake weights", "update", "wake kv_cache", "generate", "update", "generate", "sleep"]
+    else:
+        lost = again = ["wake weights", "update", "update", "wake kv_cache", "generate", "sleep"]
+    assert first[0] == [*START, *lost, *ROUND, *AGAIN, *ROUND]
+    assert second[0] == [*START, *again, *ROUND, *AGAIN, *ROUND]
+    assert second[1] == [0, 0, 1, 2]
