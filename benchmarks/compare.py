@@ -14,9 +14,14 @@ def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, An
         peer: "trl", "none", or "auto": TRL if it is installed and there is one device; if it fails, the end of its
             output takes its place.
         timeout_s: Deadline of each side.
+
+    Raises:
+        ValueError: "trl" with several devices: it would run on one.
     """
-    sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
     several = any(argument.startswith("--devices=") and argument != "--devices=1" for argument in arguments)
+    if several and peer == "trl":
+        raise ValueError("--peer trl runs on one device: --devices 1, or --peer none")
+    sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
     found = importlib.util.find_spec("trl") is not None and not several
     if peer == "trl" or (peer == "auto" and found):
         try:

@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
     options = parser.parse_args()
+    if options.devices > 1:
+        parser.error(f"--devices={options.devices}: the floor is that of one device; weight_sync.py takes several")
     sides = run_sides(passed_on(options), options.peer, options.timeout)
     ours, theirs = sides["ours"], sides.get("trl")
     peaks = ours["peaks"]

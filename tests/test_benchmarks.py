@@ -116,6 +116,16 @@ def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
     assert compare.run_sides([], "none", 1) == {"ours": {"work": {}}}
 
 
+def test_a_peer_of_one_device_is_not_compared_with_several(monkeypatch):
+    compare: Any = importlib.import_module("compare")
+    monkeypatch.setattr(compare, "run_child", lambda script, arguments, timeout_s: {"work": {}, "script": script})
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name)
+    assert compare.run_sides(["--devices=2"], "auto", 1) == {"ours": {"work": {}, "script": "ours.py"}}
+    assert "trl" in compare.run_sides(["--devices=1"], "auto", 1)
+    with pytest.raises(ValueError, match="trl runs on one device"):
+        compare.run_sides(["--devices=2"], "trl", 1)
+
+
 def run_benchmark(script: str, *arguments: str) -> str:
     """Run a benchmark in a process of its own and return what it prints."""
     done = subprocess.run(

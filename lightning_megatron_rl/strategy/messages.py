@@ -58,7 +58,7 @@ def unpack(message: bytes) -> Any:
     stream, shapes, places, numbers = pickle.loads(message)
     tensors: list[Tensor] = [torch.empty(0)] * len(shapes)
     for dtype, found in places.items():
-        content = torch.frombuffer(bytearray(numbers[dtype]) or bytearray(8), dtype=dtype)
+        content = torch.frombuffer(bytearray(numbers[dtype]) or bytearray(dtype.itemsize), dtype=dtype)
         start = 0
         for number in found:
             end = start + torch.Size(shapes[number]).numel()

@@ -41,7 +41,7 @@ def test_objects_come_back_as_they_were():
             shared,
             torch.tensor([True, False]),
             torch.arange(12).view(3, 4).t(),
-            torch.empty(0, dtype=torch.int8),
+            torch.empty(0, dtype=torch.complex128),
         ),
         ["text", None, 7, [], torch.randn(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))],
     ]
