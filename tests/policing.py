@@ -28,8 +28,8 @@ import pytest
 DEADLINE = 400.0  # seconds per test, unless it is marked with `deadline(seconds)`
 LAST_RESORT = 60.0  # seconds after which a test that did not react to its deadline ends the run
 GRACE = 3.0  # seconds for processes and threads that were told to end
-# Python's, POSIX semaphores (but joblib's, which it makes when it is imported), torch's, NCCL's
-SHARED_MEMORY = re.compile(r"psm_|sem\.(?!loky-)|torch_|nccl-")
+# Python's, POSIX semaphores (but joblib's, which it makes when it is imported), torch's, NCCL's, vLLM's on a CPU
+SHARED_MEMORY = re.compile(r"psm_|sem\.(?!loky-)|torch_|nccl-|.*-cpushm_")
 LIBRARY_VARIABLES = {  # set by pytest, by this plugin, or by libraries always to the same value
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",

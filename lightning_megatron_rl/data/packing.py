@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -217,10 +218,13 @@ def _lay_out_packed(
         return row[None]
 
     token_ids = [sequences[index].token_ids for index in bin_]
-    positions = torch.arange(width) - (ends - torch.tensor(segments)).repeat_interleave(torch.tensor(segments))
     padding = [-1] * (len(segments) - len(places))
-    owners = torch.tensor(bin_ + padding).repeat_interleave(torch.tensor(segments))
-    owned = positions < torch.tensor(lengths + padding).repeat_interleave(torch.tensor(segments))
+    starts, owners, longest = (
+        torch.from_numpy(np.repeat(values, segments))  # torch's own wakes every core for a handful of numbers
+        for values in ((ends - torch.tensor(segments)).numpy(), bin_ + padding, lengths + padding)
+    )
+    positions = torch.arange(width) - starts
+    owned = positions < longest
     return MicroBatch(
         tokens=join(token_ids, torch.int64)[None],
         labels=join_shifted(token_ids, torch.int64),

@@ -44,7 +44,7 @@ class _Pass:
     mode: RoutingMode
     lengths: list[int]  # of the sequences
     starts: Tensor  # [sequences + 1] where each begins in `routing`
-    routing: Tensor  # [tokens of all sequences, layers, topk] written or replayed
+    routing: Tensor  # [tokens of all sequences, layers, topk] written or replayed; no tokens where neither
     loss_scale: float  # N/T
     to_recompute: list[deque[Tensor]]  # of each layer, the rows of forward passes without gradients
     rows: Tensor | None = None  # of the micro-batch entered last: token of each position, -1 on padding
@@ -113,16 +113,17 @@ class RouterHooks:
         """
         if mode != "free" and self.settings.router_replay == "none":
             raise ValueError(f"routing={mode!r} needs moe.router_replay='R2'; this run has 'none'")
-        shape = (sum(lengths), len(self.routers), self.config.moe_router_topk)
-        whole = torch.zeros(shape, dtype=torch.int32)
+        tokens = sum(lengths) if mode == "record" else 0
+        shape = (tokens, len(self.routers), self.config.moe_router_topk)
+        whole = torch.zeros(shape, dtype=torch.int32, device=self.device)
         if mode == "replay":
             parts = [self._checked(index, length, routing[index]) for index, length in enumerate(lengths)]
-            whole = torch.cat([whole[:0], *parts])
+            whole = torch.cat([whole.cpu(), *parts]).to(self.device)
         self._pass = _Pass(
             mode=mode,
             lengths=list(lengths),
             starts=torch.tensor([0, *lengths]).cumsum(0).to(self.device),
-            routing=whole.to(self.device),
+            routing=whole,
             loss_scale=loss_scale,
             to_recompute=[deque() for _ in self.routers],
         )

@@ -26,6 +26,7 @@ from lightning_megatron_rl.rollout.engine import (
     check_requests,
 )
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
+from lightning_megatron_rl.rollout.process import named_memory
 from lightning_megatron_rl.rollout.vllm_settings import engine_environment, llm_arguments
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class ColocatedVLLMEngine(RolloutEngine):
 
             worker = Worker(weights_fd=None)
             self._limits = worker.start({**arguments, "distributed_executor_backend": "external_launcher"})
+            if device == "cpu":
+                _drop_names()
         self._worker = worker
         self._device = device
         self._awake, self._has_weights, self.weight_version = {WEIGHTS, KV_CACHE}, True, 0
@@ -264,6 +267,13 @@ class ColocatedVLLMEngine(RolloutEngine):
         if self._worker is None:
             raise RuntimeError("the engine is not started; call start(model_path) first")
         return self._worker
+
+
+def _drop_names() -> None:
+    """Unlink what vLLM's workers on a CPU talk through: all have opened it, and nothing would remove it at the end."""
+    for path in named_memory("self"):
+        if "-cpushm_" in path.name:
+            path.unlink(missing_ok=True)
 
 
 def _ranks() -> dict[str, str]:

@@ -55,6 +55,7 @@ class IPCTransport:
 
     def __init__(self, device: int = 0, num_workers: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.device = device
+        self.num_workers = num_workers
         self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
         self._last = PlacedTensors()
@@ -71,8 +72,7 @@ class IPCTransport:
         blocks, is_known = self._last.place(tensors)
         torch.cuda.current_stream().synchronize()  # what computed the tensors is done
         placements = None if is_known else self._last.placements
-        handles = [_handle(block, self.device) for block in blocks]
-        return _part(placements, handles=handles, keep=True), self._last.num_bytes
+        return _part(placements, handles=self._handles(blocks), keep=True), self._last.num_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
@@ -80,7 +80,7 @@ class IPCTransport:
         num_bytes, extra, buffer = 0, 0, None
         for bucket, placements in fill_buckets(tensors, self.bucket_bytes):
             torch.cuda.current_stream().synchronize()
-            handles = None if bucket is buffer else [_handle(bucket, self.device)]
+            handles = None if bucket is buffer else self._handles([bucket])
             buffer = bucket
             post(_part(placements, handles=handles, keep=False))
             num_bytes, extra = num_bytes + _num_bytes(placements), max(extra, bucket.numel())
@@ -89,6 +89,10 @@ class IPCTransport:
     def finish(self) -> None:
         """Take back what the workers have let go of."""
         torch.cuda.ipc_collect()
+
+    def _handles(self, blocks: list[Tensor]) -> list[list[tuple[Any, ...]]]:
+        """What each worker opens the blocks with: torch counts one reader for each handle, and takes it off again."""
+        return [[_handle(block, self.device) for block in blocks] for _ in range(self.num_workers)]
 
 
 class NCCLTransport:
@@ -167,7 +171,7 @@ def bucket_parts(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
 def _part(
     placements: list[Placement] | None,
     *,
-    handles: list[tuple[Any, ...]] | None = None,
+    handles: list[list[tuple[Any, ...]]] | None = None,
     num_bytes: int | None = None,
     blocks: list[Tensor] | None = None,
     keep: bool = False,

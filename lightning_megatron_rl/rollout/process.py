@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +17,9 @@ from typing import IO, Any
 LOG_LINES = 200  # of the child's output that are kept
 TAIL_LINES = 30  # of them that go into an error
 LINE_BYTES = 4096
-_NAMED_MEMORY = re.compile(r"/dev/shm/psm_\w+")  # as Python's multiprocessing names it
+OTHERS_GRACE_S = 2.0  # for the rest of a process group whose leader has ended
+# as Python's multiprocessing and vLLM's workers on a CPU name it
+_NAMED_MEMORY = re.compile(r"/dev/shm/(?:psm_\w+|\S+-cpushm_\d+)")
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 # What a launcher tells a rank about its process group; vLLM would believe that it is a rank of the trainer.
@@ -141,12 +144,14 @@ class WorkerProcess:
         return self._process.returncode is not None
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End the process by end of file, then SIGTERM, then SIGKILL, with `grace_s` seconds after each."""
+        """End the process by end of file, then its group by SIGTERM, then SIGKILL, with seconds of grace after each."""
         self._note_named_memory()
         self._connection.close()
-        if not self.is_gone and not self._has_exited(grace_s):
+        if not self.is_gone:
+            self._has_exited(grace_s)
             self._signal_group(signal.SIGTERM)
             self._has_exited(grace_s)
+            self._others_have_exited(OTHERS_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
@@ -203,6 +208,19 @@ class WorkerProcess:
             time.sleep(0.02)
         return True
 
+    def _others_have_exited(self, timeout_s: float) -> None:
+        """Wait for the rest of the process group: Python's resource tracker removes what its dead siblings shared."""
+        deadline = time.monotonic() + timeout_s
+        while set(self._group()) - {self.pid} and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _group(self) -> Iterator[int]:
+        """Ids of the group's processes that still run."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # ended in between
+                if os.getpgid(int(process.name)) == self.pid and (process / "cmdline").read_bytes():
+                    yield int(process.name)
+
     def _signal_group(self, signal_number: int) -> None:
         if not self.is_gone:
             if signal_number == signal.SIGKILL:
@@ -211,13 +229,18 @@ class WorkerProcess:
 
     def _note_named_memory(self) -> None:
         """Remember what tensor-parallel workers talk through: killed, they leave it in /dev/shm."""
-        for process in () if self.is_gone else Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getpgid(int(process.name)) == self.pid:
-                    maps = (process / "maps").read_text()
-                    self._named_memory.update(map(Path, _NAMED_MEMORY.findall(maps)))
-            except OSError:  # ended in between
-                continue
+        for pid in () if self.is_gone else self._group():
+            with suppress(OSError):  # ended in between
+                self._named_memory |= named_memory(str(pid))
+
+
+def named_memory(process: str) -> set[Path]:
+    """Return the files of /dev/shm that a process has mapped, by its id or "self": those of vLLM's workers.
+
+    Example:
+        ``named_memory("self")`` of a process that talks to no other: ``set()``
+    """
+    return {Path(name) for name in _NAMED_MEMORY.findall((Path("/proc") / process / "maps").read_text())}
 
 
 def _keep_output(stream: IO[bytes], lines: deque[str], echo: bool) -> None:

@@ -37,7 +37,7 @@ class PartInfo(WeightTransferUpdateInfo):
     """One part of an update."""
 
     placements: list[Placement] | None  # None: those of the last part
-    handles: list[tuple[Any, ...]] | None  # of CUDA IPC, one per block; None: the blocks of the last part again
+    handles: list[list[tuple[Any, ...]]] | None  # of CUDA IPC, by worker and block; None: the last part's blocks again
     num_bytes: int | None  # of a broadcast by NCCL
     blocks: list[Tensor] | None  # in the same process: the memory itself
     keep: bool  # whether the memory stays as it is until the update ends
@@ -88,7 +88,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
             self._group.broadcast([block], dist.BroadcastOptions()).wait()
             return [block]
         if info.handles is not None:
-            self._lent = [rebuild_cuda_tensor(*handle) for handle in info.handles]
+            self._lent = [rebuild_cuda_tensor(*handle) for handle in info.handles[self.parallel_config.rank]]
         # from another GPU by way of memory here: what sleeps can be written by its own GPU alone
         return [block.to(self.device) for block in self._lent]
 

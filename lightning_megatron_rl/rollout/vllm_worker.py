@@ -128,8 +128,11 @@ class Worker:
             self._llm.wake_up([tag])
 
     def stop(self) -> None:
-        """Free the model in this process."""
+        """Free the model in this process, and the groups and shared memory of several workers."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
         self._llm = None
+        destroy_model_parallel()
         gc.collect()
 
     def _memory_facts(self) -> list[dict[str, int]]:

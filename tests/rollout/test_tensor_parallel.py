@@ -1,0 +1,97 @@
+"""Engines of two workers, on a CPU: in processes of their own, and as two ranks of the trainer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron_rl.rollout.engine import SamplingParams
+from tests.distributed import WorkerPool
+from tests.policing import keep_process
+from tests.rollout.conftest import make_engine, make_requests
+
+pytestmark = pytest.mark.deadline(300)
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[WorkerPool]:
+    """Processes of the test's own: vLLM inside them leaves its patches there."""
+    pool = WorkerPool(2, on_start=keep_process)
+    yield pool
+    pool.close()
+
+
+def shared_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@dataclass
+class Sampled:
+    """What one rank saw."""
+
+    before: Any
+    after: Any
+    again: Any  # with the first weights, by an engine that was started after the first was closed
+    shared: list[set[str]]  # names in shared memory, while an engine runs and when it is closed
+
+
+def sample_in_process(model_dir: Path) -> Sampled:
+    """Sample, change the weights, sample, start another engine and sample with it."""
+    from safetensors.torch import load_file
+
+    from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
+
+    def sample(engine: ColocatedVLLMEngine) -> list[Any]:
+        answers = engine.generate(make_requests(3, 2, 20), SamplingParams(max_tokens=8, ignore_eos=True))
+        return [(sample.token_ids, sample.logprobs) for group in answers for sample in group]
+
+    def names() -> set[str]:
+        torch.distributed.barrier()
+        return shared_names()
+
+    found = []
+    shared = [names()]
+    for _ in range(2):
+        engine = ColocatedVLLMEngine(tensor_parallel_size=2, max_model_len=64, kv_cache_memory_gb=0.1)
+        engine.start(model_dir)
+        shared.append(names())
+        found.append(sample(engine))
+        if len(found) == 1:
+            weights = load_file(model_dir / "model.safetensors")
+            engine.update_weights([(name, tensor * 1.5) for name, tensor in weights.items()], 1)
+            found.append(sample(engine))
+        engine.close()
+        shared.append(names())
+    return Sampled(*found, shared)
+
+
+def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, model_dir):
+    """vLLM's workers talk through shared memory, which would stay for as long as the run's processes do."""
+    ranks = fresh_pool.run(sample_in_process, model_dir, world_size=2, timeout=250)
+    first, second = ranks
+    assert (first.before, first.after) == (second.before, second.after)
+    assert first.before != first.after
+    assert first.again == first.before
+    for rank in ranks:
+        there, running, closed, again, closed_again = rank.shared
+        assert len(running) > len(there)
+        assert len(again) > len(there)
+        assert closed == closed_again == there
+
+
+def test_engine_of_two_processes_leaves_no_shared_memory(model_dir):
+    """Its workers are killed when it closes, and cannot remove what they talked through."""
+    there = shared_names()
+    engine = make_engine(tensor_parallel_size=2, max_model_len=64)
+    engine.start(model_dir)
+    try:
+        answers = engine.generate(make_requests(3, 2, 20), SamplingParams(max_tokens=8, ignore_eos=True))
+        running = shared_names()
+    finally:
+        engine.close()
+    assert [len(group) for group in answers] == [2, 2, 2]
+    assert len(running) > len(there)
+    assert shared_names() == there
