@@ -1,5 +1,6 @@
 """What the benchmarks share: model shapes, prompts of fixed lengths, peaks of the device, statistics and files."""
 
+import argparse
 import json
 import os
 import platform
@@ -43,14 +44,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # dense bf16 operations and bytes per second of the data sheets (NVIDIA, SXM modules)
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 
 
 def write_model(directory: Path, shape: str, seed: int = 0) -> Path:
     """Write a random Qwen3 of `shape`, and a tokenizer of one word per token: ``t17 t4`` is two tokens.
 
-    Weights are bf16 on CUDA (and are drawn there: 4 billion take seconds, on a CPU minutes), fp32 on a CPU.
+    Weights are bf16 on CUDA (and are drawn there: 4 billion take seconds, on a CPU minutes), fp32 on a CPU. A model
+    that is there is left as it is: rank 0 writes before it starts the others.
     """
+    if (directory / "tokenizer_config.json").exists():
+        return directory
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     sizes = {**SHAPES[shape], "max_position_embeddings": 4096, "eos_token_id": 1, "pad_token_id": 0}
@@ -155,6 +160,35 @@ def make_trainer(
     )
 
 
+def make_optimizer(lr: float, moments: str) -> Any:
+    """Return Adam's config: "fp32", or with both moments in "bf16", by which large models fit."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    if moments == "fp32":
+        return OptimizerConfig(lr=lr, weight_decay=0.0)
+    return OptimizerConfig(
+        lr=lr,
+        weight_decay=0.0,
+        use_precision_aware_optimizer=True,
+        use_distributed_optimizer=True,  # Megatron's config asks for it beside the last one
+        exp_avg_dtype=torch.bfloat16,
+        exp_avg_sq_dtype=torch.bfloat16,
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what makes room for large models."""
+    parser.add_argument("--model", type=Path, help="directory of the random model, kept; written if it is not there")
+    parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of Adam")
+    parser.add_argument("--recompute", action="store_true", help="recompute all activations")
+
+
+def model_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the command line of `add_model_arguments`."""
+    given = [f"--moments={options.moments}", *([f"--model={options.model.absolute()}"] if options.model else [])]
+    return given + (["--recompute"] if options.recompute else [])
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
@@ -231,7 +265,7 @@ def measured_arguments(arguments: Sequence[str]) -> list[str]:
     skip = False
     for argument in arguments:
         name, given, _ = argument.partition("=")
-        if skip or name in ("--out", "--sync-out", "--work", "--profile"):
+        if skip or name in ("--out", "--sync-out", "--work", "--profile", "--model"):
             skip = not skip and not given  # a value of its own follows
         else:
             kept.append(argument)

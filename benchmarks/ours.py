@@ -12,7 +12,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import SHAPES, StepLog, TokenPrompts, make_trainer, measure_peaks, summary, timed, token_reward, write_model
+from common import (
+    RECOMPUTE,
+    SHAPES,
+    StepLog,
+    TokenPrompts,
+    add_model_arguments,
+    make_optimizer,
+    make_trainer,
+    measure_peaks,
+    model_arguments,
+    summary,
+    timed,
+    token_reward,
+    write_model,
+)
 from floor import Work, cache_bytes_per_token
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -76,7 +90,6 @@ class Samples(pl.Callback):
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run and return times, losses and the work that was done."""
-    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.utils import get_model_config
 
     from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -92,7 +105,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     vocab_size = SHAPES[options.shape]["vocab_size"]
     log, sampled = StepLog(device), Samples()
     syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
-    directory = Path(tempfile.mkdtemp()) / "model"
+    directory = options.model or Path(tempfile.mkdtemp()) / "model"
     write_model(directory, options.shape)
     if options.device == "cuda":
         torch.cuda.empty_cache()
@@ -104,11 +117,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             max_model_len=options.prompt_tokens + options.response_tokens + 1,
             max_num_seqs=options.prompts * options.generations,
             kv_cache_memory_gb=options.cache_gb,
+            tensor_parallel_size=options.sampler_parallel,
+            enforce_eager=options.eager or None,
             sleep_level=options.sleep_level,
         ),
         sampling=SamplingParams(temperature=1.0, max_tokens=options.response_tokens, ignore_eos=True),
-        optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
+        optimizer=make_optimizer(1e-6, options.moments),
         max_tokens_per_microbatch=options.max_tokens,
+        model_config=dict(RECOMPUTE) if options.recompute else None,
     )
     data = PromptDataModule(
         TokenPrompts(options.prompts * steps, options.prompt_tokens, vocab_size),
@@ -175,6 +191,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "optimizer_steps": trainer.global_step,
             "compute_dtype": "bfloat16" if options.precision == "bf16-mixed" else "float32",
             "main_parameters": "float32",
+            "moments": options.moments,
             "optimizer": "adam",
         },
         "floor_work": vars(work),
@@ -200,6 +217,9 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--devices", type=int, default=1, help="processes of the trainer, one GPU each; without a peer")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", type=int, default=1)
+    parser.add_argument("--sampler-parallel", type=int, default=1, help="GPUs that share the sampler's model")
+    parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs in the sampler")
+    add_model_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=16 if on_cuda else 8, help="sequences per TRL micro-batch")
 
 
@@ -207,8 +227,9 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
-    names += ("devices", "tensor_parallel", "expert_parallel")
-    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel")
+    eager = ["--eager"] if options.eager else []
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + eager + model_arguments(options)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 A Qwen3 of 100 million parameters from its config, with the demo's character tokenizer; nothing is downloaded. SFT
 stops at a held-out loss at which answers still vary between right and wrong; GRPO does the rest with a verifiable
-reward. All phases run on the same device. Leaves accuracy on held-out problems before and after, the mismatch of
+reward. All phases run on the same device. With --stage sft, then --stage grpo, the two parts run one by one, in the
+same --work and perhaps on other devices. Leaves accuracy on held-out problems before and after, the mismatch of
 trainer and sampler, and seconds per phase as JSON with a picture. On a CPU everything is smaller: a dry run.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -34,6 +36,7 @@ SIZES = {  # 100 million parameters on a GPU; on a CPU the demo's
     "cpu": {},
 }
 ACCURACY = "val/arithmetic/mean_at_1"
+WARM_START = "sft.json"  # in the working directory: what the first stage did
 
 
 def make_trainer(options: argparse.Namespace, **settings: Any) -> Trainer:
@@ -220,20 +223,32 @@ def main() -> None:
     parser.add_argument("--grpo-lr", type=float, default=5e-5 if on_cuda else 3e-4)
     parser.add_argument("--check", type=int, default=25 if on_cuda else 10, help="rollouts between validations")
     parser.add_argument("--max-minutes", type=float, help="of GRPO")
-    parser.add_argument("--work", type=Path, help="empty directory of models and logs; needed by several processes")
+    parser.add_argument("--stage", choices=("both", "sft", "grpo"), default="both")
+    parser.add_argument("--work", type=Path, help="directory of models and logs; needed by several processes or stages")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.devices > 1 and options.work is None:
-        parser.error(f"--devices={options.devices} processes share a directory: name one with --work")
+    if (options.devices > 1 or options.stage != "both") and options.work is None:
+        parser.error(
+            f"--devices={options.devices} --stage={options.stage}: processes and stages share a directory: name one"
+            " with --work"
+        )
+    if options.stage == "grpo" and not (options.work / WARM_START).exists():
+        parser.error(f"--stage=grpo starts from what --stage=sft leaves: there is no {options.work / WARM_START}")
     started = time.perf_counter()
     seed_everything(1234, verbose=False)
     with tempfile.TemporaryDirectory() as directory:
         work = options.work or Path(directory)
-        sft = warm_start(options, work)
-        print(f"SFT: {sft['steps']} steps, {sft['seconds']:.0f} s, val/loss {sft['val_loss']}", flush=True)
+        if options.stage != "grpo":
+            sft = warm_start(options, work)
+            print(f"SFT: {sft['steps']} steps, {sft['seconds']:.0f} s, val/loss {sft['val_loss']}", flush=True)
+            if rank_zero_only.rank == 0:
+                write_json(work / WARM_START, sft)
+        if options.stage == "sft":
+            return
         run = reinforce(options, work)
-    if rank_zero_only.rank != 0:
-        return
+        if rank_zero_only.rank != 0:
+            return
+        sft = json.loads((work / WARM_START).read_text())
     steps = run["steps"]
     mismatch = column(steps, "mismatch/abs_logp_diff")[1]
     result = {

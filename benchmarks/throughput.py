@@ -16,13 +16,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from common import (
+    RECOMPUTE,
     SHAPES,
     StepLog,
+    add_model_arguments,
     default_device,
     default_precision,
     facts,
+    make_optimizer,
     make_trainer,
     measure_peaks,
+    model_arguments,
     result_path,
     run_child,
     summary,
@@ -32,8 +36,6 @@ from common import (
 )
 from lightning.pytorch.utilities import rank_zero_only
 from profiles import Profile
-
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def make_sequences(count: int, shortest: int, longest: int, vocab_size: int) -> list[Any]:
@@ -84,7 +86,6 @@ class ScoreTimes(pl.Callback):
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one shape in this process."""
-    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.utils import get_model_config
 
     from lightning_megatron_rl.models.flops import sequence_flops
@@ -116,8 +117,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as directory:
         module = SFTModule(
-            str(write_model(Path(directory) / "model", options.measure)),
-            optimizer=OptimizerConfig(lr=1e-5, weight_decay=0.0),
+            str(write_model(options.model or Path(directory) / "model", options.measure)),
+            optimizer=make_optimizer(1e-5, options.moments),
             max_tokens_per_microbatch=options.max_tokens,
             layer_backend=options.layer_backend,
             model_config=dict(RECOMPUTE) if options.recompute else None,
@@ -151,6 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "layout": module.strategy.layout.describe(world),
         "precision": options.precision,
         "recompute": options.recompute,
+        "moments": options.moments,
         "tokens_per_update": sum(lengths),
         "lengths": {"shortest": min(lengths), "longest": max(lengths), "sequences": len(lengths)},
         "max_tokens_per_microbatch": options.max_tokens,
@@ -172,7 +174,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="0.6b" if on_cuda else "tiny", help=f"out of {', '.join(SHAPES)}")
     parser.add_argument("--precision", default=default_precision(device))
     parser.add_argument("--layer-backend", default="auto")
-    parser.add_argument("--recompute", action="store_true", help="recompute all activations")
+    add_model_arguments(parser)
     parser.add_argument("--devices", type=int, default=1, help="processes, one GPU each")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", type=int, default=1)
@@ -208,7 +210,7 @@ def main() -> None:
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
     passed += [f"--profile={options.profile.absolute()}"] if options.profile else []
-    passed += ["--recompute"] if options.recompute else []
+    passed += model_arguments(options)
     rows = []
     for shape in options.shapes.split(","):
         rows.append(run_child("throughput.py", [*passed, f"--measure={shape}"], options.timeout))

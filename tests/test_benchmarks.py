@@ -194,9 +194,14 @@ def test_checkpoint_runs_on_a_cpu(tmp_path: Path):
 def test_real_run_runs_on_a_cpu(tmp_path: Path, experts: int):
     out = tmp_path / "real_run.json"
     sizes = ["--digits=1", "--problems=40", "--held-out=10", "--sft-steps=4", "--sft-batch=8", "--sft-check=2"]
-    shown = run_benchmark(
-        "real_run.py", *sizes, "--rollouts=2", "--prompts=4", "--check=1", f"--experts={experts}", "--out", str(out)
-    )
+    sizes += ["--rollouts=2", "--prompts=4", "--check=1", f"--experts={experts}", "--out", str(out)]
+    if not experts:
+        shown = run_benchmark("real_run.py", *sizes)
+    else:  # in two stages
+        work = ["--work", str(tmp_path / "work")]
+        run_benchmark("real_run.py", *sizes, *work, "--stage=sft")
+        assert not out.exists()
+        shown = run_benchmark("real_run.py", *sizes, *work, "--stage=grpo")
     result = json.loads(out.read_text())
     assert result["experts"] == experts
     assert result["rollouts"] == 2
