@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.buffers import aligned
 from lightning_megatron_rl.models.export_views import RowBlocks
 
 # Of whole tensors. Whoever takes them holds the last one, and with it its bucket, while the next bucket is filled from
 # one rank's part of it after the other.
 BUCKET_BYTES = 256 * 2**20
-_ALIGNMENT = 64  # bytes; more than any dtype needs, and one cache line
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -202,7 +202,7 @@ def _split(plans: Sequence[TensorPlan], capacity: int) -> Iterator[list[TensorPl
             yield held
             held, end = [], 0
         held.append(plan)
-        end += _aligned(plan.num_bytes)
+        end += aligned(plan.num_bytes)
     if held:
         yield held
 
@@ -217,11 +217,7 @@ def _fill(plans: list[TensorPlan]) -> _Bucket:
             key = plan.is_expert, piece.source
             message = messages.get(key, _Message(*key, [], 0))
             message.places.append(_Place(plan, piece, message.num_bytes, end))
-            size = _aligned(prod(piece.shape) * plan.dtype.itemsize)
+            size = aligned(prod(piece.shape) * plan.dtype.itemsize)
             messages[key] = _Message(*key, message.places, message.num_bytes + size)
-        end += _aligned(plan.num_bytes)
+        end += aligned(plan.num_bytes)
     return _Bucket(tensors, [messages[key] for key in sorted(messages)], end)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

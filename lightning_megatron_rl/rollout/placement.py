@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; more than any dtype needs, and one cache line
+from lightning_megatron_rl.buffers import aligned
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
     end = 0
     for name, tensor in tensors:
         size = tensor.numel() * tensor.itemsize
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = aligned(end)
         if held and offset + size > capacity:
             assert buffer is not None
             yield buffer, held

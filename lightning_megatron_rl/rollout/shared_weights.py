@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; more than any dtype needs, and one cache line
+from lightning_megatron_rl.buffers import aligned
+
 INITIAL_BYTES = 1 << 20
 
 
@@ -67,7 +68,7 @@ class SharedWeights:
                     del self.plan[count:]  # another list than last time: plan anew from here on
             if count == len(self.plan):
                 end = self.plan[-1].end if self.plan else 0
-                slot = Slot(name, tensor.dtype, shape, offset=-(-end // ALIGNMENT) * ALIGNMENT)
+                slot = Slot(name, tensor.dtype, shape, offset=aligned(end))
                 if slot.end > self._memory.numel():
                     self._memory = self._map(max(slot.end, 2 * self._memory.numel()))
                 self.plan.append(slot)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.placement import ALIGNMENT, PlacedTensors, fill_buckets, place, view_all
+from lightning_megatron_rl.buffers import ALIGNMENT
+from lightning_megatron_rl.rollout.placement import PlacedTensors, fill_buckets, place, view_all
 
 
 def test_views_of_one_buffer_share_a_block():

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.shared_weights import ALIGNMENT, INITIAL_BYTES, SharedWeights, read_weights
+from lightning_megatron_rl.buffers import ALIGNMENT
+from lightning_megatron_rl.rollout.shared_weights import INITIAL_BYTES, SharedWeights, read_weights
 
 
 @pytest.fixture
