@@ -8,7 +8,8 @@ import torch
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.devices.measure import import_engine, installed_vllm, measure_gpu, parse_version
-from lightning_megatron_rl.devices.memory import MemoryPlan, Part, Split, sampler_parts, trainer_parts
+from lightning_megatron_rl.devices.memory import Split, sampler_parts, trainer_parts
+from lightning_megatron_rl.devices.moments import MemoryPlan, Part
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend
 from lightning_megatron_rl.models.size import model_size
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
