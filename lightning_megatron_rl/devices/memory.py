@@ -6,7 +6,19 @@ refused with reason, and one that fits may still run out by what allocators roun
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from lightning_megatron_rl.devices.moments import (
+    ACTIVATIONS,
+    EXPERT_OPTIMIZER,
+    GIB,
+    GRADIENTS,
+    OPTIMIZER,
+    SAMPLER_PROCESS,
+    SECOND_WEIGHTS,
+    STEP_COPIES,
+    WEIGHTS,
+    Part,
+)
+
 # per process on the GPU: the CUDA context, cuBLAS's and NCCL's workspaces; measured 0.5 to 1.2 GiB
 PROCESS_BYTES = 1 * GIB
 _ELEMENT_BYTES = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2, "bf16-true": 2}
@@ -37,77 +49,40 @@ class Split:
 
     tensor: int = 1
     pipeline: int = 1
+    chunks: int = 1  # of a pipeline stage
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
     replicas: int = 1  # over which optimizer state is sharded: data-parallel times context-parallel
+    expert_replicas: int = 1  # the same of experts: world / (pipeline times expert times expert-tensor)
     sharded: bool = True  # the distributed optimizer
 
 
 @dataclass(frozen=True)
-class Part:
-    """One use of memory."""
-
-    name: str
-    size: float  # bytes
-    arithmetic: str
-    remedy: str  # what makes it smaller
-
-    def line(self) -> str:
-        """Return the part as a line of a table."""
-        return f"{self.name:34s} {self.size / GIB:8.2f} GiB  {self.arithmetic}"
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What trainer and sampler take of one GPU, against what is free on it.
+class StateBytes:
+    """Bytes per trained parameter; those of the optimizer are divided by the replicas that share it.
 
     Example:
-        ``MemoryPlan(trainer_parts(...), sampler_parts(...), free=80 * GIB).check()`` raises what does not fit.
+        ``StateBytes(weights=2, gradients=4, optimizer=12)``: Adam under bf16-mixed
     """
 
-    trainer: tuple[Part, ...]
-    sampler: tuple[Part, ...]
-    free: int  # bytes, before the run has taken any
-    apart: bool = False  # the sampler sleeps while the trainer works: its memory is free then
-
-    @property
-    def needed(self) -> float:
-        """Bytes at the fullest moment."""
-        trainer, sampler = (sum(part.size for part in parts) for parts in (self.trainer, self.sampler))
-        if not self.apart:
-            return trainer + sampler
-        resident = sum(part.size for part in self.trainer if part.name != ACTIVATIONS)
-        return max(trainer, resident + sampler)
-
-    def describe(self) -> str:
-        """Return the arithmetic as lines."""
-        joined = "the larger of: trainer; trainer without activations + sampler" if self.apart else "trainer + sampler"
-        lines = [part.line() for part in (*self.trainer, *self.sampler)]
-        total = f"{'needed':34s} {self.needed / GIB:8.2f} GiB  {joined}"
-        return "\n".join([*lines, total, f"{'free':34s} {self.free / GIB:8.2f} GiB"])
-
-    def check(self) -> None:
-        """Refuse a run that cannot fit.
-
-        Raises:
-            ValueError: With every part's arithmetic, and what to lower, the largest part first.
-        """
-        if self.needed <= self.free:
-            return
-        parts = sorted((*self.trainer, *self.sampler), key=lambda part: part.size, reverse=True)
-        remedies = list(dict.fromkeys(part.remedy for part in parts if part.remedy))
-        raise ValueError(
-            f"this run needs {self.needed / GIB:.1f} GiB of a GPU that has {self.free / GIB:.1f} GiB free:\n"
-            f"{self.describe()}\nWhat lowers it, the largest part first:\n"
-            + "\n".join(f"- {remedy}" for remedy in remedies)
-        )
+    weights: float
+    gradients: float
+    optimizer: float
+    step: float = 0.0  # copies in fp32 that the optimizer makes for its step alone
 
 
-ACTIVATIONS = "trainer: activations"
+# of Adam as Megatron has it, see docs/precision.md
+STATE_BYTES = {
+    "32-true": StateBytes(4, 4, 8),
+    "bf16-mixed": StateBytes(2, 4, 12),
+    "16-mixed": StateBytes(2, 4, 12),
+    "bf16-true": StateBytes(2, 2, 4),
+}
 _SPLIT = "raise tensor_model_parallel_size or pipeline_model_parallel_size"
 _ADAPTERS = "train adapters (lora)"
-_SHARD = "use_distributed_optimizer=True on more GPUs, or precision='bf16-true'"
+_SHARD = "use_distributed_optimizer=True on more GPUs, or an optimizer with less on the GPU (docs/precision.md)"
+_SHARD_EXPERTS = "more GPUs than pipeline x expert x expert-tensor parallel size, over which experts' state is sharded"
 _RECOMPUTE = "model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
 
 
@@ -125,19 +100,22 @@ def parameters_per_gpu(size: ModelSize, split: Split) -> tuple[float, float]:
     return dense, experts
 
 
-def state_bytes(precision: str, *, sharded: bool, replicas: int) -> tuple[float, float, float]:
+def state_bytes(
+    precision: str, *, sharded: bool, replicas: int, state: StateBytes | None = None
+) -> tuple[float, float, float]:
     """Return the bytes per trained parameter of weights, gradients and optimizer state; see docs/precision.md.
+
+    Args:
+        precision: A `MegatronPrecision` by name.
+        sharded: The distributed optimizer.
+        replicas: Those that share its state.
+        state: What the user's settings make of it; None: Adam as Megatron has it.
 
     Example:
         ``state_bytes("bf16-mixed", sharded=True, replicas=4) == (2, 4, 3)``
     """
-    weights, gradients, optimizer = {
-        "32-true": (4.0, 4.0, 8.0),
-        "bf16-mixed": (2.0, 4.0, 12.0),
-        "16-mixed": (2.0, 4.0, 12.0),
-        "bf16-true": (2.0, 2.0, 4.0),
-    }[precision]
-    return weights, gradients, optimizer / (replicas if sharded else 1)
+    state = state or STATE_BYTES[precision]
+    return state.weights, state.gradients, state.optimizer / (replicas if sharded else 1)
 
 
 def activation_bytes(
@@ -191,6 +169,7 @@ def trainer_parts(
     frozen_copies: int = 0,
     training: bool = True,
     adapters: bool = False,
+    state: StateBytes | None = None,
 ) -> tuple[Part, ...]:
     """Return what the trainer's process takes of the fullest GPU.
 
@@ -206,27 +185,23 @@ def trainer_parts(
         training: Whether there is a backward pass; without, weights and one chunk of logits are all.
         adapters: Whether low-rank adapters are trained alone. Their own state, a thousandth of a model's or so, is left
             out.
+        state: Bytes per trained parameter under the user's settings; None: those of `precision`.
     """
     dense, experts = parameters_per_gpu(size, split)
     parameters = dense + experts
-    weights, gradients, optimizer = state_bytes(precision, sharded=split.sharded, replicas=split.replicas)
+    state = state or STATE_BYTES[precision]
+    weights, gradients = state.weights, state.gradients
     text = f"{parameters / 1e9:.3f}e9 parameters"
     parts = [
         Part("trainer: process", PROCESS_BYTES, "CUDA context and workspaces", ""),
-        Part("trainer: weights", parameters * weights, f"{text} x {weights:g} bytes", _SPLIT),
+        Part(WEIGHTS, parameters * weights, f"{text} x {weights:g} bytes", _SPLIT),
     ]
     if training and not adapters:
-        sharers = split.replicas if split.sharded else 1
-        optimizer_text = f"{text} x {optimizer:g} bytes ({sharers} replicas share it)"
-        parts += [
-            Part(
-                "trainer: gradients",
-                parameters * gradients,
-                f"{text} x {gradients:g} bytes",
-                f"{_ADAPTERS}, or {_SPLIT}",
-            ),
-            Part("trainer: optimizer state", parameters * optimizer, optimizer_text, f"{_ADAPTERS}, or {_SHARD}"),
-        ]
+        arithmetic = f"{text} x {gradients:g} bytes"
+        parts.append(Part(GRADIENTS, parameters * gradients, arithmetic, f"{_ADAPTERS}, or {_SPLIT}"))
+        parts += _optimizer_parts(precision, dense, experts, split, state)
+        if split.sharded:
+            parts.append(_second_weights(dense, experts, split, state))
     element = _ELEMENT_BYTES[precision]
     trained = training and not adapters and logprob_chunk > 0
     kept = output_bytes(size, split, chunk=min(logprob_chunk, tokens), element_bytes=element, trained=trained)
@@ -247,6 +222,38 @@ def trainer_parts(
         remedy = "set reference.offload=true, or loss.kl_coef=0"
         parts.append(Part("trainer: reference", copies, f"{frozen_copies} x {text} x {weights:g} bytes", remedy))
     return tuple(parts)
+
+
+def _second_weights(dense: float, experts: float, split: Split, state: StateBytes) -> Part:
+    """What is there beside weights and gradients while Megatron lays the last chunk's weights out as one block.
+
+    Each kind of parameters has a block of its own: first that of the dense part, when gradients of experts are not
+    there yet, then that of the experts.
+    """
+    most = max(dense * state.weights - experts * state.gradients, experts * state.weights) / split.chunks
+    return Part(SECOND_WEIGHTS, most, "while they are laid out as one block", _SPLIT)
+
+
+def _optimizer_parts(precision: str, dense: float, experts: float, split: Split, state: StateBytes) -> list[Part]:
+    """What the optimizers of the dense part and of the experts hold, which have other replicas; see `trainer_parts`."""
+    parts, copies = [], []
+    for name, count, replicas, kind, remedy in (
+        (OPTIMIZER, dense, split.replicas, "parameters", _SHARD),
+        (EXPERT_OPTIMIZER, experts, split.expert_replicas, "parameters of experts", _SHARD_EXPERTS),
+    ):
+        if not count:
+            continue
+        *_, each = state_bytes(precision, sharded=split.sharded, replicas=replicas, state=state)
+        sharers = replicas if split.sharded else 1
+        arithmetic = f"{count / 1e9:.3f}e9 {kind} x {each:g} bytes ({sharers} replicas share it)"
+        parts.append(Part(name, count * each, arithmetic, f"{_ADAPTERS}, or {remedy}"))
+        copies.append((count * state.step / sharers, f"{count / 1e9:.3f}e9 {kind} x {state.step / sharers:g} bytes"))
+    if state.step:
+        size, arithmetic = max(copies)  # Megatron's optimizers may step one after the other: the larger is certain
+        parts.append(
+            Part(STEP_COPIES, size, arithmetic, "set grad_reduce_in_fp32=True, and moments to fp32 or both to bf16")
+        )
+    return parts
 
 
 def sampler_parts(
@@ -271,24 +278,24 @@ def sampler_parts(
         own_process: Whether the engine has a CUDA context of its own.
     """
     weights = (size.dense + size.embeddings + size.experts) * element_bytes / tensor
-    process = Part("sampler: process", PROCESS_BYTES if own_process else 0, "CUDA context and workspaces", "")
+    process = (Part(SAMPLER_PROCESS, PROCESS_BYTES, "CUDA context and workspaces", ""),) if own_process else ()
     if cache_bytes is not None:
+        arithmetic, lower = "kv_cache_memory_gb", "lower the engine's kv_cache_memory_gb"
         return (
-            process,
+            *process,
             Part(
                 "sampler: weights",
                 weights,
                 f"x {element_bytes} bytes / {tensor}",
                 "raise the engine's tensor_parallel_size",
             ),
-            Part(
-                "sampler: key/value cache", cache_bytes, "kv_cache_memory_gb", "lower the engine's kv_cache_memory_gb"
-            ),
+            Part("sampler: key/value cache", cache_bytes, arithmetic, lower, pushed=0),
         )
     filled = Part(
         "sampler: weights and cache",
         max(utilization * total, weights),
         f"gpu_memory_utilization {utilization:g} x {total / GIB:.1f} GiB",
         "lower the engine's gpu_memory_utilization, or set its kv_cache_memory_gb",
+        pushed=weights,
     )
-    return (process, filled)
+    return (*process, filled)

@@ -8,15 +8,20 @@ import torch
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.devices.measure import import_engine, installed_vllm, measure_gpu, parse_version
-from lightning_megatron_rl.devices.memory import MemoryPlan, Part, Split, sampler_parts, trainer_parts
+from lightning_megatron_rl.devices.memory import ModelSize, Split, StateBytes, sampler_parts, trainer_parts
+from lightning_megatron_rl.devices.moments import MemoryPlan, Part
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend
 from lightning_megatron_rl.models.size import model_size
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.engine import RolloutEngine
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
+from lightning_megatron_rl.strategy.state_size import has_fused_adam, state_size
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+
     from lightning_megatron_rl.models.lora import LoRASettings
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
@@ -29,6 +34,7 @@ class Starts(Protocol):
     layer_backend: Any
     model_config: dict[str, Any]
     lora: "LoRASettings | None"
+    optimizer_config: "OptimizerConfig | None"  # None: Adam
 
     @property
     def strategy(self) -> "MegatronStrategy": ...  # noqa: D102
@@ -42,7 +48,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     Args:
         module: The module that is about to load its weights.
         training: Whether gradients and optimizer state will be there.
-        engine: Its sampler, if it has one and that is on the same GPU.
+        engine: Its sampler, if it has one.
         frozen_copies: Reference policies that stay on the GPU.
 
     Raises:
@@ -77,23 +83,16 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
 def make_plan(
     module: Starts, *, training: bool, engine: RolloutEngine | None, frozen_copies: int, free: int, total: int
 ) -> MemoryPlan:
-    """Return what `module` and its engine take of a GPU with so many bytes in `total`, `free` before they start."""
+    """Return what `module` and its engine take of a GPU with so many bytes in `total`, `free` before they start.
+
+    Of the engine that is what it takes of this rank's GPU: nothing if it is on others.
+    """
     strategy = module.strategy
-    layout, world = strategy.layout, strategy.world_size
-    size = model_size(module.hf_model.config, CheckpointLayout.read(module.hf_model.path).shapes)
-    tensor = layout.tensor_model_parallel_size
-    split = Split(
-        tensor=tensor,
-        pipeline=layout.pipeline_model_parallel_size,
-        context=layout.context_parallel_size,
-        expert=layout.expert_model_parallel_size,
-        expert_tensor=layout.expert_tensor_parallel_size or tensor,
-        replicas=layout.data_parallel_size(world) * layout.context_parallel_size,
-        sharded=strategy.use_distributed_optimizer,
-    )
+    checkpoint = CheckpointLayout.read(module.hf_model.path)
+    size = model_size(module.hf_model.config, checkpoint.shapes)
     parts = trainer_parts(
         size,
-        split,
+        _split(strategy),
         precision=strategy.precision_plugin.precision,
         tokens=module.max_tokens_per_microbatch,
         logprob_chunk=module.logprob_chunk_size,
@@ -102,8 +101,38 @@ def make_plan(
         frozen_copies=frozen_copies,
         training=training,
         adapters=module.lora is not None,
+        state=_state_size(module) if training else None,
     )
-    return MemoryPlan(parts, _sampler(engine, size, total), free=free)
+    sleeps = engine is not None and engine.sleep_level > 0
+    sampler = _sampler(engine, strategy, size, checkpoint.dtype, total)
+    return MemoryPlan(parts, sampler, free=free, apart=sleeps, offloads=strategy.offloads)
+
+
+def _split(strategy: "MegatronStrategy") -> Split:
+    layout, world = strategy.layout, strategy.world_size
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    expert, expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size or tensor
+    return Split(
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=layout.virtual_pipeline_model_parallel_size or 1,
+        context=layout.context_parallel_size,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        replicas=layout.data_parallel_size(world) * layout.context_parallel_size,
+        expert_replicas=world // (pipeline * expert * expert_tensor),
+        sharded=strategy.use_distributed_optimizer,
+    )
+
+
+def _state_size(module: Starts) -> StateBytes:
+    strategy = module.strategy
+    return state_size(
+        strategy.precision_plugin,
+        strategy.resolve_ddp_config(),
+        module.optimizer_config,
+        fused=has_fused_adam(),
+    )
 
 
 def _fuses_activation(module: Starts) -> bool:
@@ -126,15 +155,37 @@ def _backend(module: Starts) -> LayerBackend:
     )
 
 
-def _sampler(engine: RolloutEngine | None, size: Any, total: int) -> tuple[Part, ...]:
-    if not isinstance(engine, VLLMEngine):
+def _sampler(
+    engine: RolloutEngine | None, strategy: "MegatronStrategy", size: ModelSize, stored: str, total: int
+) -> tuple[Part, ...]:
+    """What vLLM takes of this rank's GPU; `stored` is the dtype of the checkpoint, which "auto" stands for."""
+    if isinstance(engine, VLLMEngine) and _is_here(engine, strategy):
+        utilization, own_process = engine.gpu_memory_utilization, True
+    elif isinstance(engine, ColocatedVLLMEngine):
+        utilization, own_process = 0.0, False  # its cache has a size
+    else:
         return ()
     cache_gb = engine.kv_cache_memory_gb
     return sampler_parts(
         size,
         tensor=engine.tensor_parallel_size,
         total=total,
-        utilization=engine.gpu_memory_utilization,
+        utilization=utilization,
         cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
-        element_bytes=4 if engine.dtype == "float32" else 2,
+        element_bytes=4 if (stored if engine.dtype == "auto" else engine.dtype) == "float32" else 2,
+        own_process=own_process,
     )
+
+
+def _is_here(engine: VLLMEngine, strategy: "MegatronStrategy") -> bool:
+    """Whether the engine, which the first rank of this replica starts, has a worker on this rank's GPU."""
+    assert strategy.replica is not None
+    assert strategy.parallel_devices is not None
+    numbers = [
+        place if device.index is None else device.index for place, device in enumerate(strategy.parallel_devices)
+    ]
+    first = strategy.replica.ranks[0] - (strategy.global_rank - strategy.local_rank)
+    if engine.device == "cpu" or first < 0:  # the first rank is on another node
+        return False
+    devices = engine.devices or range(numbers[first], numbers[first] + engine.tensor_parallel_size)
+    return numbers[strategy.local_rank] in devices

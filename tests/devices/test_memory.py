@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_megatron_rl.devices.memory import (
-    GIB,
-    MemoryPlan,
     ModelSize,
-    Part,
     Split,
+    StateBytes,
     activation_bytes,
     output_bytes,
     parameters_per_gpu,
@@ -17,6 +15,7 @@ from lightning_megatron_rl.devices.memory import (
     state_bytes,
     trainer_parts,
 )
+from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, MemoryPlan
 
 SMALL = ModelSize(
     dense=440_000_000,
@@ -116,6 +115,48 @@ def test_optimizer_state_is_shared_by_the_replicas():
     assert size_of(alone, "trainer: gradients") == size_of(shared, "trainer: gradients")
 
 
+def test_state_of_experts_is_shared_by_their_own_replicas():
+    # 4 GPUs, EP 4, DP 4: four replicas of the dense part, one of each expert: world / (PP * EP * ETP) = 4 / 4
+    split = Split(expert=4, replicas=4, expert_replicas=1)
+    parts = trainer_parts(MIXTURE, split, precision="bf16-mixed", tokens=1, logprob_chunk=1)
+    assert size_of(parts, "trainer: optimizer state") == (SMALL.dense + SMALL.embeddings) * 12 / 4
+    assert size_of(parts, "trainer: optimizer state, experts") == 1_000_000_000 * 12
+    (line,) = [part.arithmetic for part in parts if part.name == "trainer: optimizer state, experts"]
+    assert line == "1.000e9 parameters of experts x 12 bytes (1 replicas share it)"
+    on_two_nodes = replace(split, replicas=8, expert_replicas=2)
+    parts = trainer_parts(MIXTURE, on_two_nodes, precision="bf16-mixed", tokens=1, logprob_chunk=1)
+    assert size_of(parts, "trainer: optimizer state, experts") == 1_000_000_000 * 12 / 2
+    whole = replace(on_two_nodes, sharded=False)
+    parts = trainer_parts(MIXTURE, whole, precision="bf16-mixed", tokens=1, logprob_chunk=1)
+    assert size_of(parts, "trainer: optimizer state, experts") == 1_000_000_000 * 12
+
+
+def test_settings_of_the_user_replace_the_bytes_of_the_precision():
+    halved = StateBytes(weights=2, gradients=2, optimizer=6, step=4)
+    split = Split(replicas=2, expert=4, expert_replicas=1)
+    parts = trainer_parts(MIXTURE, split, precision="bf16-mixed", tokens=1, logprob_chunk=1, state=halved)
+    dense, experts = SMALL.dense + SMALL.embeddings, 1_000_000_000
+    assert size_of(parts, "trainer: gradients") == (dense + experts) * 2
+    assert size_of(parts, "trainer: optimizer state") == dense * 6 / 2
+    assert size_of(parts, "trainer: optimizer state, experts") == experts * 6
+    # each of the two optimizers makes its own copies: the experts' are more than 0.6e9 * 4 / 2
+    assert size_of(parts, "trainer: copies for the step") == experts * 4
+
+
+def test_weights_are_there_twice_while_megatron_lays_them_out():
+    dense, experts = SMALL.dense + SMALL.embeddings, 1_000_000_000
+    options = {"precision": "bf16-mixed", "tokens": 1, "logprob_chunk": 1}
+    second = "trainer: weights, old and new"
+    assert size_of(trainer_parts(SMALL, Split(), **options), second) == dense * 2
+    assert size_of(trainer_parts(SMALL, Split(pipeline=2, chunks=2), **options), second) == (
+        (SMALL.dense / 2 + SMALL.embeddings) * 2 / 2
+    )
+    # the experts' block comes last, when everything else is as it stays
+    assert size_of(trainer_parts(MIXTURE, Split(expert=4), **options), second) == experts * 2
+    unsharded = trainer_parts(SMALL, Split(sharded=False), **options)
+    assert second not in {part.name for part in unsharded}  # parameters stay where they are
+
+
 def test_adapters_and_scoring_need_no_state_of_the_model():
     for options in ({"adapters": True}, {"training": False}):
         parts = trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=8192, logprob_chunk=1024, **options)
@@ -135,10 +176,18 @@ def test_cache_of_a_given_size_counts_beside_the_weights():
     assert size_of(parts, "sampler: weights") == SMALL.dense + SMALL.embeddings
 
 
-def test_sampler_that_sleeps_counts_only_while_it_is_awake():
-    trainer = (Part("trainer: weights", 30 * GIB, "", ""), Part("trainer: activations", 40 * GIB, "", ""))
-    sampler = (Part("sampler: weights and cache", 40 * GIB, "", ""),)
-    assert MemoryPlan(trainer, sampler, free=80 * GIB).needed == 110 * GIB
-    plan = MemoryPlan(trainer, sampler, free=80 * GIB, apart=True)
-    assert plan.needed == 70 * GIB
-    plan.check()
+def test_sampler_has_its_weights_alone_while_they_are_pushed():
+    weights = 2 * (SMALL.dense + SMALL.embeddings)
+    for cache_bytes in (4 * GIB, None):
+        options = {"tensor": 1, "total": 80 * GIB, "utilization": 0.4, "element_bytes": 2}
+        plan = MemoryPlan((), sampler_parts(SMALL, cache_bytes=cache_bytes, **options), free=80 * GIB, apart=True)
+        whole = 0.4 * 80 * GIB if cache_bytes is None else weights + cache_bytes
+        assert plan.totals == {SAMPLING: GIB + whole, PUSHING: GIB + weights, COMPUTING: GIB}
+
+
+def test_sampler_in_the_trainers_process_has_no_context_of_its_own():
+    options = {"tensor": 1, "total": 80 * GIB, "utilization": 0.9, "cache_bytes": 4 * GIB, "element_bytes": 2}
+    apart = sampler_parts(SMALL, **options)
+    within = sampler_parts(SMALL, own_process=False, **options)
+    assert apart[1:] == within
+    assert apart[0].name == "sampler: process"
