@@ -32,6 +32,7 @@ from lightning_megatron_rl.strategy.checks import (
     warn_of_slow_links,
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
+from lightning_megatron_rl.strategy.garbage import LongLived
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
@@ -132,6 +133,7 @@ class MegatronStrategy(StopsTogether):
         self.fall_back_to_previous = fall_back_to_previous
         self.num_nodes = 1
         self.phase_name = "setup"
+        self._long_lived = LongLived()
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -320,6 +322,11 @@ class MegatronStrategy(StopsTogether):
             device=self.root_device,
         )
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """End the run if it was told to."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._long_lived.batch_starts()
+
     def on_train_end(self) -> None:
         """Leave no parameter to be gathered, and no checkpoint to be written."""
         self.gather_parameters()
@@ -383,6 +390,7 @@ class MegatronStrategy(StopsTogether):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.forget_signals()
+        self._long_lived.release()
         try:
             self.stop_keeping()
         finally:

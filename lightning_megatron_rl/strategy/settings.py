@@ -95,7 +95,8 @@ def resolve_ddp_config(
             "precision='bf16-true' with use_distributed_optimizer=True: Megatron's distributed optimizer always keeps"
             " fp32 main parameters and moments, 12 bytes per parameter over the replicas. Set"
             " MegatronStrategy(use_distributed_optimizer=False), which is 2 (parameters) + 2 (gradients) + 4 (moments)"
-            " = 8 bytes on every replica, or precision='bf16-mixed', which is 6 + 12 / replicas."
+            " = 8 bytes on every replica (12 with Transformer Engine's Adam, whose moments are fp32), or"
+            " precision='bf16-mixed', which is 6 + 12 / replicas."
         )
     if precision == "bf16-true" and config.grad_reduce_in_fp32:
         raise ValueError(
@@ -143,7 +144,7 @@ def resolve_optimizer_config(
 
     Raises:
         ValueError: `clip_grad` set in the optimizer config and (differently) in the Trainer; no learning rate; an
-            optimizer that Megatron does not shard; a setting that does nothing here.
+            optimizer that Megatron does not shard, or that would not train; a setting that does nothing here.
     """
     sharded = ddp_config.use_distributed_optimizer
     clip = float(gradient_clip_val or 0.0)
@@ -161,6 +162,12 @@ def resolve_optimizer_config(
         raise ValueError(
             "OptimizerConfig.optimizer='sgd' with use_distributed_optimizer=True: Megatron shards Adam's state, not"
             " SGD's. Set MegatronStrategy(use_distributed_optimizer=False) or optimizer='adam'."
+        )
+    if config.optimizer == "sgd" and precision == "bf16-true" and _has_fused_sgd():
+        raise ValueError(
+            "OptimizerConfig.optimizer='sgd' with precision='bf16-true': the SGD of Transformer Engine and Apex takes"
+            " fp32 and fp16 parameters, and leaves bf16 ones as they are. Set precision='bf16-mixed' or"
+            " optimizer='adam'."
         )
     _check_dtypes(config, precision, params_dtype, defaults)
     if config.overlap_param_gather and not ddp_config.overlap_param_gather:
@@ -242,6 +249,13 @@ def _loss_scale(config: "OptimizerConfig", precision: str, defaults: Mapping[str
         if getattr(config, name) < 1:
             raise ValueError(f"OptimizerConfig.{name}={getattr(config, name)}: it is a number of steps, at least 1.")
     return {"initial_loss_scale": initial, "min_loss_scale": smallest}
+
+
+def _has_fused_sgd() -> bool:
+    """Whether Megatron takes another SGD than torch's."""
+    from megatron.core import optimizer
+
+    return optimizer.SGD is not torch.optim.SGD
 
 
 def _warn_of_lost_updates(lr: float) -> None:

@@ -1,0 +1,70 @@
+"""What stays for a run is not looked at by Python's garbage collector while it trains."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_megatron_rl.strategy.garbage import LongLived
+from tests.training import fit_sft
+
+
+class Objects(pl.Callback):
+    """Counts what the collector looks at when a batch ends."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append(len(gc.get_objects()))
+
+
+def fit_and_count(model: Path) -> tuple[list[int], int, int]:
+    """Objects at the ends of batches and after the run, and what is set aside then."""
+    gc.unfreeze()  # what these processes set aside themselves between two jobs
+    counts = Objects()
+    before = gc.get_freeze_count()
+    fit_sft(model, {}, 1, steps=4, callbacks=[counts])
+    return counts.counts, len(gc.get_objects()), gc.get_freeze_count() - before
+
+
+def test_collector_looks_at_little_from_the_second_batch_on(worker_pool, qwen3_dir):
+    during, after, set_aside = worker_pool.run(fit_and_count, qwen3_dir, world_size=1, init_process_group=False)[0]
+    assert during[0] > 100_000  # modules alone
+    assert max(during[1:]) < during[0] / 10
+    assert after > during[0] / 2  # it looks at everything again
+    assert set_aside == 0
+
+
+def test_who_has_set_objects_aside_keeps_them_so():
+    gc.collect()
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        long_lived = LongLived()
+        for _ in range(3):
+            long_lived.batch_starts()
+        assert gc.get_freeze_count() == count
+        long_lived.release()
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+def test_objects_are_set_aside_once_and_again_in_the_next_run():
+    gc.unfreeze()
+    before = gc.get_freeze_count()
+    long_lived = LongLived()
+    for _ in range(2):
+        long_lived.batch_starts()
+        assert gc.get_freeze_count() == before
+        long_lived.batch_starts()
+        held = gc.get_freeze_count()
+        assert held > before + 10_000
+        kept = [[] for _ in range(1000)]
+        long_lived.batch_starts()
+        assert gc.get_freeze_count() <= held  # a list is looked at as long as nobody calls it long-lived
+        assert len(kept) == 1000
+        long_lived.release()
+        assert gc.get_freeze_count() == before
