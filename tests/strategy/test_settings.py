@@ -122,7 +122,7 @@ def test_sgd_that_passes_bf16_parameters_over_is_refused(monkeypatch):
     """Transformer Engine's, which is not installed here: it goes through fp16 and fp32 parameters alone."""
     from megatron.core import optimizer as core
 
-    options = {"precision": "bf16-true", "optimizer": "sgd"}
+    options: dict[str, Any] = {"precision": "bf16-true", "sharded": False, "optimizer": "sgd"}
     assert optimizer(**options).optimizer == "sgd"
     monkeypatch.setattr(core, "SGD", type("FusedSGD", (torch.optim.SGD,), {}))
     with pytest.raises(ValueError, match="leaves bf16 ones as they are"):
