@@ -71,6 +71,13 @@ def test_weights_to_other_gpus(gpu_pool, models):
     check_ways(found, in_place=False)
 
 
+def test_weights_to_four_gpus(gpu_pool, models):
+    """More workers than the model has groups of keys and values: vLLM gives two of them the same."""
+    gpus(4)
+    found = gpu_pool.run(send_every_way, models["dense"], "child", {"tensor_parallel_size": 4}, **ONE)[0]
+    check_ways(found, in_place=False)
+
+
 def check_nccl(found: Transports) -> None:
     """As `check_ways`; lists go through buckets, too."""
     assert {found.reports[way].transport for way in ("replayed", "buckets")} == {"NCCL"}
