@@ -38,6 +38,12 @@ def split(measured: dict[str, Any]) -> str:
     return "" if layout.startswith("world 1 ") else f", {layout}"
 
 
+def moments(measured: dict[str, Any]) -> str:
+    """Return the format of Adam's moments, to stand behind the model or its precision, if it is not fp32."""
+    found = measured.get("moments", "fp32")
+    return "" if found == "fp32" else f", Adam's moments in {found}"
+
+
 def throughput(results: Path = RESULTS) -> str:
     """Return the table of B2."""
     lines = [
@@ -48,7 +54,7 @@ def throughput(results: Path = RESULTS) -> str:
     for _, result in load("throughput_*.json", results):
         for row in result["rows"]:
             update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
-            precision = row["precision"] + (", recomputed" if row["recompute"] else "")
+            precision = row["precision"] + moments(row) + (", recomputed" if row["recompute"] else "")
             lines.append(
                 f"| {result['device']} | {row['shape']}, {precision} | {row['layout']}"
                 f" | {row['max_tokens_per_microbatch']:,}"
@@ -95,7 +101,7 @@ def grpo_step(results: Path = RESULTS) -> str:
             cells = " | ".join("–" if phase is None else f"{phase['median'] / step:.0%}" for phase in phases)
             peer = "trl" in result and result["trl"]["step_s"]["median"] / step
             lines.append(
-                f"| {result['device']} | {side['shape']} | {side['who']} | {spread(side['step_s'], 2)} | {cells}"
+                f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))} | {side['who']} | {spread(side['step_s'], 2)} | {cells}"
                 f" | {step / floor:.2f} | {f'{peer:.2f} x' if peer else '–'} |"
             )
     return "\n".join(lines) + "\n"
