@@ -101,7 +101,8 @@ def grpo_step(results: Path = RESULTS) -> str:
             cells = " | ".join("–" if phase is None else f"{phase['median'] / step:.0%}" for phase in phases)
             peer = "trl" in result and result["trl"]["step_s"]["median"] / step
             lines.append(
-                f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))} | {side['who']} | {spread(side['step_s'], 2)} | {cells}"
+                f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))} | {side['who']}"
+                f" | {spread(side['step_s'], 2)} | {cells}"
                 f" | {step / floor:.2f} | {f'{peer:.2f} x' if peer else '–'} |"
             )
     return "\n".join(lines) + "\n"
