@@ -82,6 +82,7 @@ def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, mo
         assert closed == closed_again == there
 
 
+@pytest.mark.slow  # while it runs, its semaphores would be laid at the door of tests that run beside it
 def test_engine_of_two_processes_leaves_no_shared_memory(model_dir):
     """Its workers are killed when it closes, and cannot remove what they talked through."""
     there = shared_names()

@@ -25,8 +25,12 @@ def fit_and_count(model: Path) -> tuple[list[int], int, int]:
     gc.unfreeze()  # what these processes set aside themselves between two jobs
     counts = Objects()
     before = gc.get_freeze_count()
-    fit_sft(model, {}, 1, steps=4, callbacks=[counts])
-    return counts.counts, len(gc.get_objects()), gc.get_freeze_count() - before
+    try:
+        fit_sft(model, {}, 1, steps=4, callbacks=[counts])
+        return counts.counts, len(gc.get_objects()), gc.get_freeze_count() - before
+    finally:
+        gc.collect()
+        gc.freeze()  # or every later job of this process would look at all modules again
 
 
 def test_collector_looks_at_little_from_the_second_batch_on(worker_pool, qwen3_dir):
