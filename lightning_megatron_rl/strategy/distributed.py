@@ -1,5 +1,6 @@
 """Process groups, phases with a deadline, and the few collectives that modules and callbacks need."""
 
+import logging
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_megatron_rl.strategy.messages import pack, unpack
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TIMEOUT_MARKS = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
@@ -251,7 +254,9 @@ def phase_deadline(name: str, timeout_s: float) -> Iterator[None]:
     """Name the phase in the error of a collective that ran into the process-group timeout or lost its peer.
 
     Raises:
-        RuntimeError: With the rank, the phase, the timeout and what to do, in place of the collective's own error.
+        RuntimeError: With the rank, the phase, the timeout and what to do, in place of the collective's own error. It
+            is logged as well, at once: the launcher that sees a rank gone kills the others within seconds, which may
+            be before they have torn down and printed their errors.
     """
     started = time.monotonic()
     try:
@@ -260,12 +265,14 @@ def phase_deadline(name: str, timeout_s: float) -> Iterator[None]:
         text = str(error).lower()
         if not any(mark in text for mark in _TIMEOUT_MARKS) or isinstance(error, PhaseError):
             raise
-        raise PhaseError(
+        failure = PhaseError(
             f"{describe_rank()}: a collective failed after {time.monotonic() - started:.0f} s in phase '{name}'"
             f" (process-group timeout {timeout_s:.0f} s): another rank is slower, gone or in another phase; its own"
             " error is above or in its log. If the phase is only slow, raise MegatronStrategy(timeout_s=...)."
             f" Original error: {error}"
-        ) from error
+        )
+        log.error(str(failure))
+        raise failure from error
 
 
 class PhaseError(RuntimeError):

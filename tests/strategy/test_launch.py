@@ -48,6 +48,21 @@ class Launch:
         )
         log.close()
 
+    def start_apart(self, *command: str) -> None:
+        """Start two ranks as SLURM does: nobody ends one of them because the other is gone."""
+        shared = {
+            "SLURM_JOB_ID": "123456",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NNODES": "1",
+            "SLURM_NODEID": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        for rank in range(2):
+            self.start(*command, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+
     def wait(self) -> list[int]:
         """Exit codes."""
         deadline = time.monotonic() + DEADLINE
@@ -91,18 +106,7 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
     elif launcher == "torchrun":
         launch.start("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), *script)
     else:
-        shared = {
-            "SLURM_JOB_ID": "123456",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NNODES": "1",
-            "SLURM_NODEID": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        for rank in range(2):
-            launch.start(*script, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        launch.start_apart(*script)
     assert set(launch.wait()) == {0}, launch.output()
     for steps in launch.ranks():
         assert len(steps) == len(expected)
@@ -112,8 +116,26 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
 
 
 @pytest.mark.parametrize("rank", by_default([1], [0, 1]))
-def test_a_lost_rank_ends_the_others(launch, qwen3_dir, rank):
-    """A rank that is gone in the middle of a step leaves nobody waiting for the process-group timeout."""
+def test_a_lost_rank_ends_the_others_with_a_word(launch, qwen3_dir, rank):
+    """A rank that is gone in the middle of a step leaves nobody waiting for the process-group timeout.
+
+    Without a launcher that would end the other one: it ends by itself and says why.
+    """
+    launch.start_apart("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--dying-rank", str(rank))
+    lost, other = launch.processes[rank], launch.processes[1 - rank]
+    assert lost.wait(DEADLINE) == 3, launch.output()
+    assert other.wait(END_OF_OTHERS) != 0, launch.output()
+    assert not list(launch.out.glob("*.json")), "the run went on to its end"
+    output = launch.output()
+    assert f"rank {1 - rank} (" in output, output
+    assert "phase 'update'" in output
+    # said before the run is torn down, which a launcher that kills the other ranks would not wait for
+    assert output.index("a collective failed") < output.index("Traceback")
+
+
+@pytest.mark.parametrize("rank", by_default([], [0, 1]))
+def test_a_lost_rank_ends_a_launch_of_lightnings(launch, qwen3_dir, rank):
+    """Which of the two is quicker is open: the other rank's own error, or Lightning, which looks every five seconds."""
     launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--dying-rank", str(rank))
     (code,) = launch.wait()
     gone = time.monotonic()
@@ -123,10 +145,8 @@ def test_a_lost_rank_ends_the_others(launch, qwen3_dir, rank):
         time.sleep(0.1)
     assert code == (3 if rank == 0 else code) != 0
     assert not list(launch.out.glob("*.json")), "the run went on to its end"
-    output = launch.output()
-    assert f"rank {1 - rank} (" in output, output
-    assert "a collective failed" in output
-    assert "phase 'update'" in output
+    said = ("a collective failed", "Forcefully terminating all other processes")
+    assert any(words in launch.output() for words in said), launch.output()
 
 
 @pytest.mark.parametrize("rank", by_default([1], [0, 1]))
