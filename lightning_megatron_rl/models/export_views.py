@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.weight_views import WeightView, WeightViews
+
 Convert = Callable[[Iterable[Any]], Iterable[tuple[str, Tensor]]]
 """From conversion tasks to Hugging Face names and tensors, each task's before the next task is taken."""
 
@@ -85,23 +87,27 @@ class ExportViews:
 
     def __init__(self, planned: Sequence[_Planned]) -> None:
         self._planned = planned
+        self._parameters = list({id(plan.parameter): plan.parameter for plan in planned}.values())
+        self._places: list[int] = []
+        self._weights: WeightViews | None = None
 
     @torch.no_grad()
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return names and tensors in the parameters' dtype: views of them, and copies of rows that lie apart.
+    def weights(self, *, stays: bool = False) -> WeightViews:
+        """Return the weights in the parameters' dtype, the same object for as long as the parameters stay in place.
 
-        The copies lie in one piece of memory, whose handle another process opens once.
+        Args:
+            stays: Whether they do until the receiver is told to let go; see `WeightViews`.
         """
-        views = [plan.rows.view(plan.parameter) for plan in self._planned]
-        apart = [number for number, plan in enumerate(self._planned) if plan.rows.count > 1]
-        if apart and len({views[number].dtype for number in apart}) == 1:
-            sizes = [views[number].numel() for number in apart]
-            memory = views[apart[0]].new_empty(sum(sizes)).split(sizes)
-            pieces = [piece.view(views[number].shape) for number, piece in zip(apart, memory, strict=True)]
-            torch._foreach_copy_(pieces, [views[number] for number in apart])
-            for number, piece in zip(apart, pieces, strict=True):
-                views[number] = piece
-        return [(plan.name, view.reshape(plan.shape)) for plan, view in zip(self._planned, views, strict=True)]
+        places = [parameter.data_ptr() for parameter in self._parameters]
+        if self._weights is None or places != self._places or stays != self._weights.stays:
+            self._weights = WeightViews([_view(plan) for plan in self._planned], stays=stays)
+            self._places = places
+        return self._weights
+
+
+def _view(plan: _Planned) -> WeightView:
+    view = plan.rows.view(plan.parameter.detach())
+    return WeightView(plan.name, view if plan.rows.count > 1 else view.view(plan.shape), plan.shape)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -151,6 +151,11 @@ class SamplesResponses(HoldsReference):
         if self._phase is not None:
             self._phase.reload()  # a checkpoint may be saved of what is there
 
+    def teardown(self, stage: str) -> None:
+        """The engine reads no memory of this run any more; it keeps its own weights."""
+        super().teardown(stage)
+        self.engine.let_go()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""
         super().on_load_checkpoint(checkpoint)
@@ -263,7 +268,7 @@ class SamplesResponses(HoldsReference):
         with self.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted
                 weights = self.weights_to_push()
-                others = () if isinstance(weights, list) else weights
+                others = () if isinstance(weights, Sequence) else weights
                 report = self._push(weights, others, version)
                 if not self._lost_anywhere(report is None):
                     break

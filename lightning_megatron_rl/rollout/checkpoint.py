@@ -1,14 +1,28 @@
 """What a Hugging Face model directory says about its weights, read without loading them."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from lightning_megatron_rl.weight_views import WeightViews
+
 OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
 RECOMPUTED = ".rotary_emb.inv_freq"  # in the first Llama checkpoints: computed from the config, never trained
+
+
+class Shaped(Protocol):
+    """What has a shape: a tensor, or what stands for one."""
+
+    @property
+    def shape(self) -> Any:
+        """Sizes of the dimensions."""
+
+
+S = TypeVar("S", bound=Shaped)
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,13 @@ class CheckpointLayout:
             shapes.pop(OUTPUT_EMBEDDING, None)
         return cls(shapes, dtype=config.get("dtype") or config.get("torch_dtype") or "float32", is_tied=is_tied)
 
-    def check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def check_whole(self, weights: Sequence[tuple[str, Tensor]]) -> WeightViews:
+        """Hold all weights to the layout, as `check` does, without a copy of those whose rows lie apart."""
+        views = WeightViews.of(weights)
+        found = [view for _, view in self.check((view.name, view) for view in views.views)]
+        return WeightViews(found, stays=views.stays)
+
+    def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
         """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.
 
         vLLM keeps the old values of whatever an update leaves out, with a line in its log and no error.

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
-from lightning_megatron_rl.rollout.cuda_transfer import bucket_parts, whole_parts
+from lightning_megatron_rl.rollout.cuda_transfer import Part, bucket_parts, whole_parts
 from lightning_megatron_rl.rollout.engine import (
     Generation,
     GenerationRequest,
@@ -171,9 +171,14 @@ class ColocatedVLLMEngine(RolloutEngine):
             from lightning_megatron_rl.rollout.vllm_worker import Worker
 
             worker = Worker(weights_fd=None)
-            self._limits = worker.start({**arguments, "distributed_executor_backend": "external_launcher"})
-            if device == "cpu":
-                _drop_names()
+            try:
+                self._limits = worker.start({**arguments, "distributed_executor_backend": "external_launcher"})
+            except BaseException:
+                worker.stop()
+                raise
+            finally:
+                if device == "cpu":
+                    _drop_names()
         self._worker = worker
         self._device = device
         self._awake, self._has_weights, self.weight_version = {WEIGHTS, KV_CACHE}, True, 0
@@ -210,17 +215,16 @@ class ColocatedVLLMEngine(RolloutEngine):
         self.wake([WEIGHTS])
         self._has_weights = False
         num_bytes = 0
-        checked: Iterable[tuple[str, Tensor]] = self._layout.check(weights)
         extra, replayed = 0, False
         with isolated():
             if self._device == "cpu":
-                named = list(checked)
+                named = list(self._layout.check(weights))
                 num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in named)
                 worker.reload(named, version)
             else:
                 worker.begin()
-                whole = isinstance(weights, list)
-                for part in whole_parts(list(checked)) if whole else bucket_parts(checked, self.bucket_mb * 2**20):
+                whole = isinstance(weights, Sequence)
+                for part in self._parts(weights):
                     num_bytes += sum(place.num_bytes for place in part["placements"])
                     extra = extra if whole else max(extra, part["blocks"][0].numel())
                     worker.load(part)
@@ -229,6 +233,11 @@ class ColocatedVLLMEngine(RolloutEngine):
         report = SyncReport(num_bytes, time.perf_counter() - began, extra, "in process", replayed)
         log.info("weights of version %d: %.3f GB in process in %.3f s", version, num_bytes / 1e9, report.seconds)
         return report
+
+    def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[Part]:
+        if isinstance(weights, Sequence):
+            return whole_parts(self._layout.check_whole(weights))
+        return bucket_parts(self._layout.check(weights), self.bucket_mb * 2**20)
 
     def sleep(self, level: int = 1) -> int:
         """Free this rank's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both."""

@@ -1,7 +1,9 @@
 """A model's own loading of weights, recorded once as a list of plain copies and replayed from then on."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -14,22 +16,74 @@ from lightning_megatron_rl.rollout.placement import Placement, view_all
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
-@dataclass
+class Copies:
+    """Copies between pairs of tensors, in as few operations as there can be.
+
+    Args:
+        targets: Where to.
+        sources: Where from; each has its target's shape.
+
+    Example:
+        ``Copies(parameters, views).run()`` after each change of what the views look at.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        # torch copies a list in a few kernels if all of it is dense and of one dtype; otherwise pair by pair
+        self._lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for target, source in zip(targets, sources, strict=True):
+            if target.is_contiguous() and source.is_contiguous():
+                of_dtype = self._lists.setdefault((target.dtype, source.dtype), ([], []))
+                of_dtype[0].append(target)
+                of_dtype[1].append(source)
+            else:
+                self._pairs.append(_as_words(target, source))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy."""
+        for targets, sources in self._lists.values():
+            torch._foreach_copy_(targets, sources)
+        for target, source in self._pairs:
+            target.copy_(source)
+
+
 class CopyPlan:
     """What loading the tensors of `placements` copies, and where to.
+
+    Args:
+        placements: The tensors.
+        targets: Views of the model's parameters.
+        sources: What is copied there, as parts of the same blocks.
 
     Example:
         ``plan.run(blocks)`` does what ``model.load_weights(...)`` did with the same blocks.
     """
 
-    placements: list[Placement]
-    targets: list[Tensor]  # views of the model's parameters
-    sources: list[Placement]  # what is copied there, as parts of the same blocks
+    def __init__(self, placements: list[Placement], targets: list[Tensor], sources: list[Placement]) -> None:
+        self.placements = placements
+        self.targets = targets
+        self.sources = sources
+        self._held: tuple[list[int], Copies] | None = None  # addresses of the blocks, and copies out of them
 
     @torch.no_grad()
-    def run(self, blocks: Sequence[Tensor]) -> None:
-        """Copy from blocks that are laid out as those of the recording."""
-        torch._foreach_copy_(self.targets, view_all(self.sources, blocks))
+    def run(self, blocks: Sequence[Tensor], *, stays: bool = False) -> None:
+        """Copy from blocks that are laid out as those of the recording.
+
+        Args:
+            blocks: ``[bytes]`` uint8 each.
+            stays: Whether they stay where they are until `let_go`: views of them are held for the next time.
+        """
+        starts = [block.data_ptr() for block in blocks]
+        if self._held is None or self._held[0] != starts:
+            self._held = starts, Copies(self.targets, view_all(self.sources, blocks))
+        self._held[1].run()
+        if not stays:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no memory of a block any more."""
+        self._held = None
 
 
 @torch.no_grad()
@@ -39,7 +93,8 @@ def record_copies(
     """Load the tensors, and return the plan of that; None if loading did more with them than copy parts of them.
 
     vLLM's loaders narrow a tensor to this rank's part and copy it into a part of a fused parameter. Anything else, such
-    as a change of dtype before the copy or a product, makes a new tensor, which a list of copies cannot repeat.
+    as a change of dtype before the copy or a product, makes a new tensor, which a list of copies cannot repeat. A
+    tensor whose rows lie apart is copied for the loader, and the plan takes the rows from where they lie.
 
     Args:
         load: The model's `load_weights`.
@@ -47,10 +102,10 @@ def record_copies(
         placements: The tensors.
         parameters: Parameters and buffers that may be copied into.
     """
-    recorder = _Recorder(blocks, parameters)
-    views = [(placement.name, placement.view(blocks)) for placement in placements]
+    tensors = [placement.tensor(blocks) for placement in placements]
+    recorder = _Recorder(blocks, zip(placements, tensors, strict=True), parameters)
     with recorder:
-        load(views)
+        load([(placement.name, tensor) for placement, tensor in zip(placements, tensors, strict=True)])
     if recorder.other_uses:
         return None
     return CopyPlan(placements, recorder.targets, recorder.sources)
@@ -59,11 +114,15 @@ def record_copies(
 class _Recorder(TorchDispatchMode):
     """Takes note of copies out of the blocks into the parameters, and of every other use of the blocks' values."""
 
-    def __init__(self, blocks: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self, blocks: Sequence[Tensor], tensors: Iterable[tuple[Placement, Tensor]], parameters: Iterable[Tensor]
+    ) -> None:
         super().__init__()
-        self._blocks = {block.untyped_storage().data_ptr(): number for number, block in enumerate(blocks)}
+        self._blocks = {_memory(block): number for number, block in enumerate(blocks)}
         self._starts = [block.data_ptr() for block in blocks]
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        # copies of rows that lie apart, by their memory
+        self._copied = {_memory(tensor): place for place, tensor in tensors if _memory(tensor) not in self._blocks}
+        self._parameters = {_memory(parameter) for parameter in parameters}
         self.targets: list[Tensor] = []
         self.sources: list[Placement] = []
         self.other_uses: list[str] = []
@@ -71,28 +130,54 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        read = [tensor for tensor in given if self._block_of(tensor) is not None]
+        read = [tensor for tensor in given if self._is_weight(tensor)]
         if not read:
             return result
-        if func is torch.ops.aten.copy_.default and self._is_parameter(args[0]) and len(read) == 1:
-            self._note(args[0], args[1])
-        elif any(self._block_of(leaf) is None for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+        if func is torch.ops.aten.copy_.default and _memory(args[0]) in self._parameters and len(read) == 1:
+            self._note(args[0].detach(), args[1])
+        elif not all(self._is_weight(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             self.other_uses.append(str(func))  # a new tensor was made of the values; views are none
         return result
 
     def _note(self, target: Tensor, source: Tensor) -> None:
-        number = self._block_of(source)
-        assert number is not None
         shape = tuple(target.shape)
         source = source.expand(shape) if tuple(source.shape) != shape else source
-        offset = source.data_ptr() - self._starts[number]
-        self.targets.append(target.detach())
-        self.sources.append(Placement("", number, source.dtype, shape, source.stride(), offset))
+        whole = self._copied.get(_memory(source))
+        if whole is None:
+            number = self._blocks[_memory(source)]
+            offset = source.data_ptr() - self._starts[number]
+            self._add(target, Placement("", number, source.dtype, shape, source.stride(), offset))
+        elif (part := _rows_apart(whole, source)) is not None and target.is_contiguous():
+            self._add(target.view(part.shape), part)
+        else:
+            self.other_uses.append("a part of rows that lie apart")
 
-    def _block_of(self, tensor: Tensor) -> int | None:
-        if tensor.device.type == "meta":
-            return None
-        return self._blocks.get(tensor.untyped_storage().data_ptr())
+    def _add(self, target: Tensor, source: Placement) -> None:
+        self.targets.append(target)
+        self.sources.append(source)
 
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._parameters
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.device.type != "meta" and (_memory(tensor) in self._blocks or _memory(tensor) in self._copied)
+
+
+def _rows_apart(whole: Placement, part: Tensor) -> Placement | None:
+    """Return the blocks of rows that a part of their copy consists of; None if it is other than whole blocks."""
+    size = prod(whole.shape[1:])  # elements of one block
+    first, rest = divmod(int(part.storage_offset()), size)
+    count, more = divmod(part.numel(), size)
+    if rest or more or not part.is_contiguous():
+        return None
+    offset = whole.offset + first * whole.stride[0] * whole.dtype.itemsize
+    return replace(whole, name="", shape=(count, *whole.shape[1:]), offset=offset, tensor_shape=tuple(part.shape))
+
+
+def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a pair in elements of 8 bytes, of which a strided copy has fewer; as it is where that cannot be."""
+    if target.dtype == source.dtype:
+        with suppress(RuntimeError):  # sizes, strides or offsets are no multiples
+            return target.view(torch.int64), source.view(torch.int64)
+    return target, source
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

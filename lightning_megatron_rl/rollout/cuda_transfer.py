@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.placement import PlacedTensors, Placement, fill_buckets, place
+from lightning_megatron_rl.rollout.placement import PlacedWeights, Placement, fill_buckets, place
+from lightning_megatron_rl.weight_views import WeightViews
 
 BACKEND = "lightning_megatron_rl"  # the name under which vLLM knows our receiver
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 
-_DEVICE = 6  # place of the device's number in what torch rebuilds a tensor of another process from
+# places in what torch rebuilds a tensor of another process from
+_DEVICE = 6  # the device's number
+_COUNTER = 11  # the file with the count of readers, and the place in it
 
 Part = dict[str, Any]  # what the receiver takes; see `vllm_receiver.PartInfo`
 
@@ -41,9 +44,10 @@ class Post(Protocol):
 class IPCTransport:
     """CUDA IPC: workers of the same machine map the trainer's memory.
 
-    The tensors of a list are read where they are (`whole`), without a copy on the trainer's side. Those of an iterator,
-    and all for workers on several GPUs, go through one buffer of `bucket_bytes`, which is filled again when the workers
-    have copied out of it; workers on other GPUs than the trainer's have one, too.
+    The tensors of a sequence are read where they are (`whole`), without a copy on the trainer's side; memory that stays
+    is opened once, and stays open until `let_go`. Tensors of an iterator, and all for workers on several GPUs, go
+    through one buffer of `bucket_bytes`, which is filled again when the workers have copied out of it; workers on other
+    GPUs than the trainer's have one, too.
 
     Args:
         device: Number of the trainer's GPU among those that the workers see.
@@ -58,21 +62,39 @@ class IPCTransport:
         self.num_workers = num_workers
         self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
-        self._last = PlacedTensors()
+        self._last = PlacedWeights()
+        self._open: list[tuple[Any, ...]] = []  # of memory that the worker keeps open: what it opened it with
 
-    def forget(self) -> None:
-        """The next worker knows nothing of what was sent to the last one."""
-        self._last = PlacedTensors()
+    def forget(self, *, worker_is_gone: bool = False) -> None:
+        """What comes next is new to the worker: another one, or one that has let go of what it had.
 
-    def whole(self, tensors: list[tuple[str, Tensor]]) -> tuple[Part, int]:
-        """Return all tensors as one part that is read in place, and their bytes; for one worker.
-
-        Places that are those of the last time are not sent again.
+        Args:
+            worker_is_gone: Whether it has ended, and so cannot tell torch that it does not read any more.
         """
-        blocks, is_known = self._last.place(tensors)
-        torch.cuda.current_stream().synchronize()  # what computed the tensors is done
+        if worker_is_gone:
+            for handle in self._open:
+                torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+        self._open = []
+        self._last = PlacedWeights()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker keeps memory open."""
+        return bool(self._open)
+
+    def whole(self, weights: WeightViews) -> tuple[Part, int]:
+        """Return all weights as one part that is read in place, and their bytes; for one worker.
+
+        Places and memory that are those of the last time are not sent again.
+        """
+        blocks, is_known = self._last.place(weights)
+        torch.cuda.current_stream().synchronize()  # what computed the weights is done
+        handles = None
+        if not (is_known and self._open and weights.stays):
+            handles = self._handles(blocks)
+            self._open = handles[0] if weights.stays else []
         placements = None if is_known else self._last.placements
-        return _part(placements, handles=self._handles(blocks), keep=True), self._last.num_bytes
+        return _part(placements, handles=handles, keep=True, stays=weights.stays), self._last.num_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
@@ -156,9 +178,9 @@ def join_group(host: str, port: int, *, rank: int, world_size: int, timeout: tim
     return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)  # type: ignore[return-value]
 
 
-def whole_parts(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[Part]:
+def whole_parts(weights: WeightViews) -> Iterator[Part]:
     """The one part of an update in the same process: the memory itself."""
-    blocks, placements = place(tensors)
+    blocks, placements = place(weights.views)
     yield _part(placements, blocks=blocks, keep=True)
 
 
@@ -175,8 +197,16 @@ def _part(
     num_bytes: int | None = None,
     blocks: list[Tensor] | None = None,
     keep: bool = False,
+    stays: bool = False,
 ) -> Part:
-    return {"placements": placements, "handles": handles, "num_bytes": num_bytes, "blocks": blocks, "keep": keep}
+    return {
+        "placements": placements,
+        "handles": handles,
+        "num_bytes": num_bytes,
+        "blocks": blocks,
+        "keep": keep,
+        "stays": stays,
+    }
 
 
 def _handle(block: Tensor, device: int) -> tuple[Any, ...]:

@@ -140,8 +140,12 @@ class RolloutEngine(Protocol):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them.
 
-        Tensors of a list all exist at once and may be read where they are; those of an iterator are taken one by one.
+        Tensors of a sequence all exist at once and may be read where they are, those of `WeightViews` that stay until
+        `let_go`; tensors of an iterator are taken one by one.
         """
+
+    def let_go(self) -> None:
+        """Read no memory of an earlier update any more: it may be freed. The engine keeps its own weights."""
 
     def sleep(self, level: int = 1) -> int:
         """Give the device's memory back, and return the bytes; asleep already, it does nothing."""

@@ -1,5 +1,6 @@
 """Where named tensors lie in memory that another process can map: plain data, and buckets of a bounded size."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.buffers import aligned
+from lightning_megatron_rl.weight_views import WeightView, WeightViews
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Placement:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # elements
     offset: int  # bytes from the start of the block
+    tensor_shape: tuple[int, ...] | None = None  # if the view's rows lie in blocks apart: of the tensor they are
 
     @property
     def num_bytes(self) -> int:
@@ -31,8 +34,13 @@ class Placement:
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The tensor itself, without a copy; blocks are ``[bytes]`` uint8."""
+        """The tensor itself, without a copy, or its rows as they lie; blocks are ``[bytes]`` uint8."""
         return view_all([self], blocks)[0]
+
+    def tensor(self, blocks: Sequence[Tensor]) -> Tensor:
+        """The tensor; a copy if its rows lie apart."""
+        view = self.view(blocks)
+        return view if self.tensor_shape is None else view.reshape(self.tensor_shape)
 
 
 def view_all(placements: Iterable[Placement], blocks: Sequence[Tensor]) -> list[Tensor]:
@@ -54,8 +62,8 @@ def view_all(placements: Iterable[Placement], blocks: Sequence[Tensor]) -> list[
     return views
 
 
-def place(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], list[Placement]]:
-    """Describe tensors where they are: the storages they lie in, as ``[bytes]`` uint8, and their places there.
+def place(weights: Iterable[WeightView]) -> tuple[list[Tensor], list[Placement]]:
+    """Describe weights where they are: the storages they lie in, as ``[bytes]`` uint8, and their places there.
 
     Example:
         Two slices of one buffer give one block and two placements.
@@ -63,45 +71,55 @@ def place(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], list[Pla
     blocks: list[Tensor] = []
     numbers: dict[int, int] = {}
     placements = []
-    for name, tensor in tensors:
-        storage = tensor.untyped_storage()
+    for weight in weights:
+        view = weight.view
+        storage = view.untyped_storage()
         number = numbers.setdefault(storage.data_ptr(), len(blocks))
         if number == len(blocks):
-            blocks.append(_whole_storage(tensor))
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        stride = tuple(int(step) for step in tensor.stride())
-        placements.append(Placement(name, number, tensor.dtype, tuple(tensor.shape), stride, offset))
+            blocks.append(_whole_storage(view))
+        offset = int(view.storage_offset()) * view.itemsize
+        stride = tuple(int(step) for step in view.stride())
+        shape = tuple(view.shape)
+        apart = None if shape == weight.shape else weight.shape
+        placements.append(Placement(weight.name, number, view.dtype, shape, stride, offset, apart))
     return blocks, placements
 
 
-class PlacedTensors:
-    """Where the tensors of an update lie, found once for as long as they stay there.
+class PlacedWeights:
+    """Where the weights of an update lie, found once for as long as they stay there.
 
     Example:
-        ``placed.place(weights)`` gives the blocks; the second time, with the same tensors, ``True`` with them.
+        ``placed.place(weights)`` gives the blocks; the second time, with the same weights, ``True`` with them.
     """
 
     def __init__(self) -> None:
         self.placements: list[Placement] = []
         self.num_bytes = 0
+        self._last: weakref.ref[WeightViews] | None = None
         self._key: list[tuple[object, ...]] = []
-        self._firsts: list[int] = []  # of each block: a tensor in it
+        self._firsts: list[int] = []  # of each block: a weight in it
         self._spans: list[tuple[int, int]] = []  # of each block: where it starts, and its bytes
 
-    def place(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], bool]:
+    def place(self, weights: WeightViews) -> tuple[list[Tensor], bool]:
         """Return the blocks as `place` does, and whether everything lies as the last time."""
-        key: list[tuple[object, ...]] = [
-            (name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors
-        ]
-        if key == self._key:
-            blocks = [_whole_storage(tensors[first][1]) for first in self._firsts]
+        views = weights.views
+        is_last = self._last is not None and self._last() is weights  # then at most their memory has moved
+        self._last = weakref.ref(weights)
+        if is_last or [_key(view) for view in views] == self._key:
+            blocks = [_whole_storage(views[first].view) for first in self._firsts]
             if _spans(blocks) == self._spans:  # offsets count from the start of a block
                 return blocks, True
-        blocks, self.placements = place(tensors)
-        self._key, self._spans, self.num_bytes = key, _spans(blocks), sum(found.num_bytes for found in self.placements)
+        blocks, self.placements = place(views)
+        self._key, self._spans = [_key(view) for view in views], _spans(blocks)
+        self.num_bytes = sum(found.num_bytes for found in self.placements)
         numbers = [found.block for found in self.placements]
         self._firsts = [numbers.index(number) for number in range(len(blocks))]
         return blocks, False
+
+
+def _key(weight: WeightView) -> tuple[object, ...]:
+    view = weight.view
+    return weight.name, weight.shape, view.data_ptr(), view.dtype, view.shape, view.stride()
 
 
 def _spans(blocks: Sequence[Tensor]) -> list[tuple[int, int]]:

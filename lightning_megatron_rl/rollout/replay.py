@@ -70,6 +70,9 @@ class ReplayEngine:
         self.weight_version = version
         return SyncReport(num_bytes, time.perf_counter() - started, extra_bytes=0, transport="none")
 
+    def let_go(self) -> None:
+        """Nothing is read later."""
+
     def sleep(self, level: int = 1) -> int:
         """Nothing to free."""
         return 0

@@ -41,6 +41,7 @@ class PartInfo(WeightTransferUpdateInfo):
     num_bytes: int | None  # of a broadcast by NCCL
     blocks: list[Tensor] | None  # in the same process: the memory itself
     keep: bool  # whether the memory stays as it is until the update ends
+    stays: bool  # whether it stays where it is, and is held, until `let_go`
 
 
 class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
@@ -57,6 +58,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         self._blocks: list[Tensor] = []  # what is loaded from
         self._placements: list[Placement] = []
         self._lent: list[Tensor] = []  # the trainer's memory, perhaps on another GPU
+        self._stays = False
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join the trainer's group."""
@@ -77,7 +79,8 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         self._blocks = self._receive(update_info)
         if update_info.placements is not None:
             self._placements = update_info.placements
-        self.loader.load(self._blocks, self._placements, keep=update_info.keep)
+        self._stays = update_info.stays
+        self.loader.load(self._blocks, self._placements, keep=update_info.keep, stays=update_info.stays)
 
     def _receive(self, info: PartInfo) -> list[Tensor]:
         if info.blocks is not None:
@@ -88,13 +91,21 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
             self._group.broadcast([block], dist.BroadcastOptions()).wait()
             return [block]
         if info.handles is not None:
+            self.loader.let_go()
+            self._blocks, self._lent = [], []  # closed before the next are opened: torch counts readers of each
             self._lent = [rebuild_cuda_tensor(*handle) for handle in info.handles[self.parallel_config.rank]]
         # from another GPU by way of memory here: what sleeps can be written by its own GPU alone
         return [block.to(self.device) for block in self._lent]
 
     def finish_weight_update(self) -> None:
-        """Finish the update and let the trainer's memory go."""
+        """Finish the update and let the trainer's memory go, unless it stays."""
         self.loader.end()
+        if not self._stays:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Hold none of the trainer's memory any more."""
+        self.loader.let_go()
         lent = [StorageWeakRef(block.untyped_storage()) for block in self._lent]
         self._blocks, self._lent = [], []
         if not all(storage.expired() for storage in lent):
@@ -126,6 +137,10 @@ class WeightReceiver(SharedWeightsReceiver):
         if not torch.cuda.is_available():
             return {"free": 0, "pooled": 0}
         return {"free": torch.cuda.mem_get_info()[0], "pooled": CuMemAllocator.get_instance().get_current_usage()}
+
+    def let_go(self) -> None:
+        """Hold none of the trainer's memory any more."""
+        self.weight_transfer_engine.let_go()
 
     def was_replayed(self) -> bool:
         """Whether the last update was copies that had been recorded in an earlier one."""

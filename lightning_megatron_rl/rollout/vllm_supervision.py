@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -26,9 +27,11 @@ from lightning_megatron_rl.rollout.process import (
     WorkerProcess,
 )
 from lightning_megatron_rl.rollout.shared_weights import SharedWeights, Slot
+from lightning_megatron_rl.weight_views import WeightViews
 
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm_worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
+LET_GO_S = 30.0  # it is an instant's work; more at the end of a run would be a hang
 LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 
 T = TypeVar("T")
@@ -63,6 +66,7 @@ class SupervisedEngine(RolloutEngine):
         self._transport: IPCTransport | NCCLTransport | None = None  # None: shared memory
         self._connected_pid: int | None = None  # the worker that is in the transport's group
         self._worker_plan: list[Slot] | None = None  # what the worker knows of the shared memory's layout
+        self._checked: WeakKeyDictionary[WeightViews, WeightViews] = WeakKeyDictionary()  # by what was given
 
     @property
     def pid(self) -> int | None:
@@ -115,10 +119,7 @@ class SupervisedEngine(RolloutEngine):
         """
         began = time.perf_counter()
         self._started()
-        checked: Iterable[tuple[str, Tensor]] = self._layout.check(weights)
-        if isinstance(weights, list):
-            checked = list(checked)  # all of them are right before the first is sent
-        on_gpu, checked = _peek(checked)
+        on_gpu, checked = _peek(self._check(weights))
         self._shared_push = None
         if self._transport is None or not on_gpu:
             num_bytes, extra, replayed = self._update_through_host(checked, version), 0, False
@@ -129,6 +130,17 @@ class SupervisedEngine(RolloutEngine):
         report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed)
         log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
         return report
+
+    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        if not isinstance(weights, Sequence):
+            return self._layout.check(weights)
+        # all of them are right before the first is sent; the same ones are right every time
+        checked = self._checked.get(weights) if isinstance(weights, WeightViews) else None
+        if checked is None:
+            checked = self._layout.check_whole(weights)
+            if isinstance(weights, WeightViews):
+                self._checked[weights] = checked
+        return checked
 
     def _update_through_host(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         plan = self._started().write(weights)
@@ -144,7 +156,7 @@ class SupervisedEngine(RolloutEngine):
                 return self._transfer(self._running_worker(), weights, version)
             except EngineDiedError as error:
                 self._failures.append(error)
-                if not isinstance(weights, list):
+                if not isinstance(weights, Sequence):
                     raise WeightsLostError(
                         f"the engine's process ended during the update to version {version}, and the weights came one"
                         f" by one: update_weights again with all of them. {error}"
@@ -172,7 +184,7 @@ class SupervisedEngine(RolloutEngine):
                     lambda: worker.receive("connect", self.call_timeout_s),
                 )
                 self._connected_pid = worker.pid
-            if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, list):
+            if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, WeightViews):
                 part, num_bytes = transport.whole(weights)
                 replayed = worker.request("update_weights", ("replace", part, version), self.call_timeout_s)
                 sizes = (num_bytes, 0)
@@ -188,6 +200,19 @@ class SupervisedEngine(RolloutEngine):
             raise
         self._worker_push, self.weight_version = self._wanted_push, version
         return *sizes, replayed
+
+    def let_go(self) -> None:
+        """Take memory back that the process keeps open from one update to the next; it has its own weights."""
+        if not isinstance(self._transport, IPCTransport) or not self._transport.is_open:
+            return
+        if self._worker is not None and not self._worker.is_gone:
+            try:
+                self._worker.request("update_weights", ("let_go",), LET_GO_S)
+                self._transport.forget()
+            except (EngineDiedError, EngineCallError, EngineTimeoutError) as error:  # the next call starts another
+                self._failures.append(error)
+        self._transport.forget(worker_is_gone=True)
+        self._transport.finish()
 
     def sleep(self, level: int = 1) -> int:
         """Free the GPU's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both.
@@ -243,6 +268,7 @@ class SupervisedEngine(RolloutEngine):
 
     def close(self) -> None:
         """End the process and free the shared memory; the engine can be started again."""
+        self.let_go()
         if self._worker is not None:
             self._worker.close(grace_s=5.0 if self._limits else 0.0)  # while it loads it does not listen
         if self._shared is not None:
@@ -307,7 +333,7 @@ class SupervisedEngine(RolloutEngine):
         self._limits = None
         self._worker_push, self._worker_plan = 0, None
         if isinstance(self._transport, IPCTransport):
-            self._transport.forget()
+            self._transport.forget(worker_is_gone=True)
         self._awake = {WEIGHTS, KV_CACHE}
         self._worker = WorkerProcess(
             WORKER_MODULE, self._environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
@@ -332,7 +358,7 @@ class SupervisedEngine(RolloutEngine):
 
 def _peek(weights: Iterable[tuple[str, Tensor]]) -> tuple[bool, Iterable[tuple[str, Tensor]]]:
     """Return whether the first tensor is on a GPU, and all of them."""
-    if isinstance(weights, list):
+    if isinstance(weights, Sequence):
         return weights[0][1].is_cuda, weights
     stream = iter(weights)
     first = next(stream)

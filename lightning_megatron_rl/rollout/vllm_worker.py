@@ -105,6 +105,11 @@ class Worker:
         self._llm.finish_weight_update()
         return all(self._llm.collective_rpc("was_replayed"))
 
+    def let_go(self) -> None:
+        """Hold none of the trainer's memory any more."""
+        assert self._llm is not None
+        self._llm.collective_rpc("let_go")
+
     def _finish(self, version: int) -> None:
         assert self._llm is not None
         self._version = version
@@ -190,7 +195,7 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     connection = Connection(connection_fd)
     worker = Worker(weights_fd)
-    names = ("start", "update", "connect", "begin", "load", "end", "replace", "sleep", "wake", "generate")
+    names = ("start", "update", "connect", "begin", "load", "end", "replace", "let_go", "sleep", "wake", "generate")
     calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in names}
     while True:
         try:

@@ -62,22 +62,23 @@ class WeightLoader:
 
             initialize_layerwise_reload(self._model)
 
-    def load(self, blocks: Sequence[Tensor], placements: list[Placement], *, keep: bool) -> None:
+    def load(self, blocks: Sequence[Tensor], placements: list[Placement], *, keep: bool, stays: bool = False) -> None:
         """Load one part of the weights.
 
         Args:
             blocks: Memory on the model's device.
             placements: The tensors in it.
             keep: Whether the memory stays as it is until the update ends.
+            stays: Whether it stays where it is until `let_go`.
         """
         if self._reloads:
             # vLLM holds what came until it has a whole layer
-            views = ((place.name, place.view(blocks)) for place in placements)
-            self._model.load_weights([(name, view if keep else view.clone()) for name, view in views])  # type: ignore[operator]
+            tensors = ((place.name, place.tensor(blocks)) for place in placements)
+            self._model.load_weights([(name, tensor if keep else tensor.clone()) for name, tensor in tensors])  # type: ignore[operator]
             return
         plan = self._plans[self._part] if self._part < len(self._plans) else None
         if plan is not None and (plan.placements is placements or plan.placements == placements):
-            plan.run(blocks)
+            plan.run(blocks, stays=stays)
         else:
             self.was_replayed = False
             del self._plans[self._part :]
@@ -92,6 +93,12 @@ class WeightLoader:
 
             finalize_layerwise_reload(self._model, self._model_config)
         torch.accelerator.synchronize()
+
+    def let_go(self) -> None:
+        """Hold no memory of an update any more."""
+        for plan in self._plans:
+            if plan is not None:
+                plan.let_go()
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()

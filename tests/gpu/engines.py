@@ -18,6 +18,7 @@ from lightning_megatron_rl.rollout.engine import (
     SyncReport,
     derive_seed,
 )
+from lightning_megatron_rl.weight_views import WeightViews
 from tests.modules.runs import parity, prompts
 from tests.training import Recorder, SequenceDataModule, make_trainer
 
@@ -66,11 +67,17 @@ class Transports:
     samples: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, SyncReport] = field(default_factory=dict)
     freed_bytes: dict[int, int] = field(default_factory=dict)
-    shared_files: list[str] = field(default_factory=list)  # that torch has made for this process and not removed
+    # that torch has made for this process and not removed: after an update, and when the engine is closed
+    shared_files: list[list[str]] = field(default_factory=list)
+
+
+def torch_files() -> list[str]:
+    """Names of what torch has in shared memory for this process."""
+    return [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
 
 
 def send_every_way(model: Path, kind: str, options: dict[str, Any]) -> Transports:
-    """The same weights through the host, recorded, replayed, in small buckets, and after both sleeps."""
+    """The same weights through the host, recorded, replayed, in small buckets, lent for good, and after both sleeps."""
     found = Transports()
     torch.cuda.set_device(0)
     engine = make_engine(kind, sleep_level=2, bucket_mb=1, **options)
@@ -92,17 +99,24 @@ def send_every_way(model: Path, kind: str, options: dict[str, Any]) -> Transport
         push("buckets", iter(second), 5)
         push("buckets of others", iter(first), 6)
         push("buckets replayed", iter(second), 7)
+        lent = WeightViews(WeightViews.of([(name, tensor.clone()) for name, tensor in first]).views, stays=True)
+        push("lent others", lent, 8)
+        for (_, tensor), (_, new) in zip(lent, second, strict=True):
+            tensor.copy_(new)
+        push("lent", lent, 9)
         found.freed_bytes[1] = engine.sleep(1)
         assert engine.sleep(1) == 0  # asleep already
         engine.wake()
         found.samples["slept at 1"] = sample_logprobs(engine)
         found.freed_bytes[2] = engine.sleep(2)
         engine.wake(["weights"])
-        push("slept at 2", second, 8)
-        found.shared_files = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+        push("slept at 2", second, 10)
+        found.shared_files.append(torch_files())
+        push("lent at the end", lent, 11)
         found.samples["other"] = found.samples["other again"]
     finally:
         engine.close()
+    found.shared_files.append(torch_files())
     return found
 
 
@@ -144,6 +158,7 @@ class GPURun:
     offloaded: list[int]
     seconds: list[float]
     num_restarts: int
+    shared_files: list[str]  # that torch has left for this process when the engine is closed
 
 
 def fit_grpo(
@@ -195,6 +210,7 @@ def fit_grpo(
         watcher.offloaded,
         watcher.seconds,
         restarts,
+        torch_files(),
     )
 
 

@@ -46,16 +46,17 @@ def check_ways(found: Transports, in_place: bool = True) -> None:
     """Every way ends in the same weights, bit by bit: the same seeds draw the same tokens with the same log-probs."""
     expected = found.samples["replayed"]
     assert expected != found.samples["other"]
-    for way in found.samples.keys() - {"other", "other again", "buckets of others"}:
+    for way in found.samples.keys() - {"other", "other again", "buckets of others", "lent others"}:
         assert found.samples[way] == expected, way
-    assert found.samples["buckets of others"] == found.samples["other"]
+    assert found.samples["buckets of others"] == found.samples["lent others"] == found.samples["other"]
     assert found.reports["replayed"].replayed
     assert found.reports["buckets replayed"].replayed
+    assert found.reports["lent"].replayed
     assert (found.reports["replayed"].extra_bytes == 0) == in_place
     assert 0 < found.reports["buckets"].extra_bytes <= MIB
     assert found.freed_bytes[1] >= 0.9 * 2**30  # the cache at least
     assert found.freed_bytes[2] >= 0.9 * 2**30
-    assert found.shared_files == []  # the weights are still there
+    assert found.shared_files == [[], []]  # the weights are still there
 
 
 @pytest.mark.parametrize("family", ["dense", "tied", "moe"])
@@ -81,7 +82,7 @@ def test_weights_to_four_gpus(gpu_pool, models):
 def check_nccl(found: Transports) -> None:
     """As `check_ways`; lists go through buckets, too."""
     assert {found.reports[way].transport for way in ("replayed", "buckets")} == {"NCCL"}
-    for way in ("host", "buckets", "buckets replayed", "slept at 1", "slept at 2"):
+    for way in ("host", "buckets", "buckets replayed", "lent", "slept at 1", "slept at 2"):
         assert found.samples[way] == found.samples["replayed"], way
     assert found.samples["replayed"] != found.samples["other"]
 
@@ -133,6 +134,7 @@ def test_killed_engine_is_replaced_and_gets_its_weights(gpu_pool, models):
     run = gpu_pool.run(fit_grpo, models["dense"], 1, steps=4, kill_at=2, **ONE)[0]
     check_parity(run, 4)
     assert run.num_restarts == 1
+    assert run.shared_files == []  # the process that was killed could not give anything back
 
 
 def test_sampler_in_the_trainers_process(fresh_pool, models):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.models.export_views import RowBlocks, find_blocks
+from lightning_megatron_rl.weight_views import WeightViews
 
 
 def test_rows_as_blocks():
@@ -39,17 +40,18 @@ def push_and_export(model: Path) -> tuple[dict[str, torch.Tensor], dict[str, tor
     trainer = make_trainer({}, 1, max_steps=1, precision="bf16-mixed")
     trainer.fit(policy, SequenceDataModule(frozen_sequences(4), 4))
     first = policy.weights_to_push()
-    assert isinstance(first, list)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(0.25)  # the plan is of places, not of values
     pushed = policy.weights_to_push()
     exported = {name: tensor.clone() for name, tensor in policy.export_weights()}
     places = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
-    elsewhere = [tensor for _, tensor in pushed if tensor.untyped_storage().data_ptr() not in places]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in elsewhere}) <= 1
-    copied = len(elsewhere)
-    return dict(pushed), exported, copied, isinstance(pushed, list)
+    assert isinstance(pushed, WeightViews)
+    assert pushed is first
+    assert pushed.stays
+    assert {found.view.untyped_storage().data_ptr() for found in pushed.views} <= places
+    copied = sum(tensor.untyped_storage().data_ptr() not in places for _, tensor in pushed)
+    return dict(pushed), exported, copied, isinstance(pushed, WeightViews)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_tied", "qwen3_moe"])

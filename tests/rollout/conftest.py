@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, SamplingParams, VLLMEngine, derive_seed
-from tests.policing import leaked_memory, shared_memory
+from tests.distributed import WorkerPool
+from tests.policing import keep_process, leaked_memory, shared_memory
 from tests.tiny_models import save_tiny_model
 
 MAX_MODEL_LEN = 512
@@ -176,3 +177,11 @@ def fault_harness(tied_model_dir: Path) -> Iterator[Harness]:
     model = AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32).eval()
     yield Harness(engine, model, restarts_after_its_starter=engine.num_restarts)
     engine.close()
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[WorkerPool]:
+    """Processes of the test's own: vLLM inside them leaves its patches there."""
+    pool = WorkerPool(2, on_start=keep_process)
+    yield pool
+    pool.close()

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron_rl.rollout.copy_plan import CopyPlan, record_copies
 from lightning_megatron_rl.rollout.placement import place
+from lightning_megatron_rl.weight_views import WeightView, WeightViews
 
 ROWS, WIDTH = 4, 6
 
@@ -45,7 +47,7 @@ def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, Te
 
 
 def record(model: Fused, named: list[tuple[str, Tensor]]) -> CopyPlan | None:
-    return record_copies(model.load_weights, *place(named), model.parameters())
+    return record_copies(model.load_weights, *place(WeightViews.of(named).views), model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,7 +59,7 @@ def test_replay_does_what_loading_does(rank, dtype):
     assert len(plan.targets) == 6
     expected.load_weights(weights(1, dtype))
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
-    plan.run(place(weights(2, dtype))[0])
+    plan.run(place(WeightViews.of(weights(2, dtype)).views)[0])
     expected.load_weights(weights(2, dtype))
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
 
@@ -87,3 +89,75 @@ def test_copies_to_other_places_are_no_plan():
 
     model.prepare = keep
     assert record(model, weights(1)) is None
+
+
+class Fusion(nn.Module):
+    """Loads queries and keys of one rank of two into one parameter, from tensors of whole groups."""
+
+    def __init__(self, rank: int, num_rows: int) -> None:
+        super().__init__()
+        self.rank, self.num_rows = rank, num_rows
+        self.qk = nn.Parameter(torch.zeros(2 * num_rows, WIDTH))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, loaded in weights:
+            start = "qk".index(name) * self.num_rows
+            part = loaded.narrow(0, self.rank * self.num_rows, self.num_rows)
+            self.qk.data.narrow(0, start, self.num_rows).copy_(part)
+
+
+def fused(seed: int, dtype: torch.dtype, width: int = WIDTH) -> WeightViews:
+    """Two groups, each with four rows of queries and four of keys, as a trainer's fused projection has them."""
+    matrix = torch.randn(16, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    step = (8 * width, width, 1)
+    views = [matrix.as_strided((2, 4, width), step, start * width) for start in (0, 4)]
+    return WeightViews([WeightView(name, view, (8, width)) for name, view in zip("qk", views, strict=True)], stays=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "num_rows"), [(0, 8), (0, 4), (1, 4)], ids=["all", "first group", "second group"])
+def test_rows_that_lie_apart_are_read_where_they_lie(rank, num_rows, dtype):
+    """bf16 of six numbers are no multiple of eight bytes: copied as they are; fp32 as numbers of eight bytes."""
+    model, expected = Fusion(rank, num_rows).to(dtype), Fusion(rank, num_rows).to(dtype)
+    weights = fused(1, dtype)
+    plan = record_copies(model.load_weights, *place(weights.views), model.parameters())
+    assert plan is not None
+    expected.load_weights(weights)
+    assert torch.equal(model.qk, expected.qk)
+    for seed in (2, 3):
+        weights = fused(seed, dtype)
+        plan.run(place(weights.views)[0])
+        expected.load_weights(weights)
+        assert torch.equal(model.qk, expected.qk)
+
+
+def test_parts_of_rows_that_lie_apart_are_no_plan():
+    """Three rows of a group of four: more than whole groups are loaded by the model itself in every update."""
+    model = Fusion(1, 3)
+    weights = fused(1, torch.float32)
+    assert record_copies(model.load_weights, *place(weights.views), model.parameters()) is None
+    expected = Fusion(1, 3)
+    expected.load_weights(weights)
+    assert torch.equal(model.qk, expected.qk)
+
+
+def test_memory_that_stays_is_held_until_the_plan_lets_go():
+    model = Fusion(0, 8)
+    weights = fused(1, torch.float32)
+    plan = record_copies(model.load_weights, *place(weights.views), model.parameters())
+    assert plan is not None
+    memory = StorageWeakRef(weights.views[0].view.untyped_storage())
+    plan.run(place(weights.views)[0], stays=True)
+    weights.views[0].view.mul_(2)
+    plan.run(place(weights.views)[0], stays=True)  # views are held, values are not
+    assert torch.equal(model.qk[:8], weights[0][1])
+    other = fused(2, torch.float32)
+    plan.run(place(other.views)[0], stays=True)  # other memory is looked at anew
+    assert torch.equal(model.qk[8:], other[1][1])
+    del weights
+    assert memory.expired()
+    memory = StorageWeakRef(other.views[0].view.untyped_storage())
+    del other
+    assert not memory.expired()
+    plan.let_go()
+    assert memory.expired()

@@ -1,6 +1,5 @@
 """Engines of two workers, on a CPU: in processes of their own, and as two ranks of the trainer."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,10 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rollout.engine import SamplingParams
-from tests.distributed import WorkerPool
-from tests.policing import keep_process
 from tests.rollout.conftest import make_engine, make_requests
+from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.deadline(300)
-
-
-@pytest.fixture
-def fresh_pool() -> Iterator[WorkerPool]:
-    """Processes of the test's own: vLLM inside them leaves its patches there."""
-    pool = WorkerPool(2, on_start=keep_process)
-    yield pool
-    pool.close()
 
 
 def shared_names() -> set[str]:
@@ -38,8 +28,8 @@ class Sampled:
     shared: list[set[str]]  # names in shared memory, while an engine runs and when it is closed
 
 
-def sample_in_process(model_dir: Path) -> Sampled:
-    """Sample, change the weights, sample, start another engine and sample with it."""
+def sample_in_process(model_dir: Path, refused_dir: Path) -> Sampled:
+    """Fail to start; sample, change the weights, sample, start another engine and sample with it."""
     from safetensors.torch import load_file
 
     from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
@@ -54,6 +44,9 @@ def sample_in_process(model_dir: Path) -> Sampled:
 
     found = []
     shared = [names()]
+    with pytest.raises(RuntimeError, match="min_w13_n_tile_size"):  # vLLM has no kernel for experts that narrow
+        ColocatedVLLMEngine(tensor_parallel_size=2, max_model_len=64, kv_cache_memory_gb=0.1).start(refused_dir)
+    assert names() == shared[0]
     for _ in range(2):
         engine = ColocatedVLLMEngine(tensor_parallel_size=2, max_model_len=64, kv_cache_memory_gb=0.1)
         engine.start(model_dir)
@@ -68,9 +61,13 @@ def sample_in_process(model_dir: Path) -> Sampled:
     return Sampled(*found, shared)
 
 
-def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, model_dir):
-    """vLLM's workers talk through shared memory, which would stay for as long as the run's processes do."""
-    ranks = fresh_pool.run(sample_in_process, model_dir, world_size=2, timeout=250)
+def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, model_dir, tmp_path):
+    """vLLM's workers talk through shared memory, which would stay for as long as the run's processes do.
+
+    What a start leaves that fails would make every later one fail.
+    """
+    refused = save_tiny_model(tmp_path, "qwen3_moe")
+    ranks = fresh_pool.run(sample_in_process, model_dir, refused, world_size=2, timeout=250)
     first, second = ranks
     assert (first.before, first.after) == (second.before, second.after)
     assert first.before != first.after

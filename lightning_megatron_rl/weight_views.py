@@ -1,0 +1,62 @@
+"""A model's weights as a trainer hands them over: where they lie, so that nothing is copied before it is sent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """One named tensor as it lies in memory.
+
+    Example:
+        The keys of a fused projection, whose rows lie in 8 blocks of 128:
+        ``WeightView("k_proj.weight", view, shape=(1024, 2048))`` with a view of ``[8, 128, 2048]``.
+    """
+
+    name: str
+    view: Tensor  # the tensor, or its rows in blocks that lie apart: [blocks, rows of a block, ...]
+    shape: tuple[int, ...]  # of the tensor
+
+    def tensor(self) -> Tensor:
+        """The tensor; a copy if its rows lie apart."""
+        return self.view.reshape(self.shape)
+
+
+class WeightViews(Sequence[tuple[str, Tensor]]):
+    """All weights of a model: a sequence of names and tensors, and the views that they are made from.
+
+    A tensor whose rows lie apart is copied each time it is taken from the sequence; `views` copy nothing.
+
+    Args:
+        views: By name, each once.
+        stays: Whether the memory stays where it is until whoever was given it has been told to let go. If not, it is
+            to be read within the call that it is given to.
+    """
+
+    def __init__(self, views: Sequence[WeightView], *, stays: bool = False) -> None:
+        self.views = list(views)
+        self.stays = stays
+
+    @classmethod
+    def of(cls, weights: Sequence[tuple[str, Tensor]]) -> "WeightViews":
+        """Return weights as views of themselves; views are returned as they are."""
+        if isinstance(weights, WeightViews):
+            return weights
+        return cls([WeightView(name, tensor, tuple(tensor.shape)) for name, tensor in weights])
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[str, Tensor]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[str, Tensor] | list[tuple[str, Tensor]]:
+        if isinstance(index, slice):
+            return [(found.name, found.tensor()) for found in self.views[index]]
+        return self.views[index].name, self.views[index].tensor()
