@@ -1,9 +1,11 @@
-"""A model's weights as a trainer hands them over: where they lie, so that nothing is copied before it is sent."""
+"""A model's weights as a trainer hands them over: where they lie, or put together in buckets."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import torch
 from torch import Tensor
 
 
@@ -60,3 +62,24 @@ class WeightViews(Sequence[tuple[str, Tensor]]):
         if isinstance(index, slice):
             return [(found.name, found.tensor()) for found in self.views[index]]
         return self.views[index].name, self.views[index].tensor()
+
+
+class WeightBuckets(Iterator[tuple[str, Tensor]]):
+    """All weights of a model that have to be put together first, bucket by bucket; a collective of the ranks.
+
+    An iterator of names and tensors, each of which stays as it is for as long as somebody holds it. `buckets` are
+    quicker: they lie in memory that is used again. Both go on where the other has stopped, and a rank that runs through
+    the one does its part for a rank that runs through the other.
+    """
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+
+    @abstractmethod
+    def buckets(self) -> Iterator[WeightViews]:
+        """Yield the rest of the weights; what was yielded is overwritten by the next but one.
+
+        The same objects in each update for as long as everything stays in place.
+        """

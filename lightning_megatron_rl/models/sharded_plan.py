@@ -189,7 +189,7 @@ def _first_misfit(
 def _first_difference(views: ShardedViews, exported: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name the first tensor that differs from the export; a collective, through all of them."""
     different: str | None = None
-    for (name, view), (exported_name, tensor) in zip(views.tensors(), exported, strict=True):
+    for (name, view), (exported_name, tensor) in zip(views.weights(), exported, strict=True):
         if different is None and not (name == exported_name and same(view, tensor)):
             different = name
     return different

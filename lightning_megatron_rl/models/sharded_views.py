@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.buffers import aligned
+from lightning_megatron_rl.copies import Copies
 from lightning_megatron_rl.models.export_views import RowBlocks
+from lightning_megatron_rl.weight_views import WeightBuckets, WeightView, WeightViews
 
-# Of whole tensors. Whoever takes them holds the last one, and with it its bucket, while the next bucket is filled from
-# one rank's part of it after the other.
+# Of whole tensors. Whoever takes them holds one, or reads it, while the next bucket is filled from one rank's part of
+# it after the other.
 BUCKET_BYTES = 256 * 2**20
 
 
@@ -115,49 +117,174 @@ class ShardedViews:
     ) -> None:
         self._parameters = parameters
         self._groups = groups
-        self._device = next(parameter.device for parameter in parameters if parameter is not None)
+        self.device = next(parameter.device for parameter in parameters if parameter is not None)
         self._buckets = [_fill(held) for held in _split(plans, bucket_bytes)]
+        self._bucket_bytes = bucket_bytes
+        self._places: list[int] = []
+        self._room: _Room | None = None
 
-    @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole tensors in the parameters' dtype; a collective: all ranks iterate to the end.
+    def __len__(self) -> int:
+        return len(self._buckets)
 
-        No memory is written twice: a tensor stays as it is for as long as somebody holds it, and so does the bucket
-        that it is part of.
+    def weights(self, *, stays: bool = False) -> WeightBuckets:
+        """Return the weights in the parameters' dtype, for one push; a collective: all ranks run through them.
+
+        Args:
+            stays: Whether buckets are put together in the same memory in all pushes, which is kept between them: that
+                of two buckets and a message. A tensor larger than a bucket has its own for as long as it is needed.
         """
-        for bucket in self._buckets:
-            yield from self._assemble(bucket)
+        places = [0 if parameter is None else parameter.data_ptr() for parameter in self._parameters]
+        room = self._room
+        if room is None or not stays or places != self._places:
+            room = _Room(self._sizes(), self.device, stays=stays)
+        self._room, self._places = (room, places) if stays else (None, [])
+        return _Push(self, room)
 
-    def _assemble(self, bucket: _Bucket) -> list[tuple[str, Tensor]]:
-        memory = _Memory(bucket.num_bytes, self._device)
-        for message in bucket.messages:  # in the same order on all ranks, also where a rank is in two groups
-            copy_all([memory.rectangle(place) for place in message.places], self._exchange(message))
-        return [(plan.name, memory.tensor(plan, start)) for plan, start in bucket.tensors]
+    def assembly(self, number: int, room: "_Room | None" = None) -> "_Assembly":
+        """Prepare to put one bucket together, in memory of its own if there is no room for it."""
+        bucket = self._buckets[number]
+        memory = _Memory(bucket.num_bytes, self.device, room.bucket(number) if room else None)
+        buffer = room.message() if room else None
+        # in the same order on all ranks, also where a rank is in two groups
+        exchanges = [self._exchange(message, memory, buffer) for message in bucket.messages]
+        views = [WeightView(plan.name, memory.tensor(plan, start), plan.shape) for plan, start in bucket.tensors]
+        return _Assembly(WeightViews(views, stays=room is not None and room.stays), exchanges)
 
-    def _exchange(self, message: _Message) -> list[Tensor]:
-        """Send what a message holds if it is this rank's, receive it if not, and return it."""
+    def _exchange(self, message: _Message, bucket: "_Memory", buffer: Tensor | None) -> "_Exchange":
         group = self._groups[message.is_expert]
         mine = []
         if dist.get_rank(group) == message.source:
             for place in message.places:
                 parameter = self._parameters[place.plan.task]
                 assert parameter is not None, "the plan was checked"
-                mine.append(place.piece.of(parameter))
+                mine.append(place.piece.of(parameter.detach()))
+        wanted = [bucket.rectangle(place) for place in message.places]
         if group.size() == 1:
-            return mine
-        memory = _Memory(message.num_bytes, self._device)
+            return _Exchange(group, message.source, None, None, Copies(wanted, mine))
+        memory = _Memory(message.num_bytes, self.device, buffer)
         packed = [memory.part(place) for place in message.places]
-        if mine:
-            copy_all(packed, mine)
-        dist.broadcast(memory.bytes, group=group, group_src=message.source)
-        return mine or packed
+        return _Exchange(
+            group, message.source, memory.bytes, Copies(packed, mine) if mine else None, Copies(wanted, mine or packed)
+        )
+
+    def has_room(self, number: int) -> bool:
+        """Whether a bucket is no larger than others: it is not one tensor that exceeds their size."""
+        return self._buckets[number].num_bytes <= aligned(self._bucket_bytes)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the largest bucket that there is to be room for, and of the largest message."""
+        buckets = [bucket for number, bucket in enumerate(self._buckets) if self.has_room(number)]
+        messages = [message.num_bytes for bucket in buckets for message in bucket.messages]
+        return max((bucket.num_bytes for bucket in buckets), default=0), max(messages, default=0)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One message of a bucket, ready to be sent or received."""
+
+    group: dist.ProcessGroup
+    source: int
+    memory: Tensor | None  # of the message; None: nobody else wants it
+    pack: Copies | None  # into it, if it is this rank's
+    unpack: Copies  # into the bucket
+
+    def run(self) -> None:
+        """Send the message if it is this rank's, receive it if not, and put what it holds where it belongs."""
+        if self.pack is not None:
+            self.pack.run()
+        if self.memory is not None:
+            dist.broadcast(self.memory, group=self.group, group_src=self.source)
+        self.unpack.run()
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    """A bucket, ready to be put together."""
+
+    weights: WeightViews
+    exchanges: list[_Exchange]
+
+    @torch.no_grad()
+    def run(self) -> WeightViews:
+        """Put it together; a collective."""
+        for exchange in self.exchanges:
+            exchange.run()
+        return self.weights
+
+
+class _Room:
+    """Memory in which buckets are put together, two at a time, and what was prepared for it.
+
+    Args:
+        sizes: Bytes of a bucket, and of a message.
+        device: Where.
+        stays: Whether it is used in more than one push.
+    """
+
+    def __init__(self, sizes: tuple[int, int], device: torch.device, *, stays: bool) -> None:
+        self.stays = stays
+        self.assemblies: dict[int, _Assembly] = {}
+        self._sizes = sizes
+        self._device = device
+        self._memories: dict[str, Tensor] = {}
+
+    def bucket(self, number: int) -> Tensor:
+        """Memory for a bucket, other than that of the one before."""
+        return self._memory("even" if number % 2 == 0 else "odd", self._sizes[0])
+
+    def message(self) -> Tensor:
+        """Memory for a message."""
+        return self._memory("message", self._sizes[1])
+
+    def _memory(self, name: str, num_bytes: int) -> Tensor:
+        if name not in self._memories:
+            self._memories[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._memories[name]
+
+
+class _Push(WeightBuckets):
+    def __init__(self, views: ShardedViews, room: _Room) -> None:
+        self._views = views
+        self._room = room
+        self._next = 0
+        self._held: list[tuple[str, Tensor]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._views.device
+
+    def __next__(self) -> tuple[str, Tensor]:
+        while not self._held:
+            if self._next == len(self._views):
+                raise StopIteration
+            self._next += 1
+            self._held = list(self._views.assembly(self._next - 1).run())[::-1]
+        return self._held.pop()
+
+    def buckets(self) -> Iterator[WeightViews]:
+        assemblies = self._room.assemblies
+        while self._next < len(self._views):
+            number = self._next
+            self._next += 1
+            if number not in assemblies and self._views.has_room(number):
+                assemblies[number] = self._views.assembly(number, self._room)
+            assembly = assemblies.get(number) or self._views.assembly(number)
+            yield assembly.run()
 
 
 class _Memory:
-    """Bytes that tensors of any dtype lie in."""
+    """Bytes that tensors of any dtype lie in.
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    Args:
+        num_bytes: How many.
+        device: Where.
+        memory: The first of these, if there are any.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, memory: Tensor | None = None) -> None:
+        if memory is None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.bytes = memory[:num_bytes]
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def tensor(self, plan: TensorPlan, start: int) -> Tensor:
@@ -181,17 +308,6 @@ class _Memory:
         if dtype not in self._typed:
             self._typed[dtype] = self.bytes.view(dtype)
         return self._typed[dtype]
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in as few kernels as there can be: one for all of a dtype that are laid out as their targets."""
-    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        into, out_of = kinds.setdefault((target.dtype, target.stride() == source.stride()), ([], []))
-        into.append(target)
-        out_of.append(source)
-    for into, out_of in kinds.values():
-        torch._foreach_copy_(into, out_of)
 
 
 def _split(plans: Sequence[TensorPlan], capacity: int) -> Iterator[list[TensorPlan]]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.export_views import ExportViews
 from lightning_megatron_rl.models.lora import LoRASettings
 
 if TYPE_CHECKING:
+    from lightning_megatron_rl.models.export_views import ExportViews
     from lightning_megatron_rl.models.hf_model import HFModel
     from lightning_megatron_rl.models.sharded_views import ShardedViews
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -52,18 +52,17 @@ class ExportsWeights(pl.LightningModule):
     def weights_to_push(self) -> Iterable[tuple[str, Tensor]]:
         """Return the policy's weights for an engine, which takes them in any precision: in that of training.
 
-        Where this rank has the whole model, `WeightViews` of its parameters. Otherwise an iterator, a collective: all
-        ranks run through it. Both are planned at the first call, a collective of the world; what cannot be planned,
-        and adapters, take the iterator of `export_weights`. Biases that balance experts are in fp32 in any case.
+        Where this rank has the whole model, `WeightViews` of its parameters. Otherwise `WeightBuckets`, a collective:
+        all ranks run through them. Both are planned at the first call, a collective of the world; what cannot be
+        planned, and adapters, take the iterator of `export_weights`. Biases that balance experts are in fp32 in any
+        case.
         """
         self.strategy.gather_parameters()
         chunks = list(self.model)
         views = None if self.lora is not None else self._plan_views(chunks)
         if views is None:
             return self.hf_model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
-        if isinstance(views, ExportViews):
-            return views.weights(stays="parameters" not in self.strategy.offloads)
-        return views.tensors()
+        return views.weights(stays="parameters" not in self.strategy.offloads)
 
     def _plan_views(self, chunks: list[nn.Module]) -> "ExportViews | ShardedViews | None":
         """Return the plan of these chunks, made once; None if there can be none."""

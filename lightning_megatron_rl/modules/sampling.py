@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -23,6 +23,7 @@ from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.strategy.distributed import data_parallel_gather
+from lightning_megatron_rl.weight_views import WeightBuckets
 
 _DEFAULT_SEED = 1234
 
@@ -268,8 +269,7 @@ class SamplesResponses(HoldsReference):
         with self.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted
                 weights = self.weights_to_push()
-                others = () if isinstance(weights, Sequence) else weights
-                report = self._push(weights, others, version)
+                report = self._push(weights, _collectives(weights), version)
                 if not self._lost_anywhere(report is None):
                     break
         self.last_sync, self.synced_version = report, version
@@ -322,6 +322,12 @@ def _push(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version:
     except WeightsLostError:
         return None
     finally:
-        if isinstance(weights, Iterator):
-            for _ in weights:  # the other ranks are in the middle of the export's collectives
-                pass
+        for _ in _collectives(weights):  # the other ranks are in the middle of the export's
+            pass
+
+
+def _collectives(weights: Iterable[tuple[str, Tensor]]) -> Iterable[Any]:
+    """What is left to run through together with other ranks."""
+    if isinstance(weights, WeightBuckets):
+        return weights.buckets()
+    return weights if isinstance(weights, Iterator) else ()

@@ -71,12 +71,6 @@ class CheckpointLayout:
             shapes.pop(OUTPUT_EMBEDDING, None)
         return cls(shapes, dtype=config.get("dtype") or config.get("torch_dtype") or "float32", is_tied=is_tied)
 
-    def check_whole(self, weights: Sequence[tuple[str, Tensor]]) -> WeightViews:
-        """Hold all weights to the layout, as `check` does, without a copy of those whose rows lie apart."""
-        views = WeightViews.of(weights)
-        found = [view for _, view in self.check((view.name, view) for view in views.views)]
-        return WeightViews(found, stays=views.stays)
-
     def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
         """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.
 
@@ -90,19 +84,44 @@ class CheckpointLayout:
         """
         seen: set[str] = set()
         for name, tensor in weights:
-            if self.is_tied and name == OUTPUT_EMBEDDING:
-                continue
-            if name not in self.shapes:
-                raise ValueError(f"weight {name!r} is not in the model's checkpoint; are these Hugging Face names?")
-            if name in seen:
-                raise ValueError(f"weight {name!r} was given twice")
-            if tuple(tensor.shape) != self.shapes[name]:
-                raise ValueError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's checkpoint has {self.shapes[name]}; "
-                    "was padding of the vocabulary or a tensor-parallel shard left in?"
-                )
-            seen.add(name)
-            yield name, tensor
+            if self._is_wanted(name, tensor.shape, seen):
+                yield name, tensor
+        self._check_complete(seen)
+
+    def check_whole(self, weights: Sequence[tuple[str, Tensor]]) -> WeightViews:
+        """Hold all weights to the layout, as `check` does, without a copy of those whose rows lie apart."""
+        views = WeightViews.of(weights)
+        found = [view for _, view in self.check((view.name, view) for view in views.views)]
+        return WeightViews(found, stays=views.stays)
+
+    def check_buckets(self, buckets: Iterable[WeightViews]) -> Iterator[WeightViews]:
+        """Pass buckets on one by one, holding their weights to the layout as `check` does."""
+        seen: set[str] = set()
+        for bucket in buckets:
+            wanted = [view for view in bucket.views if self._is_wanted(view.name, view.shape, seen)]
+            if len(wanted) == len(bucket.views):
+                yield bucket
+            elif wanted:
+                yield WeightViews(wanted, stays=bucket.stays)
+        self._check_complete(seen)
+
+    def _is_wanted(self, name: str, shape: Iterable[int], seen: set[str]) -> bool:
+        """Whether a weight is one of the layout's, which is added to `seen`; False of a tied output embedding."""
+        if self.is_tied and name == OUTPUT_EMBEDDING:
+            return False
+        if name not in self.shapes:
+            raise ValueError(f"weight {name!r} is not in the model's checkpoint; are these Hugging Face names?")
+        if name in seen:
+            raise ValueError(f"weight {name!r} was given twice")
+        if tuple(shape) != self.shapes[name]:
+            raise ValueError(
+                f"weight {name!r} has shape {tuple(shape)}, the model's checkpoint has {self.shapes[name]}; "
+                "was padding of the vocabulary or a tensor-parallel shard left in?"
+            )
+        seen.add(name)
+        return True
+
+    def _check_complete(self, seen: set[str]) -> None:
         missing = sorted(self.shapes.keys() - seen)
         if missing:
             names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")

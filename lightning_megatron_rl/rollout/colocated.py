@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
-from lightning_megatron_rl.rollout.cuda_transfer import Part, bucket_parts, whole_parts
+from lightning_megatron_rl.rollout.cuda_transfer import InProcess, Part
 from lightning_megatron_rl.rollout.engine import (
     Generation,
     GenerationRequest,
@@ -28,6 +28,7 @@ from lightning_megatron_rl.rollout.engine import (
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
 from lightning_megatron_rl.rollout.process import named_memory
 from lightning_megatron_rl.rollout.vllm_settings import engine_environment, llm_arguments
+from lightning_megatron_rl.weight_views import WeightBuckets
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.rollout.vllm_worker import Worker
@@ -132,6 +133,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._worker: Worker | None = None
         self._has_weights = False
         self._awake: set[str] = set()
+        self._in_process = InProcess(bucket_mb * 2**20)
 
     def start(self, model_path: str | Path) -> None:
         """Load the model on this rank; a collective of all ranks of the run.
@@ -223,10 +225,9 @@ class ColocatedVLLMEngine(RolloutEngine):
                 worker.reload(named, version)
             else:
                 worker.begin()
-                whole = isinstance(weights, Sequence)
                 for part in self._parts(weights):
                     num_bytes += sum(place.num_bytes for place in part["placements"])
-                    extra = extra if whole else max(extra, part["blocks"][0].numel())
+                    extra = extra if part["keep"] else max(extra, part["blocks"][0].numel())
                     worker.load(part)
                 replayed = worker.end(version)
         self._has_weights, self.weight_version = True, version
@@ -236,8 +237,15 @@ class ColocatedVLLMEngine(RolloutEngine):
 
     def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[Part]:
         if isinstance(weights, Sequence):
-            return whole_parts(self._layout.check_whole(weights))
-        return bucket_parts(self._layout.check(weights), self.bucket_mb * 2**20)
+            return self._in_process.parts([self._layout.check_whole(weights)], keep=True)
+        if isinstance(weights, WeightBuckets):
+            return self._in_process.parts(self._layout.check_buckets(weights.buckets()))
+        return self._in_process.bucket_parts(self._layout.check(weights))
+
+    def let_go(self) -> None:
+        """Read no memory of an earlier update any more."""
+        if self._worker is not None and self._device == "cuda":
+            self._worker.let_go()
 
     def sleep(self, level: int = 1) -> int:
         """Free this rank's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both."""

@@ -1,7 +1,6 @@
 """A model's own loading of weights, recorded once as a list of plain copies and replayed from then on."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,41 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron_rl.copies import Copies
 from lightning_megatron_rl.rollout.placement import Placement, view_all
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
-
-
-class Copies:
-    """Copies between pairs of tensors, in as few operations as there can be.
-
-    Args:
-        targets: Where to.
-        sources: Where from; each has its target's shape.
-
-    Example:
-        ``Copies(parameters, views).run()`` after each change of what the views look at.
-    """
-
-    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        # torch copies a list in a few kernels if all of it is dense and of one dtype; otherwise pair by pair
-        self._lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        for target, source in zip(targets, sources, strict=True):
-            if target.is_contiguous() and source.is_contiguous():
-                of_dtype = self._lists.setdefault((target.dtype, source.dtype), ([], []))
-                of_dtype[0].append(target)
-                of_dtype[1].append(source)
-            else:
-                self._pairs.append(_as_words(target, source))
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Copy."""
-        for targets, sources in self._lists.values():
-            torch._foreach_copy_(targets, sources)
-        for target, source in self._pairs:
-            target.copy_(source)
 
 
 class CopyPlan:
@@ -169,14 +137,6 @@ def _rows_apart(whole: Placement, part: Tensor) -> Placement | None:
         return None
     offset = whole.offset + first * whole.stride[0] * whole.dtype.itemsize
     return replace(whole, name="", shape=(count, *whole.shape[1:]), offset=offset, tensor_shape=tuple(part.shape))
-
-
-def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a pair in elements of 8 bytes, of which a strided copy has fewer; as it is where that cannot be."""
-    if target.dtype == source.dtype:
-        with suppress(RuntimeError):  # sizes, strides or offsets are no multiples
-            return target.view(torch.int64), source.view(torch.int64)
-    return target, source
 
 
 def _memory(tensor: Tensor) -> int:

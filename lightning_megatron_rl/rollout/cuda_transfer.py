@@ -2,14 +2,16 @@
 
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.placement import PlacedWeights, Placement, fill_buckets, place
+from lightning_megatron_rl.rollout.placement import PlacedWeights, Placement, fill_buckets
 from lightning_megatron_rl.weight_views import WeightViews
 
 BACKEND = "lightning_megatron_rl"  # the name under which vLLM knows our receiver
@@ -19,6 +21,9 @@ DEFAULT_BUCKET_BYTES = 512 * 2**20
 _DEVICE = 6  # the device's number
 _COUNTER = 11  # the file with the count of readers, and the place in it
 
+PASSING = -1  # number of memory that is not kept open
+
+Handle = tuple[Any, ...]  # what torch opens the memory of another process with
 Part = dict[str, Any]  # what the receiver takes; see `vllm_receiver.PartInfo`
 
 
@@ -27,8 +32,8 @@ class Transport(Protocol):
 
     name: str
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], post: "Post") -> tuple[int, int]:
-        """Hand all tensors over; return their bytes, and the most bytes that were held besides them at one time."""
+    def send(self, weights: Iterable[tuple[str, Tensor]], post: "Post") -> tuple[int, int]:
+        """Hand all weights over; return their bytes, and the most bytes that were held besides them at one time."""
 
     def finish(self) -> None:
         """Called when the workers have finished the update."""
@@ -44,10 +49,11 @@ class Post(Protocol):
 class IPCTransport:
     """CUDA IPC: workers of the same machine map the trainer's memory.
 
-    The tensors of a sequence are read where they are (`whole`), without a copy on the trainer's side; memory that stays
-    is opened once, and stays open until `let_go`. Tensors of an iterator, and all for workers on several GPUs, go
-    through one buffer of `bucket_bytes`, which is filled again when the workers have copied out of it; workers on other
-    GPUs than the trainer's have one, too.
+    Weights are read where they are: those of a sequence all at once, by one worker (`whole`), those of `WeightBuckets`
+    bucket by bucket, one while the next is put together. Memory that stays is opened once, and stays open until the
+    workers let go. Tensors of an iterator, and of a sequence for workers on several GPUs, go through one buffer of
+    `bucket_bytes`, which is filled again when the workers have copied out of it; workers on other GPUs than the
+    trainer's have one, too.
 
     Args:
         device: Number of the trainer's GPU among those that the workers see.
@@ -62,59 +68,90 @@ class IPCTransport:
         self.num_workers = num_workers
         self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
-        self._last = PlacedWeights()
-        self._open: list[tuple[Any, ...]] = []  # of memory that the worker keeps open: what it opened it with
-
-    def forget(self, *, worker_is_gone: bool = False) -> None:
-        """What comes next is new to the worker: another one, or one that has let go of what it had.
-
-        Args:
-            worker_is_gone: Whether it has ended, and so cannot tell torch that it does not read any more.
-        """
-        if worker_is_gone:
-            for handle in self._open:
-                torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
-        self._open = []
-        self._last = PlacedWeights()
+        self._placed: dict[int, PlacedWeights] = {}  # by number of the part
+        self._open: dict[int, _Opened] = {}  # memory that the workers keep open, by number
 
     @property
     def is_open(self) -> bool:
-        """Whether the worker keeps memory open."""
+        """Whether workers keep memory open."""
         return bool(self._open)
 
-    def whole(self, weights: WeightViews) -> tuple[Part, int]:
-        """Return all weights as one part that is read in place, and their bytes; for one worker.
+    def forget(self, *, workers_are_gone: bool = False) -> None:
+        """What comes next is new to the workers: other ones, or some that have let go of what they had.
 
-        Places and memory that are those of the last time are not sent again.
+        Args:
+            workers_are_gone: Whether they have ended, and so cannot tell torch that they do not read any more.
         """
-        blocks, is_known = self._last.place(weights)
-        torch.cuda.current_stream().synchronize()  # what computed the weights is done
-        handles = None
-        if not (is_known and self._open and weights.stays):
-            handles = self._handles(blocks)
-            self._open = handles[0] if weights.stays else []
-        placements = None if is_known else self._last.placements
-        return _part(placements, handles=handles, keep=True, stays=weights.stays), self._last.num_bytes
+        if workers_are_gone:
+            for opened in self._open.values():
+                for handle in chain(*opened.handles):
+                    torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+        self._open.clear()
+        self._placed.clear()
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
+    def whole(self, weights: WeightViews) -> tuple[Part, int]:
+        """Return all weights as one part that is read in place, and their bytes; for one worker."""
+        return self._part(weights, 0, keep=True), self._placed[0].num_bytes
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
-        self.forget()  # the worker is about to learn other places
+        self._placed.clear()  # the workers are about to learn other places
         num_bytes, extra, buffer = 0, 0, None
-        for bucket, placements in fill_buckets(tensors, self.bucket_bytes):
+        for number, (bucket, placements) in enumerate(fill_buckets(weights, self.bucket_bytes)):
             torch.cuda.current_stream().synchronize()
             handles = None if bucket is buffer else self._handles([bucket])
             buffer = bucket
-            post(_part(placements, handles=handles, keep=False))
+            post(make_part(number, placements, handles=handles))
             num_bytes, extra = num_bytes + _num_bytes(placements), max(extra, bucket.numel())
+        return num_bytes, extra
+
+    def send_buckets(self, buckets: Iterator[WeightViews], post: Post) -> tuple[int, int]:
+        """As `send`, from buckets of which the next may be put together while workers read one."""
+        num_bytes, extra, number = 0, 0, 0
+        bucket = next(buckets, None)
+        while bucket is not None:
+            part = self._part(bucket, number)
+            following: list[WeightViews] = []
+            post(part, lambda following=following: following.extend(islice(buckets, 1)))  # type: ignore[misc]
+            num_bytes += self._placed[number].num_bytes
+            size = bucket.views[0].view.untyped_storage().nbytes()
+            extra = max(extra, 2 * size if bucket.stays else size)  # there is another one for the next
+            bucket, number = following[0] if following else None, number + 1
         return num_bytes, extra
 
     def finish(self) -> None:
         """Take back what the workers have let go of."""
         torch.cuda.ipc_collect()
 
-    def _handles(self, blocks: list[Tensor]) -> list[list[tuple[Any, ...]]]:
+    def _part(self, weights: WeightViews, number: int, *, keep: bool = False) -> Part:
+        """Return weights as a part that is read in place.
+
+        Places and open memory that are those of the last time are not sent again.
+        """
+        placed = self._placed.setdefault(number, PlacedWeights())
+        blocks, is_known = placed.place(weights)
+        torch.cuda.current_stream().synchronize()  # what computed the weights is done
+        memory = number % 2 if weights.stays else PASSING
+        opened = self._open.get(memory)
+        handles = None
+        if opened is None or opened.places != placed.spans:
+            handles = self._handles(blocks)
+            if weights.stays:
+                self._open[memory] = _Opened(placed.spans, handles)
+        placements = None if is_known else placed.placements
+        return make_part(number, placements, handles=handles, memory=memory, keep=keep, stays=weights.stays)
+
+    def _handles(self, blocks: list[Tensor]) -> list[list[Handle]]:
         """What each worker opens the blocks with: torch counts one reader for each handle, and takes it off again."""
         return [[_handle(block, self.device) for block in blocks] for _ in range(self.num_workers)]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Memory that the workers keep open."""
+
+    places: list[tuple[int, int]]  # of its blocks: where they start, and their bytes
+    handles: list[list[Handle]]  # what they opened it with, by worker and block
 
 
 class NCCLTransport:
@@ -151,18 +188,18 @@ class NCCLTransport:
         )
         finish()
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
+    def send(self, weights: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
         assert self._group is not None, "connect comes first"
         group, num_bytes, extra = self._group, 0, 0
-        for bucket, placements in fill_buckets(tensors, self.bucket_bytes):
+        for number, (bucket, placements) in enumerate(fill_buckets(weights, self.bucket_bytes)):
             used = _end(placements)
 
             def broadcast(payload: Tensor = bucket[:used]) -> None:
                 group.broadcast([payload], dist.BroadcastOptions()).wait()
                 torch.cuda.current_stream().synchronize()
 
-            post(_part(placements, num_bytes=used), broadcast)
+            post(make_part(number, placements, num_bytes=used), broadcast)
             num_bytes, extra = num_bytes + _num_bytes(placements), max(extra, bucket.numel())
         return num_bytes, extra
 
@@ -178,29 +215,47 @@ def join_group(host: str, port: int, *, rank: int, world_size: int, timeout: tim
     return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)  # type: ignore[return-value]
 
 
-def whole_parts(weights: WeightViews) -> Iterator[Part]:
-    """The one part of an update in the same process: the memory itself."""
-    blocks, placements = place(weights.views)
-    yield _part(placements, blocks=blocks, keep=True)
+class InProcess:
+    """Parts of updates in the same process: the memory itself."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._placed: dict[int, PlacedWeights] = {}
+
+    def parts(self, weights: Iterable[WeightViews], *, keep: bool = False) -> Iterator[Part]:
+        """Yield weights where they are, each before the next is taken.
+
+        Args:
+            weights: All of them, or buckets.
+            keep: Whether they are all there until the update ends.
+        """
+        for number, views in enumerate(weights):
+            placed = self._placed.setdefault(number, PlacedWeights())
+            blocks, _ = placed.place(views)
+            yield make_part(number, placed.placements, blocks=blocks, keep=keep, stays=views.stays)
+
+    def bucket_parts(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
+        """Yield tensors that come one by one, in buckets."""
+        for number, (bucket, placements) in enumerate(fill_buckets(tensors, self._bucket_bytes)):
+            yield make_part(number, placements, blocks=[bucket])
 
 
-def bucket_parts(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Part]:
-    """Parts of an update in the same process, from tensors that come one by one."""
-    for bucket, placements in fill_buckets(tensors, capacity):
-        yield _part(placements, blocks=[bucket])
-
-
-def _part(
+def make_part(
+    number: int,
     placements: list[Placement] | None,
     *,
-    handles: list[list[tuple[Any, ...]]] | None = None,
+    handles: list[list[Handle]] | None = None,
     num_bytes: int | None = None,
     blocks: list[Tensor] | None = None,
+    memory: int = PASSING,
     keep: bool = False,
     stays: bool = False,
 ) -> Part:
+    """Return what `vllm_receiver.PartInfo` describes."""
     return {
+        "number": number,
         "placements": placements,
+        "memory": memory,
         "handles": handles,
         "num_bytes": num_bytes,
         "blocks": blocks,
@@ -209,7 +264,7 @@ def _part(
     }
 
 
-def _handle(block: Tensor, device: int) -> tuple[Any, ...]:
+def _handle(block: Tensor, device: int) -> Handle:
     """What a process that knows the GPU as number `device` opens the block's memory with.
 
     Whenever torch shares a storage, it wraps it once more, with a count of its readers in a file of shared memory that

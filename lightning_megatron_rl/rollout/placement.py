@@ -98,7 +98,7 @@ class PlacedWeights:
         self._last: weakref.ref[WeightViews] | None = None
         self._key: list[tuple[object, ...]] = []
         self._firsts: list[int] = []  # of each block: a weight in it
-        self._spans: list[tuple[int, int]] = []  # of each block: where it starts, and its bytes
+        self.spans: list[tuple[int, int]] = []  # of each block: where it starts, and its bytes
 
     def place(self, weights: WeightViews) -> tuple[list[Tensor], bool]:
         """Return the blocks as `place` does, and whether everything lies as the last time."""
@@ -107,10 +107,10 @@ class PlacedWeights:
         self._last = weakref.ref(weights)
         if is_last or [_key(view) for view in views] == self._key:
             blocks = [_whole_storage(views[first].view) for first in self._firsts]
-            if _spans(blocks) == self._spans:  # offsets count from the start of a block
+            if _spans(blocks) == self.spans:  # offsets count from the start of a block
                 return blocks, True
         blocks, self.placements = place(views)
-        self._key, self._spans = [_key(view) for view in views], _spans(blocks)
+        self._key, self.spans = [_key(view) for view in views], _spans(blocks)
         self.num_bytes = sum(found.num_bytes for found in self.placements)
         numbers = [found.block for found in self.placements]
         self._firsts = [numbers.index(number) for number in range(len(blocks))]

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, join_group
+from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, PASSING, Handle, join_group
 from lightning_megatron_rl.rollout.placement import Placement
 from lightning_megatron_rl.rollout.shared_weights import SharedWeightsReceiver
 from lightning_megatron_rl.rollout.weight_loader import WeightLoader
@@ -36,8 +36,10 @@ class GroupInfo(WeightTransferInitInfo):
 class PartInfo(WeightTransferUpdateInfo):
     """One part of an update."""
 
-    placements: list[Placement] | None  # None: those of the last part
-    handles: list[list[tuple[Any, ...]]] | None  # of CUDA IPC, by worker and block; None: the last part's blocks again
+    number: int  # in the update, from 0
+    placements: list[Placement] | None  # None: those of this part in the last update
+    memory: int  # number of the memory; PASSING: it is closed when the update ends, or when others come
+    handles: list[list[Handle]] | None  # of CUDA IPC, by worker and block; None: what is open under the number
     num_bytes: int | None  # of a broadcast by NCCL
     blocks: list[Tensor] | None  # in the same process: the memory itself
     keep: bool  # whether the memory stays as it is until the update ends
@@ -55,10 +57,9 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         super().__init__(config, vllm_config, device, model)
         self.loader = WeightLoader(model, vllm_config.model_config)
         self._group: dist.ProcessGroup | None = None
-        self._blocks: list[Tensor] = []  # what is loaded from
-        self._placements: list[Placement] = []
-        self._lent: list[Tensor] = []  # the trainer's memory, perhaps on another GPU
-        self._stays = False
+        self._placements: dict[int, list[Placement]] = {}  # by number of the part
+        self._lent: dict[int, list[Tensor]] = {}  # the trainer's memory by its number, perhaps on another GPU
+        self._copies: dict[int, list[Tensor]] = {}  # here, of what is on another GPU
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join the trainer's group."""
@@ -74,13 +75,20 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         """Start an update."""
         self.loader.begin()
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one part; when this returns, its memory may be used for the next, unless it is kept to the end."""
+        info = self.parse_update_info(update_info)
+        self.receive_weights(info)
+        if not info.keep:
+            torch.accelerator.synchronize()
+
     def receive_weights(self, update_info: PartInfo) -> None:
-        """Load one part."""
-        self._blocks = self._receive(update_info)
+        """Load one part, perhaps beside what follows."""
+        number = update_info.number
+        blocks = self._receive(update_info)
         if update_info.placements is not None:
-            self._placements = update_info.placements
-        self._stays = update_info.stays
-        self.loader.load(self._blocks, self._placements, keep=update_info.keep, stays=update_info.stays)
+            self._placements[number] = update_info.placements
+        self.loader.load(blocks, self._placements[number], keep=update_info.keep, stays=update_info.stays)
 
     def _receive(self, info: PartInfo) -> list[Tensor]:
         if info.blocks is not None:
@@ -91,23 +99,37 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
             self._group.broadcast([block], dist.BroadcastOptions()).wait()
             return [block]
         if info.handles is not None:
-            self.loader.let_go()
-            self._blocks, self._lent = [], []  # closed before the next are opened: torch counts readers of each
-            self._lent = [rebuild_cuda_tensor(*handle) for handle in info.handles[self.parallel_config.rank]]
+            self._close([info.memory])  # before others are opened: torch counts readers of each
+            self._lent[info.memory] = [
+                rebuild_cuda_tensor(*handle) for handle in info.handles[self.parallel_config.rank]
+            ]
+        lent = self._lent[info.memory]
+        if all(block.device == self.device for block in lent):
+            return lent
         # from another GPU by way of memory here: what sleeps can be written by its own GPU alone
-        return [block.to(self.device) for block in self._lent]
+        copies = self._copies.setdefault(info.memory, [torch.empty_like(block, device=self.device) for block in lent])
+        torch._foreach_copy_(copies, lent)
+        return copies
 
     def finish_weight_update(self) -> None:
-        """Finish the update and let the trainer's memory go, unless it stays."""
+        """Finish the update and let the trainer's memory go that does not stay."""
         self.loader.end()
-        if not self._stays:
-            self.let_go()
+        self._close([PASSING])
 
     def let_go(self) -> None:
         """Hold none of the trainer's memory any more."""
+        self._close(list(self._lent))
         self.loader.let_go()
-        lent = [StorageWeakRef(block.untyped_storage()) for block in self._lent]
-        self._blocks, self._lent = [], []
+
+    def _close(self, memories: list[int]) -> None:
+        closed = [memory for memory in memories if memory in self._lent]
+        if not closed:
+            return
+        self.loader.let_go()
+        lent = [StorageWeakRef(block.untyped_storage()) for memory in closed for block in self._lent[memory]]
+        for memory in closed:
+            del self._lent[memory]
+            self._copies.pop(memory, None)
         if not all(storage.expired() for storage in lent):
             gc.collect()  # takes longer than the whole update otherwise, but the trainer waits for its memory
         torch.cuda.ipc_collect()

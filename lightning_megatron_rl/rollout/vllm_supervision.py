@@ -27,7 +27,7 @@ from lightning_megatron_rl.rollout.process import (
     WorkerProcess,
 )
 from lightning_megatron_rl.rollout.shared_weights import SharedWeights, Slot
-from lightning_megatron_rl.weight_views import WeightViews
+from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
 
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm_worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
@@ -121,17 +121,22 @@ class SupervisedEngine(RolloutEngine):
         self._started()
         on_gpu, checked = _peek(self._check(weights))
         self._shared_push = None
-        if self._transport is None or not on_gpu:
+        transport = self._transport if on_gpu else None
+        if isinstance(checked, WeightBuckets) and not isinstance(transport, IPCTransport):
+            checked = self._layout.check(checked)  # tensor by tensor
+        if transport is None:
             num_bytes, extra, replayed = self._update_through_host(checked, version), 0, False
             name = "shared memory"
         else:
             num_bytes, extra, replayed = self._update_on_device(checked, version)
-            name = self._transport.name
+            name = transport.name
         report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed)
         log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
         return report
 
     def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        if isinstance(weights, WeightBuckets):
+            return weights
         if not isinstance(weights, Sequence):
             return self._layout.check(weights)
         # all of them are right before the first is sent; the same ones are right every time
@@ -190,7 +195,10 @@ class SupervisedEngine(RolloutEngine):
                 sizes = (num_bytes, 0)
             else:
                 worker.request("update_weights", ("begin",), self.call_timeout_s)
-                sizes = transport.send(weights, post)
+                if isinstance(transport, IPCTransport) and isinstance(weights, WeightBuckets):
+                    sizes = transport.send_buckets(self._layout.check_buckets(weights.buckets()), post)
+                else:
+                    sizes = transport.send(weights, post)
                 replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
             transport.finish()
         except EngineCallError as error:
@@ -211,7 +219,7 @@ class SupervisedEngine(RolloutEngine):
                 self._transport.forget()
             except (EngineDiedError, EngineCallError, EngineTimeoutError) as error:  # the next call starts another
                 self._failures.append(error)
-        self._transport.forget(worker_is_gone=True)
+        self._transport.forget(workers_are_gone=True)
         self._transport.finish()
 
     def sleep(self, level: int = 1) -> int:
@@ -231,6 +239,8 @@ class SupervisedEngine(RolloutEngine):
             raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
         if not self._awake:
             return 0
+        if isinstance(self._transport, IPCTransport) and self._transport.num_workers > 1:
+            self.let_go()  # workers on other GPUs hold copies of open memory
         worker = self._running_worker()
         freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
         self._awake = set()
@@ -333,7 +343,7 @@ class SupervisedEngine(RolloutEngine):
         self._limits = None
         self._worker_push, self._worker_plan = 0, None
         if isinstance(self._transport, IPCTransport):
-            self._transport.forget(worker_is_gone=True)
+            self._transport.forget(workers_are_gone=True)
         self._awake = {WEIGHTS, KV_CACHE}
         self._worker = WorkerProcess(
             WORKER_MODULE, self._environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
@@ -358,6 +368,8 @@ class SupervisedEngine(RolloutEngine):
 
 def _peek(weights: Iterable[tuple[str, Tensor]]) -> tuple[bool, Iterable[tuple[str, Tensor]]]:
     """Return whether the first tensor is on a GPU, and all of them."""
+    if isinstance(weights, WeightBuckets):
+        return weights.device.type == "cuda", weights
     if isinstance(weights, Sequence):
         return weights[0][1].is_cuda, weights
     stream = iter(weights)

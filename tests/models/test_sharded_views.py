@@ -19,6 +19,7 @@ from lightning_megatron_rl.models.export_views import RowBlocks
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.sharded_views import Piece, matrix_shape
 from lightning_megatron_rl.verify.layouts import parse_layout
+from lightning_megatron_rl.weight_views import WeightBuckets
 from tests.selection import by_default
 
 COLLECTIVES = ("broadcast", "all_gather", "all_reduce", "all_gather_object", "broadcast_object_list")
@@ -119,14 +120,33 @@ def count_calls(policy: Any, run: Any) -> Counter[str]:
         return Counter({name: spy.call_count for name, spy in entered.items() if spy.call_count})
 
 
+def in_buckets(weights: Any) -> Iterator[tuple[str, Tensor]]:
+    """Copies of the tensors of buckets, each taken before the next but one is there."""
+    if not isinstance(weights, WeightBuckets):
+        yield from weights
+        return
+    last: list[tuple[str, Tensor]] = []
+    for bucket in weights.buckets():
+        yield from [(name, tensor.clone()) for name, tensor in last]
+        last = list(bucket)
+    yield from [(name, tensor.clone()) for name, tensor in last]
+
+
 def push_twice(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[bool, list[str], Counter[str]]:
-    """Whether pushes are planned, what differs after the weights changed, and the calls of the second push."""
+    """Whether pushes are planned, what differs after the weights changed, and the calls of a push.
+
+    The leader of a replica takes buckets; the others of them take tensors every other time.
+    """
     policy = train(model, strategy, world_size)
-    list(policy.weights_to_push())
-    disturb(policy)
-    pushed: list[tuple[str, Tensor]] = []
-    calls = count_calls(policy, lambda: pushed.extend(policy.weights_to_push()))
-    return policy._planned_views[1] is not None, differences(pushed, exported(policy)), calls
+    list(in_buckets(policy.weights_to_push()))
+    found = []
+    for take in (in_buckets, in_buckets, list, in_buckets):
+        disturb(policy)
+        way = in_buckets if policy.strategy.replica.is_leader else take
+        pushed: list[tuple[str, Tensor]] = []
+        calls = count_calls(policy, lambda way=way, pushed=pushed: pushed.extend(way(policy.weights_to_push())))
+        found += differences(pushed, exported(policy))
+    return policy._planned_views[1] is not None, found, calls
 
 
 @pytest.mark.parametrize("case", by_default(DEFAULT, PUSHES))
@@ -155,8 +175,16 @@ def push_in_buckets(model: Path, strategy: dict[str, Any], bucket_bytes: int) ->
     views = policy.hf_model.plan_sharded_views(chunks, bucket_bytes)
     disturb(policy)
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        pushed = list(views.tensors())  # all are held
+        pushed = list(views.weights())  # all are held
     messages = [call.args[0].nbytes for call in broadcast.call_args_list]
+    buckets = [views.weights(stays=True) for _ in range(2)]
+    again = [[(bucket, bucket.views[0].view.untyped_storage()) for bucket in push.buckets()] for push in buckets]
+    staying = [[pair for pair in push if pair[0].stays] for push in again]
+    assert [bucket for bucket, _ in staying[0]] == [bucket for bucket, _ in staying[1]]
+    assert len(staying[0]) < len(again[0])  # one tensor is larger than a bucket
+    kept = {storage.data_ptr(): storage.nbytes() for _, storage in staying[0]}
+    assert len(kept) == 2
+    assert max(kept.values()) <= bucket_bytes
     held: dict[int, list[int]] = {}
     for _, tensor in pushed:
         held.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor.untyped_storage().nbytes())
@@ -166,7 +194,7 @@ def push_in_buckets(model: Path, strategy: dict[str, Any], bucket_bytes: int) ->
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "ep2"])
 def test_buckets_are_bounded(worker_pool, qwen3_moe_dir, layout):
-    bound = 20_000  # smaller than the largest tensor
+    bound = 12_000  # smaller than the largest tensor
     for different, shared, messages in worker_pool.run(
         push_in_buckets, qwen3_moe_dir, parse_layout(layout).strategy, bound, world_size=2, init_process_group=False
     ):
@@ -177,38 +205,43 @@ def test_buckets_are_bounded(worker_pool, qwen3_moe_dir, layout):
         assert max(messages) <= bound
 
 
-def break_off(model: Path, strategy: dict[str, Any]) -> list[str]:
-    """The leader's engine takes two tensors and is gone; everybody pushes again."""
+def break_off(model: Path, strategy: dict[str, Any], by_buckets: bool) -> list[str]:
+    """The leader's engine takes two tensors, or a bucket, and is gone; everybody pushes again."""
     from lightning_megatron_rl.models.hf_model import HFModel
     from lightning_megatron_rl.modules import sampling
 
     policy = train(model, strategy, 2)
 
-    def update(weights: Iterator[tuple[str, Tensor]], version: int) -> Any:
-        next(weights), next(weights)
+    def update(weights: WeightBuckets, version: int) -> Any:
+        if by_buckets:
+            next(weights.buckets())
+        else:
+            next(weights), next(weights)
         raise sampling.WeightsLostError("gone")
 
     engine: Any = SimpleNamespace(update_weights=update)
     several = partialmethod(HFModel.plan_sharded_views, bucket_bytes=20_000)
     with mock.patch.object(HFModel, "plan_sharded_views", several):
         weights = policy.weights_to_push()
-    report = policy.strategy.replica.run_on_leader(lambda: sampling._push(engine, weights, 1), others=weights)
+    others = sampling._collectives(weights)
+    report = policy.strategy.replica.run_on_leader(lambda: sampling._push(engine, weights, 1), others=others)
     assert report is None
     return differences(list(policy.weights_to_push()), exported(policy))
 
 
-def test_a_push_that_breaks_off_leaves_nobody_waiting(worker_pool, qwen3_dir):
+@pytest.mark.parametrize("by_buckets", [False, True], ids=["tensors", "buckets"])
+def test_a_push_that_breaks_off_leaves_nobody_waiting(worker_pool, qwen3_dir, by_buckets):
     strategy = {"tensor_model_parallel_size": 2}
-    results = worker_pool.run(break_off, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    results = worker_pool.run(break_off, qwen3_dir, strategy, by_buckets, world_size=2, init_process_group=False)
     assert results == [[], []]
 
 
 def push_other_chunks(model: Path, strategy: dict[str, Any]) -> list[str]:
     """What differs after the model was built anew."""
     policy = train(model, strategy, 2)
-    list(policy.weights_to_push())
+    list(in_buckets(policy.weights_to_push()))
     policy.model = torch.nn.ModuleList(policy.build_chunks())
-    return differences(list(policy.weights_to_push()), exported(policy))
+    return differences(list(in_buckets(policy.weights_to_push())), exported(policy))
 
 
 def test_other_chunks_are_planned_anew(worker_pool, qwen3_dir):
@@ -328,7 +361,7 @@ def plan_of(change: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[li
     with mock.patch.object(sharded_plan, "rank_zero_info") as info:
         views = sharded_plan.plan_sharded_views(tasks, convert, (world, world))
     said = [call.args[0] for call in info.call_args_list]
-    return None if views is None else differences(list(views.tensors()), list(convert(tasks))), said
+    return None if views is None else differences(list(views.weights()), list(convert(tasks))), said
 
 
 @pytest.mark.parametrize("change", CHANGES)

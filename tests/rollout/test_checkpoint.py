@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.rollout.checkpoint import OUTPUT_EMBEDDING, CheckpointLayout
+from lightning_megatron_rl.weight_views import WeightView, WeightViews
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,38 @@ def test_a_complete_set_passes_unchanged(layout, weights):
     passed = dict(layout.check(weights.items()))
     assert passed.keys() == weights.keys()
     assert all(passed[name] is weights[name] for name in weights)
+
+
+def test_views_and_buckets_are_held_to_the_layout_as_tensors_are(layout, weights):
+    """Without a copy of what lies apart: only names and shapes are looked at."""
+    name = "model.norm.weight"
+    apart = weights[name].as_strided((2, 32), (0, 1))  # two blocks of rows
+    views = [view for view in WeightViews.of(list(weights.items())).views if view.name != name]
+    whole = layout.check_whole(WeightViews([*views, WeightView(name, apart, (64,))], stays=True))
+    assert whole.stays
+    assert whole.views[-1].view is apart
+    buckets = [WeightViews(views[:5]), WeightViews([*views[5:], WeightView(name, apart, (64,))])]
+    assert list(layout.check_buckets(buckets)) == buckets
+    with pytest.raises(ValueError, match=f"1 of {len(weights)} weights are missing .*: {name}"):
+        list(layout.check_buckets([WeightViews(views[:5]), WeightViews(views[5:])]))
+    with pytest.raises(ValueError, match="was given twice"):
+        list(layout.check_buckets([buckets[0], buckets[0]]))
+    with pytest.raises(ValueError, match=rf"{name!r} has shape \(32,\)"):
+        layout.check_whole(WeightViews([*views, WeightView(name, apart, (32,))]))
+
+
+def test_tied_output_embedding_is_dropped_from_buckets(layout, weights):
+    tied = CheckpointLayout(
+        {name: shape for name, shape in layout.shapes.items() if name != OUTPUT_EMBEDDING}, layout.dtype, is_tied=True
+    )
+    views = WeightViews.of(list(weights.items())).views
+    output = [view for view in views if view.name == OUTPUT_EMBEDDING]
+    others = [view for view in views if view.name != OUTPUT_EMBEDDING]
+    first, second = tied.check_buckets([WeightViews([*output, *others[:1]], stays=True), WeightViews(others[1:])])
+    assert [view.name for view in first.views] == [others[0].name]
+    assert first.stays
+    assert len(second) == len(others) - 1
+    assert len(list(tied.check_buckets([WeightViews(output), WeightViews(others)]))) == 1
 
 
 def test_missing_weight_is_refused(layout, weights):
