@@ -104,6 +104,10 @@ class ExportViews:
             self._places = places
         return self._weights
 
+    def let_go(self) -> None:
+        """Keep no views any more; whoever reads them has let go of them."""
+        self._weights = None
+
 
 def _view(plan: _Planned) -> WeightView:
     view = plan.rows.view(plan.parameter.detach())

@@ -140,6 +140,10 @@ class ShardedViews:
         self._room, self._places = (room, places) if stays else (None, [])
         return _Push(self, room)
 
+    def let_go(self) -> None:
+        """Keep no memory of pushes any more; whoever reads it has let go of it."""
+        self._room, self._places = None, []
+
     def assembly(self, number: int, room: "_Room | None" = None) -> "_Assembly":
         """Prepare to put one bucket together, in memory of its own if there is no room for it."""
         bucket = self._buckets[number]
@@ -257,18 +261,19 @@ class _Push(WeightBuckets):
         while not self._held:
             if self._next == len(self._views):
                 raise StopIteration
+            assembly = self._views.assembly(self._next)
             self._next += 1
-            self._held = list(self._views.assembly(self._next - 1).run())[::-1]
+            self._held = list(assembly.run())[::-1]
         return self._held.pop()
 
     def buckets(self) -> Iterator[WeightViews]:
         assemblies = self._room.assemblies
         while self._next < len(self._views):
             number = self._next
-            self._next += 1
             if number not in assemblies and self._views.has_room(number):
                 assemblies[number] = self._views.assembly(number, self._room)
             assembly = assemblies.get(number) or self._views.assembly(number)
+            self._next += 1
             yield assembly.run()
 
 

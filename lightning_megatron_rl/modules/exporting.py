@@ -73,6 +73,12 @@ class ExportsWeights(pl.LightningModule):
             planned = self._planned_views = ([weakref.ref(chunk) for chunk in chunks], plan(chunks))
         return planned[1]
 
+    def teardown(self, stage: str) -> None:
+        """Give the memory of pushes back; the plan stays."""
+        super().teardown(stage)
+        if self._planned_views is not None and self._planned_views[1] is not None:
+            self._planned_views[1].let_go()
+
     def save_pretrained(self, directory: Path, max_shard_size: int = 5_000_000_000) -> None:
         """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks.
 

@@ -154,8 +154,8 @@ class SamplesResponses(HoldsReference):
 
     def teardown(self, stage: str) -> None:
         """The engine reads no memory of this run any more; it keeps its own weights."""
-        super().teardown(stage)
         self.engine.let_go()
+        super().teardown(stage)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""

@@ -95,14 +95,14 @@ class CheckpointLayout:
         return WeightViews(found, stays=views.stays)
 
     def check_buckets(self, buckets: Iterable[WeightViews]) -> Iterator[WeightViews]:
-        """Pass buckets on one by one, holding their weights to the layout as `check` does."""
+        """Pass buckets on one by one, holding their weights to the layout as `check` does.
+
+        One for each that comes, empty if nothing of it is wanted: whoever takes two has two made.
+        """
         seen: set[str] = set()
         for bucket in buckets:
             wanted = [view for view in bucket.views if self._is_wanted(view.name, view.shape, seen)]
-            if len(wanted) == len(bucket.views):
-                yield bucket
-            elif wanted:
-                yield WeightViews(wanted, stays=bucket.stays)
+            yield bucket if len(wanted) == len(bucket.views) else WeightViews(wanted, stays=bucket.stays)
         self._check_complete(seen)
 
     def _is_wanted(self, name: str, shape: Iterable[int], seen: set[str]) -> bool:

@@ -86,7 +86,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         enforce_eager: No compilation and no CUDA graphs.
         sleep_level: Give the memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2 drops
             them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
-        bucket_mb: Size of the buffer for weights that must be gathered or converted first. # MiB
+        bucket_mb: Size of the buffer for weights that come one by one; a planned push has its own. # MiB
         seed: vLLM's own seed; samples only depend on the seeds of their requests.
 
     Example:
@@ -277,8 +277,11 @@ class ColocatedVLLMEngine(RolloutEngine):
     def close(self) -> None:
         """Let go of the model; its memory comes free, what vLLM changed in the process does not come back."""
         if self._worker is not None:
-            self._worker.stop()
-        self._worker = None
+            try:
+                self.let_go()
+            finally:
+                self._worker.stop()
+                self._worker = None
 
     def _started(self) -> "Worker":
         if self._worker is None:

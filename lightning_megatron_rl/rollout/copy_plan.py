@@ -1,12 +1,13 @@
 """A model's own loading of weights, recorded once as a list of plain copies and replayed from then on."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,10 +71,9 @@ def record_copies(
         placements: The tensors.
         parameters: Parameters and buffers that may be copied into.
     """
-    tensors = [placement.tensor(blocks) for placement in placements]
-    recorder = _Recorder(blocks, zip(placements, tensors, strict=True), parameters)
+    recorder = _Recorder(blocks, parameters)
     with recorder:
-        load([(placement.name, tensor) for placement, tensor in zip(placements, tensors, strict=True)])
+        load(recorder.tensors(placements))
     if recorder.other_uses:
         return None
     return CopyPlan(placements, recorder.targets, recorder.sources)
@@ -82,21 +82,34 @@ def record_copies(
 class _Recorder(TorchDispatchMode):
     """Takes note of copies out of the blocks into the parameters, and of every other use of the blocks' values."""
 
-    def __init__(
-        self, blocks: Sequence[Tensor], tensors: Iterable[tuple[Placement, Tensor]], parameters: Iterable[Tensor]
-    ) -> None:
+    def __init__(self, blocks: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()
+        self._memories = blocks
         self._blocks = {_memory(block): number for number, block in enumerate(blocks)}
         self._starts = [block.data_ptr() for block in blocks]
-        # copies of rows that lie apart, by their memory
-        self._copied = {_memory(tensor): place for place, tensor in tensors if _memory(tensor) not in self._blocks}
+        # copies of rows that lie apart, by their memory: others have it when they are gone
+        self._copied: dict[int, tuple[StorageWeakRef, Placement]] = {}
         self._parameters = {_memory(parameter) for parameter in parameters}
+        self._is_looking = True  # not at how the tensors themselves are made
         self.targets: list[Tensor] = []
         self.sources: list[Placement] = []
         self.other_uses: list[str] = []
 
+    def tensors(self, placements: Iterable[Placement]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors; a copy whose rows lie apart is made when it is its turn."""
+        for placement in placements:
+            self._is_looking = False
+            tensor = placement.tensor(self._memories)
+            self._is_looking = True
+            if _memory(tensor) not in self._blocks:
+                self._copied[_memory(tensor)] = StorageWeakRef(tensor.untyped_storage()), placement
+            yield placement.name, tensor
+            del tensor  # the next may use its memory
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not self._is_looking:
+            return result
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         read = [tensor for tensor in given if self._is_weight(tensor)]
         if not read:
@@ -110,7 +123,7 @@ class _Recorder(TorchDispatchMode):
     def _note(self, target: Tensor, source: Tensor) -> None:
         shape = tuple(target.shape)
         source = source.expand(shape) if tuple(source.shape) != shape else source
-        whole = self._copied.get(_memory(source))
+        whole = self._copied_from(source)
         if whole is None:
             number = self._blocks[_memory(source)]
             offset = source.data_ptr() - self._starts[number]
@@ -125,7 +138,13 @@ class _Recorder(TorchDispatchMode):
         self.sources.append(source)
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return tensor.device.type != "meta" and (_memory(tensor) in self._blocks or _memory(tensor) in self._copied)
+        if tensor.device.type == "meta":
+            return False
+        return _memory(tensor) in self._blocks or self._copied_from(tensor) is not None
+
+    def _copied_from(self, tensor: Tensor) -> Placement | None:
+        copied = self._copied.get(_memory(tensor))
+        return None if copied is None or copied[0].expired() else copied[1]
 
 
 def _rows_apart(whole: Placement, part: Tensor) -> Placement | None:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -70,6 +71,7 @@ class IPCTransport:
         self.bucket_bytes = bucket_bytes
         self._placed: dict[int, PlacedWeights] = {}  # by number of the part
         self._open: dict[int, _Opened] = {}  # memory that the workers keep open, by number
+        self._lent: list[Handle] = []  # that they may have open: also what this update has lent until it ends
 
     @property
     def is_open(self) -> bool:
@@ -83,9 +85,9 @@ class IPCTransport:
             workers_are_gone: Whether they have ended, and so cannot tell torch that they do not read any more.
         """
         if workers_are_gone:
-            for opened in self._open.values():
-                for handle in chain(*opened.handles):
-                    torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+            for handle in self._lent:
+                torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+        self._lent.clear()
         self._open.clear()
         self._placed.clear()
 
@@ -110,17 +112,21 @@ class IPCTransport:
         num_bytes, extra, number = 0, 0, 0
         bucket = next(buckets, None)
         while bucket is not None:
-            part = self._part(bucket, number)
             following: list[WeightViews] = []
-            post(part, lambda following=following: following.extend(islice(buckets, 1)))  # type: ignore[misc]
-            num_bytes += self._placed[number].num_bytes
-            size = bucket.views[0].view.untyped_storage().nbytes()
-            extra = max(extra, 2 * size if bucket.stays else size)  # there is another one for the next
+            # once: whoever reads this one, reads it until the next is there, and no longer
+            advance = partial(_take_one, buckets, following)
+            if bucket.views:
+                post(self._part(bucket, number), advance)
+                num_bytes += self._placed[number].num_bytes
+            else:
+                advance()
+            extra = max(extra, _memory_of([bucket, *following]))
             bucket, number = following[0] if following else None, number + 1
         return num_bytes, extra
 
     def finish(self) -> None:
         """Take back what the workers have let go of."""
+        self._lent = [handle for opened in self._open.values() for handle in opened.handles]
         torch.cuda.ipc_collect()
 
     def _part(self, weights: WeightViews, number: int, *, keep: bool = False) -> Part:
@@ -137,13 +143,15 @@ class IPCTransport:
         if opened is None or opened.places != placed.spans:
             handles = self._handles(blocks)
             if weights.stays:
-                self._open[memory] = _Opened(placed.spans, handles)
+                self._open[memory] = _Opened(placed.spans, list(chain(*handles)))
         placements = None if is_known else placed.placements
         return make_part(number, placements, handles=handles, memory=memory, keep=keep, stays=weights.stays)
 
     def _handles(self, blocks: list[Tensor]) -> list[list[Handle]]:
         """What each worker opens the blocks with: torch counts one reader for each handle, and takes it off again."""
-        return [[_handle(block, self.device) for block in blocks] for _ in range(self.num_workers)]
+        handles = [[_handle(block, self.device) for block in blocks] for _ in range(self.num_workers)]
+        self._lent.extend(chain(*handles))
+        return handles
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ class _Opened:
     """Memory that the workers keep open."""
 
     places: list[tuple[int, int]]  # of its blocks: where they start, and their bytes
-    handles: list[list[Handle]]  # what they opened it with, by worker and block
+    handles: list[Handle]  # what they opened it with
 
 
 class NCCLTransport:
@@ -231,6 +239,8 @@ class InProcess:
         """
         for number, views in enumerate(weights):
             placed = self._placed.setdefault(number, PlacedWeights())
+            if not views.views:
+                continue
             blocks, _ = placed.place(views)
             yield make_part(number, placed.placements, blocks=blocks, keep=keep, stays=views.stays)
 
@@ -277,6 +287,16 @@ def _handle(block: Tensor, device: int) -> Handle:
     lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage)  # type: ignore[call-overload]
     arguments = tuple(reduce_tensor(lent)[1])
     return (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
+
+
+def _take_one(buckets: Iterator[WeightViews], taken: list[WeightViews]) -> None:
+    taken.extend(islice(buckets, 1))
+
+
+def _memory_of(buckets: Iterable[WeightViews]) -> int:
+    """Bytes of the memory that buckets lie in, each in one piece."""
+    storages = [bucket.views[0].view.untyped_storage() for bucket in buckets if bucket.views]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _num_bytes(placements: Iterable[Placement]) -> int:

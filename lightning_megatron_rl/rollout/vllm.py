@@ -47,7 +47,8 @@ class VLLMEngine(SupervisedEngine):
             drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
         weight_transfer: "ipc" (the trainer's GPU is one of the engine's), "nccl" (it is none of them), "shared_memory"
             (through the host; a restarted process finds its weights there), or "auto" for what the devices ask for.
-        bucket_mb: Size of the buffer for weights that must be gathered or converted first. # MiB
+        bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
+            workers; a planned push of a split model has its own. # MiB
         start_timeout_s: Deadline of a start. # seconds
         call_timeout_s: Deadline of each call to generate or update. # seconds
         max_restarts: Replacements of a failed process before the engine gives up.

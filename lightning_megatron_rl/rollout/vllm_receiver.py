@@ -107,7 +107,9 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         if all(block.device == self.device for block in lent):
             return lent
         # from another GPU by way of memory here: what sleeps can be written by its own GPU alone
-        copies = self._copies.setdefault(info.memory, [torch.empty_like(block, device=self.device) for block in lent])
+        copies = self._copies.get(info.memory)
+        if copies is None:
+            copies = self._copies[info.memory] = [torch.empty_like(block, device=self.device) for block in lent]
         torch._foreach_copy_(copies, lent)
         return copies
 
@@ -125,7 +127,8 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         closed = [memory for memory in memories if memory in self._lent]
         if not closed:
             return
-        self.loader.let_go()
+        if closed != [PASSING]:  # which nobody holds a view of
+            self.loader.let_go()
         lent = [StorageWeakRef(block.untyped_storage()) for memory in closed for block in self._lent[memory]]
         for memory in closed:
             del self._lent[memory]

@@ -2,10 +2,10 @@
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class SupervisedEngine(RolloutEngine):
         self._transport: IPCTransport | NCCLTransport | None = None  # None: shared memory
         self._connected_pid: int | None = None  # the worker that is in the transport's group
         self._worker_plan: list[Slot] | None = None  # what the worker knows of the shared memory's layout
-        self._checked: WeakKeyDictionary[WeightViews, WeightViews] = WeakKeyDictionary()  # by what was given
+        self._checked: tuple[weakref.ref[WeightViews], WeightViews] | None = None  # what was given, and its weights
 
     @property
     def pid(self) -> int | None:
@@ -140,12 +140,11 @@ class SupervisedEngine(RolloutEngine):
         if not isinstance(weights, Sequence):
             return self._layout.check(weights)
         # all of them are right before the first is sent; the same ones are right every time
-        checked = self._checked.get(weights) if isinstance(weights, WeightViews) else None
-        if checked is None:
-            checked = self._layout.check_whole(weights)
-            if isinstance(weights, WeightViews):
-                self._checked[weights] = checked
-        return checked
+        if not isinstance(weights, WeightViews):
+            return self._layout.check_whole(weights)
+        if self._checked is None or self._checked[0]() is not weights:
+            self._checked = weakref.ref(weights), self._layout.check_whole(weights)
+        return self._checked[1]
 
     def _update_through_host(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         plan = self._started().write(weights)
@@ -211,6 +210,7 @@ class SupervisedEngine(RolloutEngine):
 
     def let_go(self) -> None:
         """Take memory back that the process keeps open from one update to the next; it has its own weights."""
+        self._checked = None
         if not isinstance(self._transport, IPCTransport) or not self._transport.is_open:
             return
         if self._worker is not None and not self._worker.is_gone:

@@ -111,6 +111,7 @@ def send_every_way(model: Path, kind: str, options: dict[str, Any]) -> Transport
         found.freed_bytes[2] = engine.sleep(2)
         engine.wake(["weights"])
         push("slept at 2", second, 10)
+        engine.let_go()
         found.shared_files.append(torch_files())
         push("lent at the end", lent, 11)
         found.samples["other"] = found.samples["other again"]

@@ -131,6 +131,23 @@ def test_rows_that_lie_apart_are_read_where_they_lie(rank, num_rows, dtype):
         assert torch.equal(model.qk, expected.qk)
 
 
+def test_one_copy_of_rows_that_lie_apart_is_there_at_a_time():
+    """A whole model's would be some GB, in the worker's share of the GPU."""
+    model = Fusion(0, 8)
+    weights = fused(1, torch.float32)
+    copies: list[StorageWeakRef] = []
+
+    def load(named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, loaded in named:
+            assert all(copy.expired() for copy in copies)
+            copies.append(StorageWeakRef(loaded.untyped_storage()))
+            model.load_weights([(name, loaded)])
+            del loaded
+
+    assert record_copies(load, *place(weights.views), model.parameters()) is not None
+    assert len(copies) == 2
+
+
 def test_parts_of_rows_that_lie_apart_are_no_plan():
     """Three rows of a group of four: more than whole groups are loaded by the model itself in every update."""
     model = Fusion(1, 3)
