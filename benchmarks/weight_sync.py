@@ -1,9 +1,10 @@
 """B1: seconds until the sampler has the trainer's weights: ``python benchmarks/weight_sync.py``.
 
 From the trainer's layout to vLLM's, export included, until the new weights sample (prefix cache reset). The limit is
-the bytes of the weights read once and written once at the bandwidth that a copy on this device was measured at. One
-step of training follows, whose log-prob mismatch shows that the weights arrived. TRL's own sync runs in the same run
-where it is installed.
+the bytes of the weights read once and written once for each sampler, at the bandwidth that a copy on this device was
+measured at (of several devices, at the sum of theirs: as if nothing had to go from one to another). One step of
+training follows, whose log-prob mismatch shows that the weights arrived. TRL's own sync runs in the same run where it
+is installed.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def measure_asleep(arguments: list[str], timeout_s: float) -> dict[str, Any]:
 
 def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
     """Write and print what the syncs of two sides took; grpo_step.py calls it, too, to save a start of each."""
-    bandwidth = sides["ours"]["peaks"]["measured_bytes_per_s"]
+    bandwidth = sides["ours"]["devices_per_sampler"] * sides["ours"]["peaks"]["measured_bytes_per_s"]
     runs = {name: side for name, side in sides.items() if isinstance(side, dict)}
     rates = {name: rate(side["sync"], bandwidth) for name, side in runs.items() if side["sync"]}
     result = {
