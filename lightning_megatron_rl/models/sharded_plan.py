@@ -1,14 +1,16 @@
 """Which rank's parameter each part of a Hugging Face tensor comes from, found out once through Megatron-Bridge.
 
-Every rank lets Megatron-Bridge convert numbers in place of its weights: its own number, then those of rows and of
-columns. They go as digits in the weights' own dtype, so that planning holds and sends no more than an export does. A
-weight is split along its rows or its columns, so the first column and the first row of a converted tensor tell all;
-what is otherwise, or more than moving, shows when the weights themselves are compared with an export.
+Every rank lets Megatron-Bridge convert numbers in place of its weights, which say of each element whose it is, and in
+which row and column. They go as digits in the weights' own dtype, so that planning holds and sends no more than some
+exports do. A weight is split along its rows or its columns, so the first column and the first row of a converted tensor
+tell all; what is otherwise, or more than moving, shows when the weights themselves are compared with an export.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ Edges = tuple[Tensor, Tensor]
 """Numbers of a converted tensor, as a matrix: its first column [rows] and its first row [columns]."""
 
 _BASE = 256  # of the digits: the largest whose digits are exact in bf16
+_ELEMENTS = 2**22  # that are numbered at a time, 8 bytes each
 
 
 @torch.no_grad()
@@ -90,69 +93,85 @@ def _find_sources(
     tasks: Sequence[Any], convert: Convert, groups: Groups
 ) -> list[tuple[TensorPlan, Edges, Tensor, Tensor]]:
     """Send numbers through the conversion; return what `_plan` takes of each tensor; a collective."""
-    shapes = [matrix_shape(task.param_weight.shape) for task in tasks if task.param_weight is not None]
-    mine = (max(rows for rows, _ in shapes), max(columns for _, columns in shapes), *(group.size() for group in groups))
-    most_rows, most_columns, *most_ranks = (max(of_all) for of_all in zip(*_gather(mine), strict=True))
+    shapes = _largest_shapes(tasks)
+    found = []
+    for tensor, edges in _convert_numbers(tasks, convert, groups, shapes):
+        (from_down, rows, _), (from_across, _, columns) = (_parts(numbers, shapes[tensor.task]) for numbers in edges)
+        found.append((tensor, (from_down, from_across), rows, columns))
+    return found
 
-    def source(task: Any) -> Tensor:
-        return torch.tensor([[dist.get_rank(groups[task.mapping.is_expert])]])
 
-    def row(task: Any) -> Tensor:
-        return torch.arange(matrix_shape(task.param_weight.shape)[0])[:, None]
-
-    def column(task: Any) -> Tensor:
-        return torch.arange(matrix_shape(task.param_weight.shape)[1])[None]
-
-    tensors, sources = _convert_numbers(tasks, convert, source, max(most_ranks))
-    _, rows = _convert_numbers(tasks, convert, row, most_rows)
-    _, columns = _convert_numbers(tasks, convert, column, most_columns)
-    return [
-        (tensor, of_ranks, of_rows[0], of_columns[1])
-        for tensor, of_ranks, of_rows, of_columns in zip(tensors, sources, rows, columns, strict=True)
-    ]
+def _largest_shapes(tasks: Sequence[Any]) -> list[tuple[int, int]]:
+    """Rows and columns of each task's weight, the most of all ranks that have it."""
+    mine = [None if task.param_weight is None else matrix_shape(task.param_weight.shape) for task in tasks]
+    of_tasks = zip(*_gather(mine), strict=True)
+    known = [[shape for shape in shapes if shape is not None] for shapes in of_tasks]
+    return [(max(rows for rows, _ in shapes), max(columns for _, columns in shapes)) for shapes in known]
 
 
 def _convert_numbers(
-    tasks: Sequence[Any], convert: Convert, number: Callable[[Any], Tensor], count: int
-) -> tuple[list[TensorPlan], list[Edges]]:
-    """Convert whole numbers below `count` in place of the weights, digit by digit.
+    tasks: Sequence[Any], convert: Convert, groups: Groups, shapes: Sequence[tuple[int, int]]
+) -> list[tuple[TensorPlan, Edges]]:
+    """Convert numbers in place of the weights, digit by digit; only weights large enough take part in later ones.
 
     Args:
         tasks: The conversion tasks.
         convert: The conversion.
-        number: Those of a task's weight, ``[rows or 1, columns or 1]``.
-        count: The same on all ranks.
+        groups: The ranks that number themselves.
+        shapes: Of the tasks' weights, the same on all ranks.
 
     Returns:
-        The Hugging Face tensors, without pieces, and the numbers at their edges.
+        The Hugging Face tensors, without pieces, and the numbers at their edges: see `_parts`.
     """
-    tensors: list[TensorPlan] = []
-    edges: list[Edges] = []
+    counts = [groups[task.mapping.is_expert].size() * prod(shape) for task, shape in zip(tasks, shapes, strict=True)]
+    found: dict[tuple[int, int], tuple[TensorPlan, Edges]] = {}  # by task, and number of its tensor
+    shape_of = {id(task): shape for task, shape in zip(tasks, shapes, strict=True)}
     place = 1
-    while place < count or place == 1:
+    while place < max(counts) or place == 1:
+        chosen = [number for number, count in enumerate(counts) if place < count or place == 1]
 
         def digits(task: Any, place: int = place) -> Tensor:
-            return _digits(task.param_weight, number(task), place)
+            rank = dist.get_rank(groups[task.mapping.is_expert])
+            return _digits(task.param_weight, rank, shape_of[id(task)], place)
 
-        replaced = ReplacedWeights(tasks, digits)
-        for index, (name, tensor) in enumerate(convert(replaced)):
+        replaced = ReplacedWeights([tasks[number] for number in chosen], digits)
+        taken: Counter[int] = Counter()
+        for name, tensor in convert(replaced):
+            task = chosen[replaced.turn]
+            key = task, taken[task]
+            taken[task] += 1
             matrix = tensor.reshape(matrix_shape(tensor.shape))
             down, across = matrix[:, :1].flatten().cpu().long(), matrix[:1].flatten().cpu().long()
             if place == 1:
-                is_expert = bool(tasks[replaced.turn].mapping.is_expert)
-                tensors.append(TensorPlan(name, tuple(tensor.shape), tensor.dtype, replaced.turn, is_expert, ()))
-                edges.append((down, across))
+                is_expert = bool(tasks[task].mapping.is_expert)
+                found[key] = TensorPlan(name, tuple(tensor.shape), tensor.dtype, task, is_expert, ()), (down, across)
             else:
-                lower = edges[index]
-                edges[index] = (lower[0] + place * down, lower[1] + place * across)
+                plan, lower = found[key]
+                found[key] = plan, (lower[0] + place * down, lower[1] + place * across)
         place *= _BASE
-    return tensors, edges
+    return list(found.values())
 
 
-def _digits(weight: Tensor, numbers: Tensor, place: int) -> Tensor:
-    """Return one digit of numbers ``[rows or 1, columns or 1]`` as a tensor like `weight`."""
-    digits = (numbers // place % _BASE).to(weight.device, weight.dtype)
-    return digits.expand(matrix_shape(weight.shape)).reshape(weight.shape).contiguous()
+def _digits(weight: Tensor, rank: int, shape: tuple[int, int], place: int) -> Tensor:
+    """Return one digit of the numbers of a weight's elements as a tensor like `weight`.
+
+    They count the elements of matrices of a shape, those of all ranks: (rank · rows + row) · columns + column.
+    """
+    rows, columns = matrix_shape(weight.shape)
+    digits = torch.empty(rows, columns, dtype=weight.dtype, device=weight.device)
+    across = torch.arange(columns, device=weight.device)
+    at_a_time = max(1, _ELEMENTS // columns)
+    for first in range(0, rows, at_a_time):
+        part = digits[first : first + at_a_time]
+        down = torch.arange(first, first + len(part), device=weight.device)[:, None]
+        part.copy_(((rank * shape[0] + down) * shape[1] + across) // place % _BASE)
+    return digits.view(weight.shape)
+
+
+def _parts(numbers: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ranks, rows and columns of numbers that `_digits` made."""
+    rows, columns = shape
+    return numbers // (rows * columns), numbers // columns % rows, numbers % columns
 
 
 def _agree(plans: list[TensorPlan], groups: Groups) -> list[TensorPlan]:
