@@ -106,7 +106,10 @@ def _largest_shapes(tasks: Sequence[Any]) -> list[tuple[int, int]]:
     mine = [None if task.param_weight is None else matrix_shape(task.param_weight.shape) for task in tasks]
     of_tasks = zip(*_gather(mine), strict=True)
     known = [[shape for shape in shapes if shape is not None] for shapes in of_tasks]
-    return [(max(rows for rows, _ in shapes), max(columns for _, columns in shapes)) for shapes in known]
+    return [
+        (max((rows for rows, _ in shapes), default=1), max((columns for _, columns in shapes), default=1))
+        for shapes in known
+    ]
 
 
 def _convert_numbers(
@@ -142,12 +145,15 @@ def _convert_numbers(
             taken[task] += 1
             matrix = tensor.reshape(matrix_shape(tensor.shape))
             down, across = matrix[:, :1].flatten().cpu().long(), matrix[:1].flatten().cpu().long()
+            is_expert = bool(tasks[task].mapping.is_expert)
+            plan = TensorPlan(name, tuple(tensor.shape), tensor.dtype, task, is_expert, ())
             if place == 1:
-                is_expert = bool(tasks[task].mapping.is_expert)
-                found[key] = TensorPlan(name, tuple(tensor.shape), tensor.dtype, task, is_expert, ()), (down, across)
-            else:
-                plan, lower = found[key]
+                found[key] = plan, (down, across)
+            elif key in found and found[key][0] == plan:
+                lower = found[key][1]
                 found[key] = plan, (lower[0] + place * down, lower[1] + place * across)
+            else:  # without the other weights the conversion makes something else: no numbers, and so no plan
+                found[key] = plan, (down[:0], across[:0])
         place *= _BASE
     return list(found.values())
 

@@ -323,7 +323,7 @@ class MegatronStrategy(StopsTogether):
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End the run if it was told to."""
+        """End the run if it was told to; set aside what stays for all of it."""
         super().on_train_batch_start(batch, batch_idx)
         self._long_lived.batch_starts()
 

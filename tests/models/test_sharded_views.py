@@ -305,6 +305,7 @@ class Task:
 
     param_weight: Tensor | None
     mapping: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(is_expert=False))
+    name: str | None = None  # of its tensor; None: by its place among those that are converted together
 
 
 def swap_inside(whole: Tensor) -> Tensor:
@@ -322,7 +323,7 @@ def gathered(dim: int, change: Any) -> Any:
             assert task.param_weight is not None
             parts = [torch.empty_like(task.param_weight) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, task.param_weight)
-            yield f"weight.{number}", change(torch.cat(parts, dim))
+            yield task.name or f"weight.{number}", change(torch.cat(parts, dim))
 
     return convert
 
@@ -350,12 +351,17 @@ CHANGES: dict[str, Any] = {
 PLANNED = ("rows", "columns", "rows cut off", "columns cut off", "halves exchanged")
 
 
-def plan_of(change: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[list[str] | None, list[str]]:
+def plan_of(
+    change: str, shapes: list[tuple[int, int]], dtype: torch.dtype, names: tuple[str | None, str | None] = (None, None)
+) -> tuple[list[str] | None, list[str]]:
     """What differs by a plan, or None if there is none; and what was said about it."""
     from lightning_megatron_rl.models import sharded_plan
 
     generator = torch.Generator().manual_seed(dist.get_rank())
-    tasks = [Task(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2)]
+    tasks = [
+        Task(torch.randn(shape, generator=generator).to(dtype), name=name)
+        for shape, name in zip(shapes, names, strict=True)
+    ]
     convert = gathered(*CHANGES[change])
     world: Any = dist.group.WORLD
     with mock.patch.object(sharded_plan, "rank_zero_info") as info:
@@ -366,7 +372,7 @@ def plan_of(change: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[li
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_plan_is_made_of_what_only_moves_rows_and_columns(worker_pool, change):
-    for different, said in worker_pool.run(plan_of, change, (12, 12), torch.bfloat16, world_size=2):
+    for different, said in worker_pool.run(plan_of, change, [(12, 12)] * 2, torch.bfloat16, world_size=2):
         if change in PLANNED:
             assert different == []
             assert not said
@@ -379,8 +385,17 @@ def test_a_plan_is_made_of_what_only_moves_rows_and_columns(worker_pool, change)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("change", "shape"), [("rows", (70_000, 2)), ("columns", (3, 70_000))])
 def test_numbers_of_several_digits(worker_pool, change, shape, dtype):
-    results = worker_pool.run(plan_of, change, shape, dtype, world_size=2)
+    results = worker_pool.run(plan_of, change, [shape] * 2, dtype, world_size=2)
     assert results == [([], []), ([], [])]
+
+
+@pytest.mark.parametrize("names", [("small", "large"), (None, None)], ids=["of its own", "by place"])
+def test_large_weights_are_numbered_without_small_ones(worker_pool, names):
+    """A conversion that makes something else of a weight alone than among others has no plan."""
+    shapes = [(3, 3), (300, 12)]
+    for different, said in worker_pool.run(plan_of, "rows", shapes, torch.bfloat16, names, world_size=2):
+        assert different == (None if None in names else [])
+        assert len(said) == (1 if None in names else 0)
 
 
 def test_a_piece_of_a_parameter():

@@ -33,11 +33,16 @@ class SleepingEngine(ReplayEngine):
         self.calls: list[str] = []
         self.trainer_parts: list[tuple[str, ...]] = []  # away when the cache wakes
         self.strategy: Any = None
+        self.has_let_go = False
+
+    def let_go(self) -> None:
+        self.has_let_go = True
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         assert "weights" in self.awake
         assert "parameters" not in self.strategy._offloader.away
         self.calls.append("update")
+        self.has_let_go = False
         if self.calls.count("update") == self.break_at:
             next(iter(weights))
             raise WeightsLostError("gone")
@@ -102,6 +107,7 @@ def fit(
     engine.strategy = trainer.strategy
     trainer.fit(policy, SequenceDataModule(prompts(8), 4))
     assert engine.strategy._offloader.away == ()
+    assert engine.has_let_go  # of the trainer's memory, which goes after this
     return engine.calls, engine.versions, engine.trainer_parts
 
 
