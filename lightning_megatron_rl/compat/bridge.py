@@ -39,18 +39,32 @@ def import_auto_bridge() -> Any:
     Example:
         ``import_auto_bridge().from_hf_pretrained("path/to/qwen3")``
     """
-    # Megatron-core must look for Transformer Engine before the stand-in below exists, or it would find that.
-    importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    packages = {module.rpartition(".")[0] for module in FAMILIES.values() if module.startswith(_BRIDGES)}
-    for package in ("megatron.bridge", _BRIDGES, *sorted(packages)):
-        _add_bare_package(package)
-    with _transformer_engine_names():
-        importlib.import_module("megatron.bridge.peft.lora_layers")
-    auto_bridge = importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge")
-    for module in FAMILIES.values():
-        importlib.import_module(module)
-    return auto_bridge.AutoBridge
+    with _root_logger_kept():
+        # Megatron-core must look for Transformer Engine before the stand-in below exists, or it would find that.
+        importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        packages = {module.rpartition(".")[0] for module in FAMILIES.values() if module.startswith(_BRIDGES)}
+        for package in ("megatron.bridge", _BRIDGES, *sorted(packages)):
+            _add_bare_package(package)
+        with _transformer_engine_names():
+            importlib.import_module("megatron.bridge.peft.lora_layers")
+        auto_bridge = importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge")
+        for module in FAMILIES.values():
+            importlib.import_module(module)
+        return auto_bridge.AutoBridge
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Leave the root logger, which is the user's, as it is: `megatron.training` shows every library's INFO by it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
 
 
 @functools.cache

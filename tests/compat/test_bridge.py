@@ -1,6 +1,7 @@
 """Megatron-Bridge's AutoBridge comes with our families and without the rest of Megatron-Bridge."""
 
 import importlib.util
+import logging
 import sys
 
 from lightning_megatron_rl.compat.bridge import FAMILIES, import_auto_bridge
@@ -8,7 +9,12 @@ from tests.distributed import WorkerPool
 
 
 def import_and_look_around() -> tuple[list[str], list[str], bool, bool]:
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)  # as in a user's script: without one, Megatron's modules add theirs
     auto_bridge = import_auto_bridge()
+    assert root.handlers == []
+    assert root.level == logging.WARNING
     assert import_auto_bridge() is auto_bridge
     unwanted = ("megatron.bridge.diffusion", "megatron.bridge.models.qwen_vl", "megatron.bridge.recipes")
     loaded = [name for name in sys.modules if name.startswith(unwanted)]
