@@ -14,7 +14,7 @@ from common import default_device, facts, result_path, write_json
 from compare import run_sides
 from floor import Work, floor_seconds
 from ours import add_arguments, passed_on
-from weight_sync import measure_asleep, write_report
+from weight_sync import add_asleep_argument, measure_asleep, write_report
 
 
 def main() -> None:
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds per side")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
+    add_asleep_argument(parser)
     options = parser.parse_args()
     sides = run_sides(passed_on(options), options.peer, options.timeout)
     ours, theirs = sides["ours"], sides.get("trl")
@@ -47,7 +48,7 @@ def main() -> None:
     if options.syncs:
         sync_path = result_path("weight_sync", options.device, options.sync_out)
         write_report(sides, options.device, sync_path)
-        if options.device == "cuda":
+        if options.asleep:
             sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
             write_report(sides, options.device, sync_path)
 

@@ -170,6 +170,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "shape": options.shape,
         "layout": module.strategy.layout.describe(trainer.world_size),
         "max_tokens_per_microbatch": options.max_tokens,
+        "sampler_is_eager": options.eager,
         "devices_per_sampler": options.tensor_parallel,  # ranks of a model replica, each of which has a sampler
         "step_s": summary(step_s),
         "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in PHASES},

@@ -23,13 +23,18 @@ def main() -> None:
     parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per side")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--asleep", action=argparse.BooleanOptionalAction, help="a sampler that slept, too; on CUDA")
-    parser.set_defaults(asleep=default_device() == "cuda")
+    add_asleep_argument(parser)
     options = parser.parse_args()
     sides = run_sides(passed_on(options), options.peer, options.timeout)
     if options.asleep:
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
     write_report(sides, options.device, result_path("weight_sync", options.device, options.out))
+
+
+def add_asleep_argument(parser: argparse.ArgumentParser) -> None:
+    """Let a run leave out the sampler that slept: it takes one more start."""
+    parser.add_argument("--asleep", action=argparse.BooleanOptionalAction, help="a sampler that slept, too; on CUDA")
+    parser.set_defaults(asleep=default_device() == "cuda")
 
 
 def measure_asleep(arguments: list[str], timeout_s: float) -> dict[str, Any]:
