@@ -295,12 +295,19 @@ def run_child(script: str, arguments: Sequence[str], timeout_s: float) -> dict[s
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{script} {shlex.join(arguments)} took more than {timeout_s:g} s") from error
+        tail = _tail(error.stdout, error.stderr)
+        raise RuntimeError(f"{script} {shlex.join(arguments)} took more than {timeout_s:g} s:\n{tail}") from error
     if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        tail = _tail(done.stdout, done.stderr)
         raise RuntimeError(f"{script} {shlex.join(arguments)} ended with {done.returncode}:\n{tail}")
     # libraries may still write to stdout while they shut down
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+
+
+def _tail(*outputs: str | bytes | None) -> str:
+    """The last lines of what a process wrote: of one that was killed it comes as bytes."""
+    texts = [text.decode(errors="replace") if isinstance(text, bytes) else text or "" for text in outputs]
+    return "\n".join("".join(texts).splitlines()[-40:])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -40,4 +40,5 @@ def different_work(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     Example:
         ``different_work({"samples": 256}, {"samples": 128}) == ["samples: 256 and 128"]``
     """
-    return [f"{name}: {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    told = {name: theirs.get(name, "not told") for name in ours}
+    return [f"{name}: {ours[name]} and {told[name]}" for name in ours if ours[name] != told[name]]

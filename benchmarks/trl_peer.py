@@ -165,9 +165,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "optimizer_steps": trainer.state.global_step,
             "compute_dtype": "bfloat16" if options.precision == "bf16-mixed" else "float32",
             "main_parameters": str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
+            "moments": {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(_moment_dtype(trainer.optimizer)),
             "optimizer": "adam" if "adamw" in config.optim and config.weight_decay == 0 else str(config.optim),
         },
     }
+
+
+def _moment_dtype(optimizer: Any) -> torch.dtype | None:
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    return next((state["exp_avg"].dtype for state in optimizer.state.values() if "exp_avg" in state), None)
 
 
 def _load(directory: Path) -> Any:

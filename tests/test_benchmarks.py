@@ -61,6 +61,17 @@ def test_work_that_differs_is_named():
     same = {"samples": 256, "prompts_sha256": "ab"}
     assert compare.different_work(same, dict(same)) == []
     assert compare.different_work(same, {**same, "samples": 128}) == ["samples: 256 and 128"]
+    assert compare.different_work(same, {"samples": 256}) == ["prompts_sha256: ab and not told"]
+
+
+def test_a_side_that_takes_too_long_leaves_its_last_lines(monkeypatch, tmp_path):
+    common: Any = importlib.import_module("common")
+    (tmp_path / "benchmarks").mkdir()
+    script = tmp_path / "benchmarks" / "slow.py"
+    script.write_text("import time; print('loads weights', flush=True); time.sleep(60)")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    with pytest.raises(RuntimeError, match=r"slow.py --x took more than 3 s:\nloads weights"):
+        common.run_child("slow.py", ["--x"], 3.0)
 
 
 def test_commands_in_results_leave_out_where_files_went():

@@ -16,6 +16,7 @@ FLOORS = {
     "versions": -1,
     "buffers": -1,
     "copies": -1,
+    "copy_kernels": -2,  # under `copies`
     "weight_views": -1,
     "algorithms": 0,
     "rewards": 0,
@@ -42,6 +43,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
+    "copy_kernels": {"megatron", "lightning", "vllm", "transformers"},
     "weight_views": {"megatron", "lightning", "vllm", "transformers"},
     "algorithms": {"megatron", "lightning", "vllm", "transformers"},
     "rewards": {"megatron", "lightning", "vllm", "transformers"},
