@@ -1,13 +1,14 @@
 """Both sides of a comparison: run them, check that they did the same work, and say by how much they differ."""
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 from common import run_child
 
 
-def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, Any]:
-    """Run ours, then the peer with the same arguments.
+def run_sides(arguments: list[str], peer: str, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Run ours, then the peer with the same arguments, and yield what is known after each.
 
     Args:
         arguments: Of both sides.
@@ -22,16 +23,17 @@ def run_sides(arguments: list[str], peer: str, timeout_s: float) -> dict[str, An
     if several and peer == "trl":
         raise ValueError("--peer trl runs on one device: --devices 1, or --peer none")
     sides: dict[str, Any] = {"ours": run_child("ours.py", arguments, timeout_s)}
+    yield sides  # our own measurements are not lost with the peer's
     found = importlib.util.find_spec("trl") is not None and not several
     if peer == "trl" or (peer == "auto" and found):
         try:
             sides["trl"] = run_child("trl_peer.py", arguments, timeout_s)
-        except RuntimeError as error:  # our own measurements are not lost with the peer's
+            sides["different_work"] = different_work(sides["ours"]["work"], sides["trl"]["work"])
+        except RuntimeError as error:
             if peer == "trl":
                 raise
-            return {**sides, "trl_failed": str(error)}
-        sides["different_work"] = different_work(sides["ours"]["work"], sides["trl"]["work"])
-    return sides
+            sides["trl_failed"] = str(error)
+        yield sides
 
 
 def different_work(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

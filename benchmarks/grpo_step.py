@@ -26,7 +26,18 @@ def main() -> None:
     parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
     add_asleep_argument(parser)
     options = parser.parse_args()
-    sides = run_sides(passed_on(options), options.peer, options.timeout)
+    sync_path = result_path("weight_sync", options.device, options.sync_out)
+    for sides in run_sides(passed_on(options), options.peer, options.timeout):
+        write_step(sides, options)
+        if options.syncs:
+            write_report(sides, options.device, sync_path)
+    if options.syncs and options.asleep:
+        sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
+        write_report(sides, options.device, sync_path)
+
+
+def write_step(sides: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write, draw and print what a step of one or two sides took, and the floor."""
     ours, theirs = sides["ours"], sides.get("trl")
     peaks = ours["peaks"]
     # floors are for the hardware as it was measured: a data sheet's figures are out of anyone's reach; several devices
@@ -45,12 +56,6 @@ def main() -> None:
     write_json(path, result)
     plot(result, path.with_suffix(".png"))
     print_table(result)
-    if options.syncs:
-        sync_path = result_path("weight_sync", options.device, options.sync_out)
-        write_report(sides, options.device, sync_path)
-        if options.asleep:
-            sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
-            write_report(sides, options.device, sync_path)
 
 
 def print_table(result: dict[str, Any]) -> None:

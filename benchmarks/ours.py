@@ -79,6 +79,7 @@ class Samples(pl.Callback):
         self.prompts = hashlib.sha256()
         self.response_tokens: list[int] = []
         self.samples: list[int] = []
+        self.device_bytes = 0  # in use on the whole device, by whomever
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         samples = pl_module.last_rollout.samples
@@ -86,6 +87,9 @@ class Samples(pl.Callback):
         self.prompts.update(repr(prompts).encode())
         self.samples.append(len(samples))
         self.response_tokens.append(sum(len(sample.response_ids) for sample in samples))
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            self.device_bytes = max(self.device_bytes, total - free)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -178,6 +182,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rewards": [step["reward/mean"] for step in log.steps],
         "mismatch": [step["mismatch/abs_logp_diff"] for step in log.steps],
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None,
+        "device_memory_gib": sampled.device_bytes / 2**30 if options.device == "cuda" else None,
         "sync": None
         if syncs is None
         else {

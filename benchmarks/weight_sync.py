@@ -25,10 +25,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     add_asleep_argument(parser)
     options = parser.parse_args()
-    sides = run_sides(passed_on(options), options.peer, options.timeout)
+    path = result_path("weight_sync", options.device, options.out)
+    for sides in run_sides(passed_on(options), options.peer, options.timeout):
+        write_report(sides, options.device, path)
     if options.asleep:
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
-    write_report(sides, options.device, result_path("weight_sync", options.device, options.out))
+        write_report(sides, options.device, path)
 
 
 def add_asleep_argument(parser: argparse.ArgumentParser) -> None:

@@ -121,20 +121,21 @@ def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
 
     monkeypatch.setattr(compare, "run_child", run_child)
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name)
-    assert compare.run_sides([], "auto", 1) == {"ours": {"work": {}}, "trl_failed": "trl_peer.py ended with 1"}
+    known = [dict(sides) for sides in compare.run_sides([], "auto", 1)]
+    assert known == [{"ours": {"work": {}}}, {"ours": {"work": {}}, "trl_failed": "trl_peer.py ended with 1"}]
     with pytest.raises(RuntimeError, match="ended with 1"):
-        compare.run_sides([], "trl", 1)
-    assert compare.run_sides([], "none", 1) == {"ours": {"work": {}}}
+        list(compare.run_sides([], "trl", 1))
+    assert list(compare.run_sides([], "none", 1)) == [{"ours": {"work": {}}}]
 
 
 def test_a_peer_of_one_device_is_not_compared_with_several(monkeypatch):
     compare: Any = importlib.import_module("compare")
     monkeypatch.setattr(compare, "run_child", lambda script, arguments, timeout_s: {"work": {}, "script": script})
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name)
-    assert compare.run_sides(["--devices=2"], "auto", 1) == {"ours": {"work": {}, "script": "ours.py"}}
-    assert "trl" in compare.run_sides(["--devices=1"], "auto", 1)
+    assert list(compare.run_sides(["--devices=2"], "auto", 1)) == [{"ours": {"work": {}, "script": "ours.py"}}]
+    assert "trl" in list(compare.run_sides(["--devices=1"], "auto", 1))[-1]
     with pytest.raises(ValueError, match="trl runs on one device"):
-        compare.run_sides(["--devices=2"], "trl", 1)
+        list(compare.run_sides(["--devices=2"], "trl", 1))
 
 
 def run_benchmark(script: str, *arguments: str) -> str:

@@ -26,3 +26,13 @@ def gpu_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool(max(torch.cuda.device_count(), 1), on_start=keep_process)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[WorkerPool]:
+    """Processes of the test's own: vLLM inside them leaves its patches there, and any run its memory."""
+    from tests.policing import keep_process
+
+    pool = WorkerPool(torch.cuda.device_count(), on_start=keep_process)
+    yield pool
+    pool.close()

@@ -1,16 +1,13 @@
 """vLLM on CUDA: sleep and wake, weights by every way, parity with the trainer, no growth in memory, restarts."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed import WorkerPool
 from tests.gpu.engines import MIB, GPURun, Transports, draw_around_engine, fit_grpo, send_every_way
-from tests.policing import keep_process
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.deadline(600)
@@ -26,14 +23,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Dense, with tied embeddings, and a mixture of experts."""
     families = {"dense": "qwen3", "tied": "qwen2_tied", "moe": "qwen3_moe"}
     return {name: save_tiny_model(tmp_path_factory.mktemp(name), family) for name, family in families.items()}
-
-
-@pytest.fixture
-def fresh_pool() -> Iterator[WorkerPool]:
-    """Processes of the test's own: vLLM inside them leaves its patches there."""
-    pool = WorkerPool(torch.cuda.device_count(), on_start=keep_process)
-    yield pool
-    pool.close()
 
 
 def gpus(count: int) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.modules.runs import parity, prompts
 from tests.training import Recorder, Run, SequenceDataModule, fit_sft, make_trainer
@@ -63,6 +64,26 @@ def test_transformer_engine_trains_as_torch_does(gpu_pool, qwen3_dir, cpu_run):
     assert relative_steps(te, cpu_run) < TF32_RELATIVE
     assert relative_steps(te_bf16, torch_bf16) < BF16_RELATIVE
     assert relative_steps(te_bf16, cpu_run) < 2 * BF16_RELATIVE
+
+
+def memory_beside_torch(model: Path) -> int:
+    """Bytes that a run takes on the GPU and torch's allocator does not have: libraries, kernels, communicators."""
+
+    def taken() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    torch.zeros(1, device="cuda")  # the context
+    before = taken()
+    fit_on_cuda(model, [backend("transformer_engine", "bf16-mixed")], 1)
+    return taken() - before
+
+
+def test_a_run_takes_little_beside_torchs_allocator(fresh_pool, qwen3_dir):
+    """A communicator for each of Megatron's 26 groups would take more than 8 GiB."""
+    taken = fresh_pool.run(memory_beside_torch, qwen3_dir, world_size=1, init_process_group=False)[0]
+    print(f"{taken / 2**30:.2f} GiB")
+    assert taken < 3 * 2**30
 
 
 def fit_grpo_with_vllm(model: Path, world_size: int, precision: str, dtype: str) -> Run:
