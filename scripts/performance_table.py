@@ -47,8 +47,8 @@ def moments(measured: dict[str, Any]) -> str:
 def throughput(results: Path = RESULTS) -> str:
     """Return the table of B2."""
     lines = [
-        "| device | model | layout | tokens per micro-batch | update, tokens/s | MFU (measured peak) |"
-        " MFU (data sheet) | log-probs, tokens/s | MFU | peak memory, GiB | planned, GiB |",
+        "| device | model | layout | tokens per micro-batch | update, tokens/s per GPU | MFU (measured peak) |"
+        " MFU (data sheet) | log-probs, tokens/s per GPU | MFU | peak memory, GiB | planned, GiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for _, result in load("throughput_*.json", results):
@@ -153,8 +153,8 @@ def headline(results: Path = RESULTS) -> str:
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
             lines.append(
-                f"| update, {row['shape']}, {row['precision']} | {result['device']}"
-                f" | {tokens['median']:,.0f} tokens/s, {mfu['median']:.0%} of the measured matrix-product peak |"
+                f"| update, {row['shape']}, {row['precision']} | {result['device']}{split(row)}"
+                f" | {tokens['median']:,.0f} tokens/s per GPU, {mfu['median']:.0%} of the measured product's peak |"
             )
     for _, result in load("grpo_step_*.json", results, gpus_only=True):
         side = result["ours"]
@@ -162,13 +162,13 @@ def headline(results: Path = RESULTS) -> str:
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
         )
         lines.append(
-            f"| GRPO step, {side['shape']} | {result['device']}"
+            f"| GRPO step, {side['shape']} | {result['device']}{split(side)}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
         rate = result["rates"]["ours"]
         lines.append(
-            f"| weights to the sampler, {result['ours']['shape']} | {result['device']}"
+            f"| weights to the sampler, {result['ours']['shape']} | {result['device']}{split(result['ours'])}"
             f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
         )
     for _, result in load("real_run_*.json", results, gpus_only=True):
