@@ -20,8 +20,9 @@ from lightning_megatron_rl.models.fusions import fused_kernels
 from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
+from lightning_megatron_rl.models.hf_source import source_class
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
-from lightning_megatron_rl.models.quantised import quantisation, read_dequantised
+from lightning_megatron_rl.models.quantised import dequantised_source, quantisation
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
@@ -123,8 +124,11 @@ class HFModel(SavesFiles):
         bridge = auto_bridge.from_hf_pretrained(
             str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
         )
-        if self.quantisation == "fp8":
-            read_dequantised(bridge.hf_pretrained, self.config)
+        from megatron.bridge.models.hf_pretrained.state import StateDict
+
+        fp8 = self.quantisation == "fp8"
+        source = dequantised_source(self.path, self.config) if fp8 else source_class()(self.path)
+        bridge.hf_pretrained._state_dict_accessor = StateDict(source)
         return bridge
 
     def build_chunks(

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.models.hf_source import source_class
+
 Quantisation = Literal["fp8", "mxfp4"]
 _SCALE = "_scale_inv"  # beside the name of the tensor that it belongs to
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,26 +50,24 @@ def _settings(config: Any) -> dict[str, Any] | None:
     return found
 
 
-def read_dequantised(pretrained: Any, config: Any) -> None:
-    """Let Megatron-Bridge read plain weights out of a checkpoint in fp8.
+def dequantised_source(directory: Path, config: Any) -> Any:
+    """Return plain weights of a checkpoint in fp8 for Megatron-Bridge, as `hf_source.source_class` has stored ones.
 
     Args:
-        pretrained: Megatron-Bridge's view of a checkpoint.
+        directory: The checkpoint.
         config: Its Hugging Face config.
     """
-    from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource, StateDict
-
     settings = _settings(config)
     assert settings is not None
     block: tuple[int, int] = tuple(settings["weight_block_size"])
     dtype = config.dtype or torch.bfloat16
 
-    class Dequantised(SafeTensorsStateSource):
-        def get_all_keys(self) -> list[str]:
-            return [name for name in super().get_all_keys() if not name.endswith(_SCALE)]
+    class Dequantised(source_class()):  # type: ignore[misc]
+        def list_names(self) -> list[str]:
+            return [name for name in super().list_names() if not name.endswith(_SCALE)]
 
         def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
-            found = super().load_tensors(keys_to_load)
+            found: dict[str, Tensor] = super().load_tensors(keys_to_load)
             for name in [name for name, tensor in found.items() if tensor.dtype in _FP8]:
                 if name + _SCALE not in self.key_to_filename_map:
                     raise ValueError(f"checkpoint {self.path} has {name} in fp8 without its scales {name + _SCALE}")
@@ -75,8 +75,7 @@ def read_dequantised(pretrained: Any, config: Any) -> None:
                 found[name] = dequantise(found[name], scale, block).to(dtype)
             return found
 
-    directory: Path = pretrained.state.source.path
-    pretrained._state_dict_accessor = StateDict(Dequantised(directory))
+    return Dequantised(directory)
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

@@ -87,7 +87,7 @@ def save_quantised(source: Path, directory: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_fp8_is_converted_as_what_it_stands_for(worker_pool: WorkerPool, tmp_path: Path, family: str):
-    """Fails without `read_dequantised`: Qwen3's bridge takes the 8-bit numbers for weights and nothing says so."""
+    """Fails without `dequantised_source`: Qwen3's bridge takes the 8-bit numbers for weights and nothing says so."""
     meant = save_quantised(save_tiny_model(tmp_path / "source", family), tmp_path / "fp8")
     shown = must_convert(worker_pool, tmp_path / "fp8", tmp_path / "c.ckpt", "--verify")
     assert "verified: every tensor is the same" in shown
