@@ -1,14 +1,16 @@
 """Which rank's parameter each part of a Hugging Face tensor comes from, found out once through Megatron-Bridge.
 
 Every rank lets Megatron-Bridge convert numbers in place of its weights, which say of each element whose it is, and in
-which row and column. They go as digits in the weights' own dtype, so that planning holds and sends no more than some
-exports do. A weight is split along its rows or its columns, so the first column and the first row of a converted tensor
-tell all; what is otherwise, or more than moving, shows when the weights themselves are compared with an export.
+which row and column. They go as digits, the bits of numbers in the weights' own dtype, so that planning holds and sends
+no more than a few exports do. A weight is split along its rows or its columns, so the first column and the first row of
+a converted tensor tell all; what is otherwise, or more than moving, shows when the weights themselves are compared with
+an export.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -24,10 +26,11 @@ from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, Piece, Shar
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The ranks that share a model without its experts, and those that share its experts."""
 
-Edges = tuple[Tensor, Tensor]
-"""Numbers of a converted tensor, as a matrix: its first column [rows] and its first row [columns]."""
+Edges = tuple[bytes, ...]
+"""Digits of a converted tensor, as a matrix, the lowest first: of its first column [rows], then of its first row
+[columns]. The same for tensors that are alike, as those of a rank's experts are: each is looked at once."""
 
-_BASE = 256  # of the digits: the largest whose digits are exact in bf16
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 _ELEMENTS = 2**22  # that are numbered at a time, 8 bytes each
 
 
@@ -46,28 +49,44 @@ def plan_sharded_views(
         bucket_bytes: See `ShardedViews`.
     """
     parameters = [task.param_weight for task in tasks]
-    found = _find_sources(tasks, convert, groups)
-    plans = [_plan(*parts) for parts in found]
-    if _refused(next((parts[0].name for parts, plan in zip(found, plans, strict=True) if plan is None), None)):
+    shapes, dtypes = _largest_shapes(tasks)
+    base = _base(dtypes)
+    find_pieces = cache(partial(_find_pieces, base=base))
+    tensors, plans = [], []
+    for tensor, edges in _convert_numbers(tasks, convert, groups, shapes, base):
+        pieces = find_pieces(edges, tensor.dtype, matrix_shape(tensor.shape), shapes[tensor.task])
+        tensors.append(tensor)
+        plans.append(None if pieces is None else dataclasses.replace(tensor, pieces=pieces))
+    if _refused(next((tensor.name for tensor, plan in zip(tensors, plans, strict=True) if plan is None), None)):
         return None
     agreed = _agree([plan for plan in plans if plan is not None], groups)
-    if _refused(_first_misfit([parts[0] for parts in found], agreed, parameters, groups)):
+    if _refused(_first_misfit(tensors, agreed, parameters, groups)):
         return None
     views = ShardedViews(agreed, parameters, groups, bucket_bytes)
     return None if _refused(_first_difference(views, convert(tasks))) else views
 
 
-def _plan(tensor: TensorPlan, sources: Edges, rows: Tensor, columns: Tensor) -> TensorPlan | None:
+def _find_pieces(
+    edges: Edges, dtype: torch.dtype, matrix: tuple[int, int], shape: tuple[int, int], base: int
+) -> tuple[Piece, ...] | None:
     """Return a tensor as rectangles of parameters, or None if it is no such thing.
 
     Args:
-        tensor: Without pieces.
-        sources: Ranks.
-        rows: Of the parameter, for the tensor's first column ``[rows]``.
-        columns: Of the parameter, for the tensor's first row ``[columns]``.
+        edges: Its digits; nothing if the tensor is not what it was.
+        dtype: Of the tensor.
+        matrix: Its rows and columns.
+        shape: Rows and columns of the parameters.
+        base: Of the digits.
     """
-    down, across = sources
-    if len(down) == 0 or len(across) == 0 or (len(down.unique()) > 1 and len(across.unique()) > 1):
+    if not edges or 0 in matrix:
+        return None
+    numbers = torch.zeros(sum(matrix), dtype=torch.long)
+    for digits in reversed(edges):
+        numbers = numbers * base + torch.frombuffer(bytearray(digits), dtype=_BITS[dtype.itemsize])
+    sources, rows, columns = _parts(numbers, shape)
+    down, across = sources.split(matrix)
+    rows, columns = rows[: len(down)], columns[len(down) :]
+    if len(down.unique()) > 1 and len(across.unique()) > 1:
         return None
     pieces = []
     for top, bottom in pairwise(_borders(down)):
@@ -77,7 +96,7 @@ def _plan(tensor: TensorPlan, sources: Edges, rows: Tensor, columns: Tensor) -> 
                 return None
             source = int(across[left] if top == 0 else down[top])
             pieces.append(Piece(source, blocks, range_.start, range_.size, row=top, column=left))
-    return dataclasses.replace(tensor, pieces=tuple(pieces))
+    return tuple(pieces)
 
 
 def _borders(values: Tensor) -> list[int]:
@@ -89,31 +108,42 @@ def _borders(values: Tensor) -> list[int]:
     return [0, *(values.diff().nonzero().flatten() + 1).tolist(), len(values)]
 
 
-def _find_sources(
-    tasks: Sequence[Any], convert: Convert, groups: Groups
-) -> list[tuple[TensorPlan, Edges, Tensor, Tensor]]:
-    """Send numbers through the conversion; return what `_plan` takes of each tensor; a collective."""
-    shapes = _largest_shapes(tasks)
-    found = []
-    for tensor, edges in _convert_numbers(tasks, convert, groups, shapes):
-        (from_down, rows, _), (from_across, _, columns) = (_parts(numbers, shapes[tensor.task]) for numbers in edges)
-        found.append((tensor, (from_down, from_across), rows, columns))
-    return found
+def _largest_shapes(tasks: Sequence[Any]) -> tuple[list[tuple[int, int]], set[torch.dtype]]:
+    """Rows and columns of each task's weight, the most of all ranks that have it; and all dtypes of weights."""
+    weights = [task.param_weight for task in tasks]
+    mine = [None if weight is None else (matrix_shape(weight.shape), weight.dtype) for weight in weights]
+    shapes, dtypes = [], set()
+    for of_ranks in zip(*_gather(mine), strict=True):
+        known = [found for found in of_ranks if found is not None]
+        rows = max((shape[0] for shape, _ in known), default=1)
+        columns = max((shape[1] for shape, _ in known), default=1)
+        shapes.append((rows, columns))
+        dtypes |= {dtype for _, dtype in known}
+    return shapes, dtypes
 
 
-def _largest_shapes(tasks: Sequence[Any]) -> list[tuple[int, int]]:
-    """Rows and columns of each task's weight, the most of all ranks that have it."""
-    mine = [None if task.param_weight is None else matrix_shape(task.param_weight.shape) for task in tasks]
-    of_tasks = zip(*_gather(mine), strict=True)
-    known = [[shape for shape in shapes if shape is not None] for shapes in of_tasks]
-    return [
-        (max((rows for rows, _ in shapes), default=1), max((columns for _, columns in shapes), default=1))
-        for shapes in known
+def _base(dtypes: Iterable[torch.dtype]) -> int:
+    """How many digits there are in all of these dtypes: the bits of their finite numbers that are not negative.
+
+    Example:
+        ``_base([torch.bfloat16, torch.float32]) == 0x7F80``
+    """
+    largest = [
+        _bits(torch.tensor(torch.finfo(dtype).max, dtype=dtype)).item()
+        if dtype.is_floating_point
+        else torch.iinfo(_BITS[dtype.itemsize]).max
+        for dtype in dtypes
     ]
+    return int(min(largest, default=1)) + 1
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    """Return the bits of numbers as integers, in the same memory."""
+    return numbers.view(_BITS[numbers.dtype.itemsize])
 
 
 def _convert_numbers(
-    tasks: Sequence[Any], convert: Convert, groups: Groups, shapes: Sequence[tuple[int, int]]
+    tasks: Sequence[Any], convert: Convert, groups: Groups, shapes: Sequence[tuple[int, int]], base: int
 ) -> list[tuple[TensorPlan, Edges]]:
     """Convert numbers in place of the weights, digit by digit; only weights large enough take part in later ones.
 
@@ -122,20 +152,23 @@ def _convert_numbers(
         convert: The conversion.
         groups: The ranks that number themselves.
         shapes: Of the tasks' weights, the same on all ranks.
+        base: Of the digits.
 
     Returns:
-        The Hugging Face tensors, without pieces, and the numbers at their edges: see `_parts`.
+        The Hugging Face tensors, without pieces, and the digits at their edges.
     """
     counts = [groups[task.mapping.is_expert].size() * prod(shape) for task, shape in zip(tasks, shapes, strict=True)]
     found: dict[tuple[int, int], tuple[TensorPlan, Edges]] = {}  # by task, and number of its tensor
+    known: dict[bytes, bytes] = {}  # each once
     shape_of = {id(task): shape for task, shape in zip(tasks, shapes, strict=True)}
     place = 1
     while place < max(counts) or place == 1:
         chosen = [number for number, count in enumerate(counts) if place < count or place == 1]
+        make_digits = _DigitTensors(place, base)
 
-        def digits(task: Any, place: int = place) -> Tensor:
+        def digits(task: Any, make_digits: _DigitTensors = make_digits) -> Tensor:
             rank = dist.get_rank(groups[task.mapping.is_expert])
-            return _digits(task.param_weight, rank, shape_of[id(task)], place)
+            return make_digits.like(task.param_weight, rank, shape_of[id(task)])
 
         replaced = ReplacedWeights([tasks[number] for number in chosen], digits)
         taken: Counter[int] = Counter()
@@ -143,39 +176,66 @@ def _convert_numbers(
             task = chosen[replaced.turn]
             key = task, taken[task]
             taken[task] += 1
-            matrix = tensor.reshape(matrix_shape(tensor.shape))
-            down, across = matrix[:, :1].flatten().cpu().long(), matrix[:1].flatten().cpu().long()
-            is_expert = bool(tasks[task].mapping.is_expert)
-            plan = TensorPlan(name, tuple(tensor.shape), tensor.dtype, task, is_expert, ())
+            edges = _edges(tensor)
+            edges = known.setdefault(edges, edges)
+            plan = TensorPlan(name, tuple(tensor.shape), tensor.dtype, task, bool(tasks[task].mapping.is_expert), ())
             if place == 1:
-                found[key] = plan, (down, across)
+                found[key] = plan, (edges,)
             elif key in found and found[key][0] == plan:
-                lower = found[key][1]
-                found[key] = plan, (lower[0] + place * down, lower[1] + place * across)
+                found[key] = plan, (*found[key][1], edges)
             else:  # without the other weights the conversion makes something else: no numbers, and so no plan
-                found[key] = plan, (down[:0], across[:0])
-        place *= _BASE
+                found[key] = plan, ()
+        place *= base
     return list(found.values())
 
 
-def _digits(weight: Tensor, rank: int, shape: tuple[int, int], place: int) -> Tensor:
-    """Return one digit of the numbers of a weight's elements as a tensor like `weight`.
+def _edges(tensor: Tensor) -> bytes:
+    """Return the bits of a tensor's first column, as a matrix, and those of its first row."""
+    matrix = tensor.reshape(matrix_shape(tensor.shape))
+    numbers = torch.cat([matrix[:, :1].flatten(), matrix[:1].flatten()])
+    return _bits(numbers).cpu().numpy().tobytes()
 
-    They count the elements of matrices of a shape, those of all ranks: (rank · rows + row) · columns + column.
+
+class _DigitTensors:
+    """Tensors of one digit of the numbers of weights' elements; the last two are kept, for those of the next expert.
+
+    Args:
+        place: Of the digit: a power of the base.
+        base: Of the digits.
     """
-    rows, columns = matrix_shape(weight.shape)
-    digits = torch.empty(rows, columns, dtype=weight.dtype, device=weight.device)
-    across = torch.arange(columns, device=weight.device)
-    at_a_time = max(1, _ELEMENTS // columns)
-    for first in range(0, rows, at_a_time):
-        part = digits[first : first + at_a_time]
-        down = torch.arange(first, first + len(part), device=weight.device)[:, None]
-        part.copy_(((rank * shape[0] + down) * shape[1] + across) // place % _BASE)
-    return digits.view(weight.shape)
+
+    def __init__(self, place: int, base: int) -> None:
+        self._place = place
+        self._base = base
+        self._kept: dict[Any, Tensor] = {}
+
+    def like(self, weight: Tensor, rank: int, shape: tuple[int, int]) -> Tensor:
+        """Return a tensor like `weight`, which is not written to.
+
+        Its numbers count the elements of matrices of a shape, those of all ranks: (rank · rows + row) · columns +
+        column.
+        """
+        key = weight.shape, weight.dtype, weight.device, rank, shape
+        if key not in self._kept:
+            if len(self._kept) == 2:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._make(weight, rank, shape)
+        return self._kept[key]
+
+    def _make(self, weight: Tensor, rank: int, shape: tuple[int, int]) -> Tensor:
+        rows, columns = matrix_shape(weight.shape)
+        digits = torch.empty(rows, columns, dtype=weight.dtype, device=weight.device)
+        across = torch.arange(columns, device=weight.device)
+        at_a_time = max(1, _ELEMENTS // columns)
+        for first in range(0, rows, at_a_time):
+            part = _bits(digits[first : first + at_a_time])
+            down = torch.arange(first, first + len(part), device=weight.device)[:, None]
+            part.copy_(((rank * shape[0] + down) * shape[1] + across) // self._place % self._base)
+        return digits.view(weight.shape)
 
 
 def _parts(numbers: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ranks, rows and columns of numbers that `_digits` made."""
+    """Return ranks, rows and columns of numbers that `_DigitTensors` made."""
     rows, columns = shape
     return numbers // (rows * columns), numbers // columns % rows, numbers % columns
 

@@ -389,10 +389,57 @@ def test_numbers_of_several_digits(worker_pool, change, shape, dtype):
     assert results == [([], []), ([], [])]
 
 
+def count_conversions(shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
+    """How many weights each conversion of a plan has."""
+    from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
+
+    weights = {"large": torch.zeros(shape, dtype=dtype), "small": torch.zeros(2, 2, dtype=dtype)}
+    tasks = [Task(weight, name=name) for name, weight in weights.items()]
+    converted: list[int] = []
+
+    def convert(tasks: Any) -> Iterator[tuple[str, Tensor]]:
+        converted.append(len(tasks))
+        yield from gather(tasks)
+
+    gather = gathered(*CHANGES["rows"])
+    world: Any = dist.group.WORLD
+    assert plan_sharded_views(tasks, convert, (world, world)) is not None
+    return converted
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        (
+            (128, 127),
+            torch.bfloat16,
+            [2, 2],
+        ),  # 2 · 128 · 127 < 0x7F80, infinity in bf16
+        ((128, 128), torch.bfloat16, [2, 1, 2]),
+        ((128, 128), torch.float32, [2, 2]),
+    ],
+)
+def test_a_plan_takes_few_conversions(worker_pool, shape, dtype, expected):
+    """Those of digits, and that of the weights themselves."""
+    assert worker_pool.run(count_conversions, shape, dtype, world_size=2) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8])
+def test_digits_are_finite_and_tell_each_other_apart(dtype):
+    from lightning_megatron_rl.models.sharded_plan import _base, _bits, _DigitTensors
+
+    base = _base([dtype])
+    digits = _DigitTensors(1, base).like(torch.empty(2, base, dtype=dtype), 0, (2, base))
+    assert digits.dtype == dtype
+    assert digits.float().isfinite().all()
+    assert torch.equal(_bits(digits).long(), torch.arange(base).expand(2, -1))
+    assert _base([dtype, torch.float32]) == base
+
+
 @pytest.mark.parametrize("names", [("small", "large"), (None, None)], ids=["of its own", "by place"])
 def test_large_weights_are_numbered_without_small_ones(worker_pool, names):
     """A conversion that makes something else of a weight alone than among others has no plan."""
-    shapes = [(3, 3), (300, 12)]
+    shapes = [(3, 3), (3000, 12)]
     for different, said in worker_pool.run(plan_of, "rows", shapes, torch.bfloat16, names, world_size=2):
         assert different == (None if None in names else [])
         assert len(said) == (1 if None in names else 0)
