@@ -49,7 +49,9 @@ class SyncTimes(pl.Callback):
         self.extra_bytes = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in pl_module.export_weights())
+        from lightning_megatron_rl.models.hf_files import num_weights
+
+        self.num_bytes = num_weights(pl_module.hf_model.path) * pl_module.hf_model.dtype.itemsize
         if pl_module.strategy.replica.is_leader and not pl_module.engine.sleep_level:  # it is ready before it sleeps
             pl_module.engine.wait_ready()
         for number in range(self.warmup + self.repeats):
