@@ -31,7 +31,7 @@ def main() -> None:
         write_step(sides, options)
         if options.syncs:
             write_report(sides, options.device, sync_path)
-    if options.syncs and options.asleep:
+    if options.syncs and options.asleep and options.device == "cuda":
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
         write_report(sides, options.device, sync_path)
 

@@ -28,7 +28,7 @@ def main() -> None:
     path = result_path("weight_sync", options.device, options.out)
     for sides in run_sides(passed_on(options), options.peer, options.timeout):
         write_report(sides, options.device, path)
-    if options.asleep:
+    if options.asleep and options.device == "cuda":
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
         write_report(sides, options.device, path)
 

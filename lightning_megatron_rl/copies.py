@@ -56,12 +56,12 @@ class Copies:
                 rest.append((target, source))
             else:
                 pieces.setdefault(target.device, []).extend(found)
-        self._lists = _in_lists(rest)
-        self._tables = []
+        tables = []
         if pieces:
             from lightning_megatron_rl.copy_kernels import CopyTable
 
-            self._tables = [CopyTable(found, device) for device, found in pieces.items()]
+            tables = [CopyTable(found, device) for device, found in pieces.items()]
+        self._lists, self._tables = _in_lists(rest), tables  # both or, where there is no memory for a table, neither
 
 
 def _in_lists(pairs: Iterable[Pair]) -> list[tuple[list[Tensor], list[Tensor]]]:

@@ -75,6 +75,12 @@ class CopyTable:
             )
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile the kernel for a device, before whoever watches for kernels that are compiled late."""
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    CopyTable([(words.data_ptr(), words.data_ptr() + WORD_BYTES, 1, 1, 0, 0)], device).run()
+
+
 def pieces_of(target: Tensor, source: Tensor) -> list[Piece] | None:
     """Return the copy of one tensor as blocks of rows; None if it does not consist of whole words.
 

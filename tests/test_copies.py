@@ -70,7 +70,7 @@ def test_lists_copy_every_kind_every_time():
 
 def interpret() -> None:
     """Run with TRITON_INTERPRET=1, which Triton reads where kernels are defined."""
-    from lightning_megatron_rl.copy_kernels import CopyTable, pieces_of
+    from lightning_megatron_rl.copy_kernels import CopyTable, pieces_of, warm_up
 
     pairs = pairs_of_every_kind()
     pieces = {name: pieces_of(*pair) for name, pair in pairs.items() if name != "other dtype"}
@@ -82,6 +82,7 @@ def interpret() -> None:
     for _ in range(2):
         check_copies(pairs, table.run)
     CopyTable([], torch.device("cpu")).run()
+    warm_up(torch.device("cpu"))
 
 
 @pytest.mark.deadline(120)
@@ -96,6 +97,32 @@ def test_kernel_copies_every_kind():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_copies_without_memory_for_a_table_are_made_all_the_same(monkeypatch):
+    """A push that failed is followed by another, which must not take the tables for made."""
+    from lightning_megatron_rl import copy_kernels
+
+    failures = [torch.OutOfMemoryError("no memory")]
+
+    class Table:
+        def __init__(self, *_: object) -> None:
+            if failures:
+                raise failures.pop()
+
+        def run(self) -> None:
+            target.copy_(source)
+
+    monkeypatch.setattr(copy_kernels, "CopyTable", Table)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+    target, source = torch.zeros(8), torch.ones(8)
+    copies = Copies([target], [source])
+    copies.run()
+    source += 1
+    with pytest.raises(torch.OutOfMemoryError):
+        copies.run()
+    copies.run()
+    assert torch.equal(target, source)
 
 
 def test_a_tensor_in_too_many_blocks_is_left_to_torch():

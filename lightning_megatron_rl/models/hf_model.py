@@ -111,6 +111,10 @@ class HFModel(SavesFiles):
             sequence_parallel=sequence_parallel,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the converter, which is made again where it is needed: it has classes of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_bridge"}
+
     @cached_property
     def _bridge(self) -> Any:
         """Megatron-Bridge's converter for this checkpoint, told how layers that it does not know are split."""

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,5 +94,5 @@ def _mapped(file: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Tenso
     """Return some bytes of a file as a vector, which reads them when it is read."""
     if num_bytes == 0:
         return torch.empty(0, dtype=dtype)
-    mapped = torch.from_numpy(np.memmap(file, mode="c", offset=start, shape=(num_bytes,)))
+    mapped = torch.from_file(str(file), shared=False, size=start + num_bytes, dtype=torch.uint8)[start:]
     return (mapped.clone() if start % dtype.itemsize else mapped).view(dtype)

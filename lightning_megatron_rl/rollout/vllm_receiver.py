@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from lightning_megatron_rl.copy_kernels import warm_up
 from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, PASSING, Handle, join_group
 from lightning_megatron_rl.rollout.placement import Placement
 from lightning_megatron_rl.rollout.shared_weights import SharedWeightsReceiver
@@ -55,6 +56,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        warm_up(device)
         self.loader = WeightLoader(model, vllm_config.model_config)
         self._group: dist.ProcessGroup | None = None
         self._placements: dict[int, list[Placement]] = {}  # by number of the part

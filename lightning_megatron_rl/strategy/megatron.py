@@ -225,7 +225,7 @@ class MegatronStrategy(StopsTogether):
         assert self.cluster_environment is not None
         try:
             # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
-            # once, with a third of a GiB of the GPU's memory
+            # once, with 388 MiB of the GPU's memory
             _init_dist_connection(
                 self.cluster_environment,
                 "nccl" if self.root_device.type == "cuda" else "gloo",

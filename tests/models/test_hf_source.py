@@ -1,6 +1,8 @@
 """Tensors that Megatron-Bridge reads are those of the files, which are opened for their lists of tensors once."""
 
 import json
+import os
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -91,3 +93,20 @@ def test_models_are_read_like_this(qwen3_moe_dir):
     source = HFModel(str(qwen3_moe_dir))._bridge.hf_pretrained.state.source
     assert isinstance(source, source_class())
     assert isinstance(source.get_all_keys(), Names)
+
+
+def test_tensors_that_are_held_keep_no_file_open(tmp_path):
+    names = [f"weight.{number}" for number in range(50)]
+    save(tmp_path, {"a.safetensors": {name: torch.ones(4) for name in names}})
+    source = source_class()(tmp_path)
+    before = os.listdir("/proc/self/fd")
+    held = source.load_tensors(names)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    held["weight.3"] += 1
+    assert torch.equal(source["weight.3"], torch.ones(4)), "what one reader changes, the next one reads"
+
+
+def test_a_model_that_has_read_goes_into_another_process(qwen3_dir):
+    model = HFModel(str(qwen3_dir))
+    assert model._bridge is not None
+    assert pickle.loads(pickle.dumps(model)).path == model.path
