@@ -44,23 +44,21 @@ class Copies:
             torch._foreach_copy_(targets, sources)
 
     def _prepare(self) -> None:
+        if not any(target.is_cuda for target, _ in self._pairs):
+            self._tables = []
+            return
+        from lightning_megatron_rl.copy_kernels import CopyTable, pieces_of
+
         pieces: dict[torch.device, list[Piece]] = {}
         rest = []
         for target, source in self._pairs:
-            found = None
-            if target.is_cuda and source.device == target.device and source.dtype == target.dtype:
-                from lightning_megatron_rl.copy_kernels import pieces_of
-
-                found = pieces_of(target, source)
+            is_plain = target.is_cuda and source.device == target.device and source.dtype == target.dtype
+            found = pieces_of(target, source) if is_plain else None
             if found is None:
                 rest.append((target, source))
             else:
                 pieces.setdefault(target.device, []).extend(found)
-        tables = []
-        if pieces:
-            from lightning_megatron_rl.copy_kernels import CopyTable
-
-            tables = [CopyTable(found, device) for device, found in pieces.items()]
+        tables = [CopyTable(found, device) for device, found in pieces.items()]
         self._lists, self._tables = _in_lists(rest), tables  # both or, where there is no memory for a table, neither
 
 

@@ -1,8 +1,5 @@
 """Many copies at once: the plain lists, and the kernel for CUDA, run by Triton's interpreter on a CPU."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.copies import Copies
-from tests.command_line import ROOT
+from tests.interpreted import run_interpreted
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 
@@ -87,16 +84,7 @@ def interpret() -> None:
 
 @pytest.mark.deadline(120)
 def test_kernel_copies_every_kind():
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.test_copies import interpret; interpret()"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__name__, "interpret")
 
 
 def test_copies_without_memory_for_a_table_are_made_all_the_same(monkeypatch):

@@ -45,4 +45,4 @@ def test_copies_on_the_device(gpu_pool):
 def test_rows_apart_are_copied_at_the_rate_of_one_copy(gpu_pool):
     one, apart = gpu_pool.run(copy_rate, world_size=1, init_process_group=False)[0]
     print(f"one copy {one / 1e9:.0f} GB/s, rows apart {apart / 1e9:.0f} GB/s")
-    assert apart > 0.7 * one  # one by one, in torch's operations, it is under a half
+    assert apart > 0.7 * one  # an H100 has 0.88; torch's own copies of rows apart have 0.4 (profile_h200_sync.txt)

@@ -1,14 +1,10 @@
 """The kernels for CUDA, run by Triton's interpreter on a CPU: the numbers of the plain operations and of fp64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.command_line import ROOT
+from tests.interpreted import run_interpreted
 
 ROWS, COLUMNS = 5, 5000  # more than a block of columns, and no multiple of one
 
@@ -68,13 +64,4 @@ def compare() -> None:
 
 @pytest.mark.deadline(120)
 def test_kernels_compute_what_the_plain_operations_do():
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.models.test_logprob_kernels import compare; compare()"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__name__, "compare")
