@@ -36,11 +36,13 @@ class WeightViews(Sequence[tuple[str, Tensor]]):
         views: By name, each once.
         stays: Whether the memory stays where it is until whoever was given it has been told to let go. If not, it is
             to be read within the call that it is given to.
+        memory: Number of that memory, where weights come in buckets that lie in several.
     """
 
-    def __init__(self, views: Sequence[WeightView], *, stays: bool = False) -> None:
+    def __init__(self, views: Sequence[WeightView], *, stays: bool = False, memory: int = 0) -> None:
         self.views = list(views)
         self.stays = stays
+        self.memory = memory
 
     @classmethod
     def of(cls, weights: Sequence[tuple[str, Tensor]]) -> "WeightViews":
@@ -81,5 +83,5 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
     def buckets(self) -> Iterator[WeightViews]:
         """Yield the rest of the weights; what was yielded is overwritten by the next but one.
 
-        The same objects in each update for as long as everything stays in place, but for tensors larger than a bucket.
+        The same objects in each update for as long as everything stays in place.
         """

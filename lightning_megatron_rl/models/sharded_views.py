@@ -1,6 +1,6 @@
 """Hugging Face tensors put together from parameters on several ranks, by a plan: one broadcast per rank and bucket."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -119,7 +119,7 @@ class ShardedViews:
         self._groups = groups
         self.device = next(parameter.device for parameter in parameters if parameter is not None)
         self._buckets = [_fill(held) for held in _split(plans, bucket_bytes)]
-        self._bucket_bytes = bucket_bytes
+        self._memories = _memories(self._buckets, aligned(bucket_bytes))
         self._places: list[int] = []
         self._room: _Room | None = None
 
@@ -131,12 +131,12 @@ class ShardedViews:
 
         Args:
             stays: Whether buckets are put together in the same memory in all pushes, which is kept between them: that
-                of two buckets and a message. A tensor larger than a bucket has its own for as long as it is needed.
+                of two buckets, of the largest tensor if it is larger than a bucket, and of a message.
         """
         places = [0 if parameter is None else parameter.data_ptr() for parameter in self._parameters]
         room = self._room
         if room is None or not stays or places != self._places:
-            room = _Room(self._sizes(), self.device, stays=stays)
+            room = _Room(self._sizes(), self._largest_message(), self.device, stays=stays)
         self._room, self._places = (room, places) if stays else (None, [])
         return _Push(self, room)
 
@@ -145,14 +145,14 @@ class ShardedViews:
         self._room, self._places = None, []
 
     def assembly(self, number: int, room: "_Room | None" = None) -> "_Assembly":
-        """Prepare to put one bucket together, in memory of its own if there is no room for it."""
-        bucket = self._buckets[number]
-        memory = _Memory(bucket.num_bytes, self.device, room.bucket(number) if room else None)
+        """Prepare to put one bucket together, in memory of its own if no room is given."""
+        bucket, which = self._buckets[number], self._memories[number]
+        memory = _Memory(bucket.num_bytes, self.device, room.bucket(which) if room else None)
         buffer = room.message() if room else None
         # in the same order on all ranks, also where a rank is in two groups
         exchanges = [self._exchange(message, memory, buffer) for message in bucket.messages]
         views = [WeightView(plan.name, memory.tensor(plan, start), plan.shape) for plan, start in bucket.tensors]
-        return _Assembly(WeightViews(views, stays=room is not None and room.stays), exchanges)
+        return _Assembly(WeightViews(views, stays=room is not None and room.stays, memory=which), exchanges)
 
     def _exchange(self, message: _Message, bucket: "_Memory", buffer: Tensor | None) -> "_Exchange":
         group = self._groups[message.is_expert]
@@ -171,15 +171,15 @@ class ShardedViews:
             group, message.source, memory.bytes, Copies(packed, mine) if mine else None, Copies(wanted, mine or packed)
         )
 
-    def has_room(self, number: int) -> bool:
-        """Whether a bucket is no larger than others: it is not one tensor that exceeds their size."""
-        return self._buckets[number].num_bytes <= aligned(self._bucket_bytes)
+    def _sizes(self) -> list[int]:
+        """Bytes of each memory that buckets are put together in."""
+        sizes = [0] * (max(self._memories, default=0) + 1)
+        for bucket, which in zip(self._buckets, self._memories, strict=True):
+            sizes[which] = max(sizes[which], bucket.num_bytes)
+        return sizes
 
-    def _sizes(self) -> tuple[int, int]:
-        """Bytes of the largest bucket that there is to be room for, and of the largest message."""
-        buckets = [bucket for number, bucket in enumerate(self._buckets) if self.has_room(number)]
-        messages = [message.num_bytes for bucket in buckets for message in bucket.messages]
-        return max((bucket.num_bytes for bucket in buckets), default=0), max(messages, default=0)
+    def _largest_message(self) -> int:
+        return max((message.num_bytes for bucket in self._buckets for message in bucket.messages), default=0)
 
 
 @dataclass(frozen=True)
@@ -217,33 +217,38 @@ class _Assembly:
 
 
 class _Room:
-    """Memory in which buckets are put together, two at a time, and what was prepared for it.
+    """Memory in which buckets are put together, and what was prepared for it.
 
     Args:
-        sizes: Bytes of a bucket, and of a message.
+        sizes: Bytes of each memory for buckets.
+        message_bytes: Of the largest message.
         device: Where.
         stays: Whether it is used in more than one push.
     """
 
-    def __init__(self, sizes: tuple[int, int], device: torch.device, *, stays: bool) -> None:
+    def __init__(self, sizes: Sequence[int], message_bytes: int, device: torch.device, *, stays: bool) -> None:
         self.stays = stays
         self.assemblies: dict[int, _Assembly] = {}
         self._sizes = sizes
+        self._message_bytes = message_bytes
         self._device = device
-        self._memories: dict[str, Tensor] = {}
+        self._buckets: dict[int, Tensor] = {}
+        self._message: Tensor | None = None
 
-    def bucket(self, number: int) -> Tensor:
-        """Memory for a bucket, other than that of the one before."""
-        return self._memory("even" if number % 2 == 0 else "odd", self._sizes[0])
+    def bucket(self, which: int) -> Tensor:
+        """Memory for buckets, by its number."""
+        if which not in self._buckets:
+            self._buckets[which] = self._empty(self._sizes[which])
+        return self._buckets[which]
 
     def message(self) -> Tensor:
-        """Memory for a message."""
-        return self._memory("message", self._sizes[1])
+        """Memory for messages."""
+        if self._message is None:
+            self._message = self._empty(self._message_bytes)
+        return self._message
 
-    def _memory(self, name: str, num_bytes: int) -> Tensor:
-        if name not in self._memories:
-            self._memories[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._memories[name]
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 class _Push(WeightBuckets):
@@ -270,11 +275,10 @@ class _Push(WeightBuckets):
         assemblies = self._room.assemblies
         while self._next < len(self._views):
             number = self._next
-            if number not in assemblies and self._views.has_room(number):
+            if number not in assemblies:
                 assemblies[number] = self._views.assembly(number, self._room)
-            assembly = assemblies.get(number) or self._views.assembly(number)
             self._next += 1
-            yield assembly.run()
+            yield assemblies[number].run()
 
 
 class _Memory:
@@ -326,6 +330,15 @@ def _split(plans: Sequence[TensorPlan], capacity: int) -> Iterator[list[TensorPl
         end += aligned(plan.num_bytes)
     if held:
         yield held
+
+
+def _memories(buckets: Iterable[_Bucket], capacity: int) -> list[int]:
+    """Return the number of the memory for each bucket: another than the one before has, and others for larger ones."""
+    numbers: list[int] = []
+    for bucket in buckets:
+        first = 0 if bucket.num_bytes <= capacity else 2
+        numbers.append(first + 1 if numbers[-1:] == [first] else first)
+    return numbers
 
 
 def _fill(plans: list[TensorPlan]) -> _Bucket:

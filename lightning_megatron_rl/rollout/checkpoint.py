@@ -102,7 +102,8 @@ class CheckpointLayout:
         seen: set[str] = set()
         for bucket in buckets:
             wanted = [view for view in bucket.views if self._is_wanted(view.name, view.shape, seen)]
-            yield bucket if len(wanted) == len(bucket.views) else WeightViews(wanted, stays=bucket.stays)
+            is_whole = len(wanted) == len(bucket.views)
+            yield bucket if is_whole else WeightViews(wanted, stays=bucket.stays, memory=bucket.memory)
         self._check_complete(seen)
 
     def _is_wanted(self, name: str, shape: Iterable[int], seen: set[str]) -> bool:

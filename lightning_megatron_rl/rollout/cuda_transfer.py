@@ -19,7 +19,7 @@ BACKEND = "lightning_megatron_rl"  # the name under which vLLM knows our receive
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 
 # places in what torch rebuilds a tensor of another process from
-_DEVICE = 6  # the device's number
+DEVICE = 6  # the device's number
 _COUNTER = 11  # the file with the count of readers, and the place in it
 
 PASSING = -1  # number of memory that is not kept open
@@ -137,7 +137,7 @@ class IPCTransport:
         placed = self._placed.setdefault(number, PlacedWeights())
         blocks, is_known = placed.place(weights)
         torch.cuda.current_stream().synchronize()  # what computed the weights is done
-        memory = number % 2 if weights.stays else PASSING
+        memory = weights.memory if weights.stays else PASSING
         opened = self._open.get(memory)
         handles = None
         if opened is None or opened.places != placed.spans:
@@ -286,7 +286,7 @@ def _handle(block: Tensor, device: int) -> Handle:
     storage = torch._C._construct_storage_from_data_pointer(block.data_ptr(), block.device, block.numel())
     lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage)  # type: ignore[call-overload]
     arguments = tuple(reduce_tensor(lent)[1])
-    return (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
+    return (*arguments[:DEVICE], device, *arguments[DEVICE + 1 :])
 
 
 def _take_one(buckets: Iterator[WeightViews], taken: list[WeightViews]) -> None:

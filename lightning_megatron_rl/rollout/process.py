@@ -14,6 +14,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_megatron_rl.rollout.watchdog import Watchdog
+
 LOG_LINES = 200  # of the child's output that are kept
 TAIL_LINES = 30  # of them that go into an error
 LINE_BYTES = 4096
@@ -100,6 +102,7 @@ class WorkerProcess:
             target=_keep_output, args=(self._process.stdout, self._lines, echo_output), daemon=True
         )
         self._reader.start()
+        self._watchdog = Watchdog(lambda: self._signal_group(signal.SIGKILL))
 
     def send(self, phase: str, message: Any, timeout_s: float) -> None:
         """Send a message whose answer `receive` takes later."""
@@ -162,28 +165,21 @@ class WorkerProcess:
         for path in self._named_memory:
             path.unlink(missing_ok=True)
         self._named_memory.clear()
+        self._watchdog.close()
         self._reader.join(timeout=2)
         self._connection.close()
 
     def _guarded(self, phase: str, timeout_s: float, operation: Callable[[], Any]) -> Any:
-        """Run a blocking operation on the connection; at the deadline a timer kills the process, which unblocks it."""
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            self._signal_group(signal.SIGKILL)
-
-        timer = threading.Timer(max(timeout_s, 0), expire)
-        timer.daemon = True
-        timer.start()
+        """Run a blocking operation on the connection; at the deadline the process is killed, which unblocks it."""
+        expired = False
+        self._watchdog.arm(timeout_s)
         try:
             try:
                 return operation()
             finally:
-                timer.cancel()
-                timer.join()  # one that is just firing must not hit a later process
+                expired = self._watchdog.disarm()
         except (EOFError, OSError) as error:
-            if expired.is_set():
+            if expired:
                 self.kill()
                 raise EngineTimeoutError(
                     f"{phase} did not end within {timeout_s:.1f} seconds and the engine's process {self.pid} was "

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from lightning_megatron_rl.copy_kernels import warm_up
-from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, PASSING, Handle, join_group
+from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, DEVICE, PASSING, Handle, join_group
 from lightning_megatron_rl.rollout.placement import Placement
 from lightning_megatron_rl.rollout.shared_weights import SharedWeightsReceiver
 from lightning_megatron_rl.rollout.weight_loader import WeightLoader
@@ -103,12 +103,12 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         if info.handles is not None:
             self._close([info.memory])  # before others are opened: torch counts readers of each
             self._lent[info.memory] = [
-                rebuild_cuda_tensor(*handle) for handle in info.handles[self.parallel_config.rank]
+                open_memory(handle, self.device) for handle in info.handles[self.parallel_config.rank]
             ]
         lent = self._lent[info.memory]
         if all(block.device == self.device for block in lent):
             return lent
-        # from another GPU by way of memory here: what sleeps can be written by its own GPU alone
+        # no way between the GPUs; by way of memory here, since what sleeps can be written by its own GPU alone
         copies = self._copies.get(info.memory)
         if copies is None:
             copies = self._copies[info.memory] = [torch.empty_like(block, device=self.device) for block in lent]
@@ -147,6 +147,18 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Not here: `cuda_transfer` sends, in a process that does not import vLLM."""
         raise NotImplementedError("weights are sent by lightning_megatron_rl.rollout.cuda_transfer")
+
+
+def open_memory(handle: Handle, device: torch.device) -> Tensor:
+    """Map memory of another process for `device`, which reads it even where it is another GPU's, if it can.
+
+    Torch opens it on the GPU that it is named, and takes it for that GPU's own: copies run there, and read no more than
+    they need through NVLink.
+    """
+    own, owner = device.index, handle[DEVICE]
+    if own != owner and torch.cuda.can_device_access_peer(own, owner):
+        handle = (*handle[:DEVICE], own, *handle[DEVICE + 1 :])
+    return rebuild_cuda_tensor(*handle)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)

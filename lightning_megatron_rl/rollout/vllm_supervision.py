@@ -4,13 +4,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
-from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
+from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport, Part
 from lightning_megatron_rl.rollout.engine import (
     Generation,
     GenerationRequest,
@@ -172,11 +172,14 @@ class SupervisedEngine(RolloutEngine):
         transport = self._transport
         assert transport is not None
 
-        def post(part: dict[str, Any], meanwhile: Callable[[], None] | None = None) -> None:
-            worker.send("update_weights", ("load", part), self.call_timeout_s)
+        def ask(message: tuple[Any, ...], meanwhile: Callable[[], None] | None = None) -> Any:
+            worker.send("update_weights", message, self.call_timeout_s)
             if meanwhile is not None:
                 meanwhile()
-            worker.receive("update_weights", self.call_timeout_s)
+            return worker.receive("update_weights", self.call_timeout_s)
+
+        def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
+            ask(("load", part), meanwhile)
 
         self._num_pushes += 1
         self._worker_push, self._wanted_push, self._wanted_version = None, self._num_pushes, version
@@ -190,15 +193,16 @@ class SupervisedEngine(RolloutEngine):
                 self._connected_pid = worker.pid
             if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, WeightViews):
                 part, num_bytes = transport.whole(weights)
-                replayed = worker.request("update_weights", ("replace", part, version), self.call_timeout_s)
-                sizes = (num_bytes, 0)
+                sizes, replayed = (num_bytes, 0), ask(("replace", part, version))
             else:
-                worker.request("update_weights", ("begin",), self.call_timeout_s)
                 if isinstance(transport, IPCTransport) and isinstance(weights, WeightBuckets):
-                    sizes = transport.send_buckets(self._layout.check_buckets(weights.buckets()), post)
+                    buckets, first = self._layout.check_buckets(weights.buckets()), list[WeightViews]()
+                    ask(("begin",), lambda: first.extend(islice(buckets, 1)))
+                    sizes = transport.send_buckets(chain(first, buckets), post)
                 else:
+                    ask(("begin",))
                     sizes = transport.send(weights, post)
-                replayed = worker.request("update_weights", ("end", version), self.call_timeout_s)
+                replayed = ask(("end", version))
             transport.finish()
         except EngineCallError as error:
             raise EngineDiedError(str(error)) from error

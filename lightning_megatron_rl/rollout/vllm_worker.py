@@ -66,13 +66,15 @@ class Worker:
         if plan is not None:
             self._plan = plan
         self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
-        self._finish(version)
+        self._forget_prefixes()
+        self._version = version
 
     def reload(self, weights: "list[tuple[str, Tensor]]", version: int) -> None:
         """Load weights of the same process layer by layer, as `update` does."""
         assert self._llm is not None
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self._finish(version)
+        self._forget_prefixes()
+        self._version = version
 
     def connect(self, info: dict[str, Any]) -> None:
         """Meet the trainer in a group of NCCL."""
@@ -80,9 +82,10 @@ class Worker:
         self._llm.init_weight_transfer_engine({"init_info": info})
 
     def begin(self) -> None:
-        """Start an update that comes in parts."""
+        """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
         assert self._llm is not None
         self._llm.start_weight_update()
+        self._forget_prefixes()
 
     def load(self, part: dict[str, Any]) -> None:
         """Load one part; when this returns, the trainer may use its memory for the next."""
@@ -93,7 +96,7 @@ class Worker:
         """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
         assert self._llm is not None
         self._llm.finish_weight_update()
-        self._finish(version)
+        self._version = version
         return all(self._llm.collective_rpc("was_replayed"))
 
     def replace(self, part: dict[str, Any], version: int) -> bool:
@@ -101,8 +104,9 @@ class Worker:
         assert self._llm is not None
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": part})
-        self._finish(version)
+        self._forget_prefixes()
         self._llm.finish_weight_update()
+        self._version = version
         return all(self._llm.collective_rpc("was_replayed"))
 
     def let_go(self) -> None:
@@ -110,9 +114,8 @@ class Worker:
         assert self._llm is not None
         self._llm.collective_rpc("let_go")
 
-    def _finish(self, version: int) -> None:
+    def _forget_prefixes(self) -> None:
         assert self._llm is not None
-        self._version = version
         # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")

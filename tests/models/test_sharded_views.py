@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partialmethod
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.buffers import aligned
 from lightning_megatron_rl.models.export_views import RowBlocks
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.sharded_views import Piece, matrix_shape
@@ -177,13 +179,18 @@ def push_in_buckets(model: Path, strategy: dict[str, Any], bucket_bytes: int) ->
         pushed = list(views.weights())  # all are held
     messages = [call.args[0].nbytes for call in broadcast.call_args_list]
     buckets = [views.weights(stays=True) for _ in range(2)]
-    again = [[(bucket, bucket.views[0].view.untyped_storage()) for bucket in push.buckets()] for push in buckets]
-    staying = [[pair for pair in push if pair[0].stays] for push in again]
-    assert [bucket for bucket, _ in staying[0]] == [bucket for bucket, _ in staying[1]]
-    assert len(staying[0]) < len(again[0])  # one tensor is larger than a bucket
-    kept = {storage.data_ptr(): storage.nbytes() for _, storage in staying[0]}
-    assert len(kept) == 2
-    assert max(kept.values()) <= bucket_bytes
+    first, second = (
+        [(bucket, bucket.views[0].view.untyped_storage()) for bucket in push.buckets()] for push in buckets
+    )
+    assert [bucket for bucket, _ in first] == [bucket for bucket, _ in second]
+    places = [storage.data_ptr() for _, storage in first]
+    assert all(place != following for place, following in pairwise(places)), "whoever reads one would read the next"
+    memories = {bucket.memory: (storage.data_ptr(), storage.nbytes()) for bucket, storage in first}
+    assert [memories[bucket.memory][0] for bucket, _ in first] == places
+    largest = max(view.view.nbytes for bucket, _ in first for view in bucket.views)
+    assert largest > bucket_bytes
+    assert all((size <= bucket_bytes) == (memory < 2) for memory, (_, size) in memories.items())
+    assert max(size for _, size in memories.values()) <= aligned(largest)
     held: dict[int, list[int]] = {}
     for _, tensor in pushed:
         held.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor.untyped_storage().nbytes())
