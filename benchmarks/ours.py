@@ -54,10 +54,11 @@ class SyncTimes(pl.Callback):
         self.num_bytes = num_weights(pl_module.hf_model.path) * pl_module.hf_model.dtype.itemsize
         if pl_module.strategy.replica.is_leader and not pl_module.engine.sleep_level:  # it is ready before it sleeps
             pl_module.engine.wait_ready()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated()  # what the first sync keeps for the next ones counts, too
         for number in range(self.warmup + self.repeats):
             if number == self.warmup and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
             if pl_module.engine.sleep_level:
                 self.seconds.append(timed(lambda: _sync_and_wake(pl_module), self.device))
                 self.sleep_seconds.append(timed(pl_module.finish_sampling, self.device))

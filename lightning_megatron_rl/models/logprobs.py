@@ -99,11 +99,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits, local[part], temperature
             )
         own_largest = largest.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        if group.size() > 1:  # NCCL takes hundreds of MiB for a group that is used, be it one rank's
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = own_largest - largest  # every rank took its own maximum out of its sums
         weighted = (weighted + total * shift) * shift.exp() if with_entropy else torch.zeros_like(total)
         sums = torch.stack([total * shift.exp(), weighted, label_logit])
-        dist.all_reduce(sums, group=group)
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
         total, weighted, label_logit = sums
         log_z = largest + total.log()
         entropy = total.log() - weighted / total

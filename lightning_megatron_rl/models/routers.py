@@ -153,8 +153,9 @@ class RouterHooks:
         assert not any(ended.to_recompute), "a recomputation did not come: its micro-batches are out of step"
         if ended.mode != "record":
             return []
-        if ended.routing.numel():  # each token's choices lie on one rank, the others have zeros
-            dist.all_reduce(ended.routing, group=parallel_state.get_tensor_and_context_parallel_group())
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        if ended.routing.numel() and group.size() > 1:  # each token's choices lie on one rank, the others have zeros
+            dist.all_reduce(ended.routing, group=group)
         return list(ended.routing.cpu().to(torch.int16).split(ended.lengths))
 
     def metrics(self) -> dict[str, float]:
@@ -269,7 +270,8 @@ class RouterHooks:
         if self.settings.aux_loss_coeff:
             # the micro-batch lies on all tensor- and context-parallel ranks: their counts, this one's scores
             chosen = choice_map.sum(0).to(torch.float32)
-            dist.all_reduce(chosen, group=router.tp_cp_group)
+            if router.tp_cp_group.size() > 1:
+                dist.all_reduce(chosen, group=router.tp_cp_group)
             tokens = chosen.sum() / router.topk
             loss = loss + self.settings.aux_loss_coeff * tokens * balance_loss(chosen, scores.sum(0), router.topk)
         return loss

@@ -169,12 +169,22 @@ def data_parallel_all_reduce(tensor: Tensor, op: str = "sum", *, with_context_pa
     What belongs to whole sequences is the same on all context-parallel ranks and counts once; what belongs to the
     tokens of one rank takes `with_context_parallel`.
     """
+    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    group = _replicas(with_context_parallel=with_context_parallel)
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=reduce_op, group=group)
+    return tensor
+
+
+def _replicas(*, with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """Return the group of the model's replicas; the one that Megatron uses where there are two of the same ranks.
+
+    NCCL takes hundreds of MiB of each rank's GPU for a group that is used.
+    """
     from megatron.core import parallel_state
 
-    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    group = parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
-    dist.all_reduce(tensor, op=reduce_op, group=group)
-    return tensor
+    alike = parallel_state.get_context_parallel_world_size() == 1
+    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel or alike)
 
 
 def context_parallel_sum(tensor: Tensor) -> Tensor:
@@ -208,7 +218,7 @@ def data_parallel_gather[T](value: T) -> list[T]:
     if replicas == 1:
         return [value]
     values: list[Any] = [None] * replicas
-    dist.all_gather_object(values, value, group=parallel_state.get_data_parallel_group())
+    dist.all_gather_object(values, value, group=_replicas())
     return values
 
 
@@ -219,12 +229,10 @@ def data_parallel_exchange[T](outgoing: list[list[T]], device: torch.device | st
         outgoing: One list of picklable objects per replica.
         device: Where the backend of the data-parallel group works.
     """
-    from megatron.core import parallel_state
-
     replicas = len(outgoing)
     if replicas == 1:
         return outgoing
-    me, group = data_parallel_rank(), parallel_state.get_data_parallel_group()
+    me, group = data_parallel_rank(), _replicas()
     messages = [b"" if replica == me else pack(objects) for replica, objects in enumerate(outgoing)]
     sizes = torch.tensor([len(message) for message in messages], device=device)
     sizes_in = torch.empty_like(sizes)
