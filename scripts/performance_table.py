@@ -27,9 +27,9 @@ def share(value: dict[str, Any] | None) -> str:
     return "–" if value is None else f"{value['median']:.1%}"
 
 
-def spread(value: dict[str, Any], digits: int) -> str:
-    """Return a median with the half-width of the measurements' range."""
-    return f"{value['median']:,.{digits}f} ± {value['spread']:.0%}"
+def spread(value: dict[str, Any], digits: int, scale: float = 1.0) -> str:
+    """Return a median, in a unit `scale` of which are that of the file, with the half-width of the measurements' range."""
+    return f"{value['median'] * scale:,.{digits}f} ± {value['spread']:.0%}"
 
 
 def split(measured: dict[str, Any]) -> str:
@@ -70,7 +70,7 @@ def throughput(results: Path = RESULTS) -> str:
 def weight_sync(results: Path = RESULTS) -> str:
     """Return the table of B1."""
     lines = [
-        "| device | model | who | seconds | GB/s | share of the limit | extra memory, GiB |",
+        "| device | model | who | ms | GB/s | share of the limit | extra memory, GiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for _, result in load("weight_sync_*.json", results):
@@ -79,7 +79,7 @@ def weight_sync(results: Path = RESULTS) -> str:
             who = result[name]["who"] + (ASLEEP if name == "asleep" else "")
             lines.append(
                 f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {who}"
-                f" | {spread(sync['seconds'], 4)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
+                f" | {spread(sync['seconds'], 2, 1e3)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
                 f" | {rate['extra_gib']:.2f} |"
             )
     return "\n".join(lines) + "\n"
