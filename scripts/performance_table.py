@@ -28,7 +28,7 @@ def share(value: dict[str, Any] | None) -> str:
 
 
 def spread(value: dict[str, Any], digits: int, scale: float = 1.0) -> str:
-    """Return a median, in a unit `scale` of which are that of the file, with the half-width of the measurements' range."""
+    """Return a median, times `scale`, with the half-width of the measurements' range as a share of it."""
     return f"{value['median'] * scale:,.{digits}f} ± {value['spread']:.0%}"
 
 
