@@ -131,7 +131,8 @@ class ShardedViews:
 
         Args:
             stays: Whether buckets are put together in the same memory in all pushes, which is kept between them: that
-                of two buckets, of the largest tensor if it is larger than a bucket, and of a message.
+                of two buckets, of the largest tensor if it is larger than a bucket (of two that follow each other), and
+                of the largest message, which is one rank's part of a bucket or of such a tensor.
         """
         places = [0 if parameter is None else parameter.data_ptr() for parameter in self._parameters]
         room = self._room

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -102,7 +103,8 @@ class WorkerProcess:
             target=_keep_output, args=(self._process.stdout, self._lines, echo_output), daemon=True
         )
         self._reader.start()
-        self._watchdog = Watchdog(lambda: self._signal_group(signal.SIGKILL))
+        self._watchdog = Watchdog(_killer(weakref.ref(self)))
+        weakref.finalize(self, self._watchdog.close).atexit = False
 
     def send(self, phase: str, message: Any, timeout_s: float) -> None:
         """Send a message whose answer `receive` takes later."""
@@ -172,9 +174,9 @@ class WorkerProcess:
     def _guarded(self, phase: str, timeout_s: float, operation: Callable[[], Any]) -> Any:
         """Run a blocking operation on the connection; at the deadline the process is killed, which unblocks it."""
         expired = False
-        self._watchdog.arm(timeout_s)
         try:
             try:
+                self._watchdog.arm(timeout_s)
                 return operation()
             finally:
                 expired = self._watchdog.disarm()
@@ -219,15 +221,28 @@ class WorkerProcess:
 
     def _signal_group(self, signal_number: int) -> None:
         if not self.is_gone:
-            if signal_number == signal.SIGKILL:
-                self._note_named_memory()
-            os.killpg(self.pid, signal_number)
+            try:
+                if signal_number == signal.SIGKILL:
+                    self._note_named_memory()
+            finally:
+                os.killpg(self.pid, signal_number)
 
     def _note_named_memory(self) -> None:
         """Remember what tensor-parallel workers talk through: killed, they leave it in /dev/shm."""
         for pid in () if self.is_gone else self._group():
             with suppress(OSError):  # ended in between
                 self._named_memory |= named_memory(str(pid))
+
+
+def _killer(process: "weakref.ref[WorkerProcess]") -> Callable[[], None]:
+    """Return what kills a process at its deadline, and keeps nobody from dropping it: its connection ends with it."""
+
+    def kill() -> None:
+        worker = process()
+        if worker is not None:
+            worker._signal_group(signal.SIGKILL)
+
+    return kill
 
 
 def named_memory(process: str) -> set[Path]:

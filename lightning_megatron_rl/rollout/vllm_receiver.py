@@ -1,6 +1,7 @@
 """What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API, for them alone."""
 
 import gc
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -157,7 +158,9 @@ def open_memory(handle: Handle, device: torch.device) -> Tensor:
     """
     own, owner = device.index, handle[DEVICE]
     if own != owner and torch.cuda.can_device_access_peer(own, owner):
-        handle = (*handle[:DEVICE], own, *handle[DEVICE + 1 :])
+        renamed = (*handle[:DEVICE], own, *handle[DEVICE + 1 :])
+        with suppress(RuntimeError):  # it is not to be had here
+            return rebuild_cuda_tensor(*renamed)
     return rebuild_cuda_tensor(*handle)
 
 

@@ -244,7 +244,7 @@ class SupervisedEngine(RolloutEngine):
         if not self._awake:
             return 0
         if isinstance(self._transport, IPCTransport) and self._transport.num_workers > 1:
-            self.let_go()  # workers on other GPUs hold copies of open memory
+            self.let_go()  # those that cannot read another GPU's memory hold copies of it
         worker = self._running_worker()
         freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
         self._awake = set()

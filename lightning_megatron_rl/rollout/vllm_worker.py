@@ -84,8 +84,8 @@ class Worker:
     def begin(self) -> None:
         """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
         assert self._llm is not None
-        self._llm.start_weight_update()
         self._forget_prefixes()
+        self._llm.start_weight_update()
 
     def load(self, part: dict[str, Any]) -> None:
         """Load one part; when this returns, the trainer may use its memory for the next."""

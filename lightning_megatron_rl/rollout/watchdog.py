@@ -1,9 +1,12 @@
 """One thread that ends whatever takes too long: to start one for each call takes longer than a short call."""
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 
 class Watchdog:
@@ -50,6 +53,9 @@ class Watchdog:
                 remaining = self._deadline - time.monotonic()
                 if remaining <= 0:
                     self._deadline, self._has_expired = math.inf, True
-                    self._expire()
+                    try:
+                        self._expire()
+                    except Exception:  # the next call has a deadline, too
+                        log.exception("what ends a call at its deadline failed")
                 self._looks_at = self._deadline
                 self._changed.wait(min(remaining, threading.TIMEOUT_MAX) if self._deadline < math.inf else None)

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import threading
@@ -64,6 +65,19 @@ def test_death_between_calls_is_seen_by_the_next(worker):
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match="SIGKILL"):
         worker.request("echo", ("echo", 1), 60)
+
+
+def test_process_that_nobody_holds_any_more_ends():
+    """What watches its deadlines does not keep it."""
+    environment = child_environment(dict(os.environ), {"PYTHONPATH": ROOT})
+    dropped = WorkerProcess("tests.rollout.echo_worker", environment)
+    pid = dropped.request("echo", ("echo", dropped.pid), 60)
+    del dropped
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_deadline_names_phase_and_seconds_and_kills(worker):

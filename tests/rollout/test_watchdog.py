@@ -58,4 +58,16 @@ def test_a_call_may_have_all_time():
     dog = Watchdog(lambda: None)
     assert not waits(dog, float("inf"), 0.05)
     assert not waits(dog, 1e12, 0.05)
+    assert waits(dog, 0, 0.2), "the thread is still there"
+    dog.close()
+
+
+def test_an_expiry_that_fails_is_told_and_is_not_the_last(caplog):
+    def fail() -> None:
+        raise OSError("no such process")
+
+    dog = Watchdog(fail)
+    assert waits(dog, 0, 0.2)
+    assert waits(dog, 0, 0.2)
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["no such process"] * 2
     dog.close()

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from lightning_megatron_rl.models.moe import MoESettings
 from tests.strategy.test_megatron import LAYOUTS
 from tests.training import fit_sft
 
@@ -26,11 +27,11 @@ LAYOUT_GROUPS = {
     "single": set(),
     "dp2": set(),
     "tp2_sp": {"TENSOR_MODEL_PARALLEL_GROUP"},
-    "cp2": {"DATA_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP"},
+    "cp2": {"CONTEXT_PARALLEL_GROUP"},
 }
 
 
-def groups_used(model: Path, strategy: dict[str, Any], world_size: int) -> set[str]:
+def groups_used(model: Path, strategy: dict[str, Any], world_size: int, **run: Any) -> set[str]:
     """Names of the groups of NCCL, on a GPU, that a run has collectives in."""
     used = set()
 
@@ -46,8 +47,14 @@ def groups_used(model: Path, strategy: dict[str, Any], world_size: int) -> set[s
     with ExitStack() as stack:
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(dist, name, note(getattr(dist, name))))
-        fit_sft(model, strategy, world_size)
+        fit_sft(model, strategy, world_size, **run)
     return used
+
+
+def test_routers_of_one_rank_use_no_group(worker_pool, qwen3_moe_dir):
+    module = {"moe": MoESettings(aux_loss_coeff=0.01)}
+    used = worker_pool.run(groups_used, qwen3_moe_dir, {}, 1, module=module, world_size=1, init_process_group=False)[0]
+    assert used == ALWAYS
 
 
 @pytest.mark.parametrize("layout", LAYOUT_GROUPS)
