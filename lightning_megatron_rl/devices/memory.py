@@ -12,6 +12,7 @@ from lightning_megatron_rl.devices.moments import (
     GIB,
     GRADIENTS,
     OPTIMIZER,
+    PUSH,
     SAMPLER_PROCESS,
     SECOND_WEIGHTS,
     STEP_COPIES,
@@ -170,6 +171,7 @@ def trainer_parts(
     training: bool = True,
     adapters: bool = False,
     state: StateBytes | None = None,
+    push_bucket: int = 0,
 ) -> tuple[Part, ...]:
     """Return what the trainer's process takes of the fullest GPU.
 
@@ -186,6 +188,8 @@ def trainer_parts(
         adapters: Whether low-rank adapters are trained alone. Their own state, a thousandth of a model's or so, is left
             out.
         state: Bytes per trained parameter under the user's settings; None: those of `precision`.
+        push_bucket: Size of the buckets in which a sampler's weights are put together from several ranks; 0: they are
+            not. # bytes
     """
     dense, experts = parameters_per_gpu(size, split)
     parameters = dense + experts
@@ -221,7 +225,19 @@ def trainer_parts(
         copies = parameters * weights * frozen_copies
         remedy = "set reference.offload=true, or loss.kl_coef=0"
         parts.append(Part("trainer: reference", copies, f"{frozen_copies} x {text} x {weights:g} bytes", remedy))
+    if push_bucket:
+        parts.append(_push_part(size, split, weights, push_bucket))
     return tuple(parts)
+
+
+def _push_part(size: ModelSize, split: Split, element_bytes: float, bucket: int) -> Part:
+    """What is kept from one push to the next: two buckets, a larger embedding, and one rank's part of the larger."""
+    whole = (size.dense + size.embeddings + size.experts) * element_bytes
+    embedding = size.vocabulary * size.hidden * element_bytes
+    kept = min(2 * bucket, whole) + (embedding if embedding > bucket else 0)
+    sent = max(min(bucket, whole), embedding) / split.tensor
+    remedy = "MegatronStrategy(offload_while_sampling=[parameters]), where a push keeps nothing"
+    return Part(PUSH, kept + sent, f"two buckets of {bucket / GIB:g} GiB, a larger tensor, a rank's part", remedy)
 
 
 def _second_weights(dense: float, experts: float, split: Split, state: StateBytes) -> Part:

@@ -25,6 +25,7 @@ WEIGHTS, GRADIENTS, ACTIVATIONS = "trainer: weights", "trainer: gradients", "tra
 OPTIMIZER, EXPERT_OPTIMIZER = "trainer: optimizer state", "trainer: optimizer state, experts"
 SECOND_WEIGHTS = "trainer: weights, old and new"
 STEP_COPIES = "trainer: copies for the step"
+PUSH = "trainer: weight push"
 SAMPLER_PROCESS = "sampler: process"
 # moments that may be the fullest
 COMPUTING, STEPPING, WRAPPING = "the trainer computes", "the optimizer steps", "Megatron wraps the model"
@@ -63,7 +64,9 @@ class MemoryPlan:
         if moment != COMPUTING:
             away.add(ACTIVATIONS)
         if moment == WRAPPING:
-            away.update(_OFFLOADED["optimizer"])  # is made next
+            away.update((*_OFFLOADED["optimizer"], PUSH))  # are made next
+        if "parameters" in self.offloads and moment != PUSHING:
+            away.add(PUSH)  # is for parameters that stay where they are
         moved = {PUSHING: ("optimizer", "gradients"), SAMPLING: tuple(_OFFLOADED)}.get(moment, ())
         for name in moved:
             away.update(_OFFLOADED[name] if name in self.offloads else ())

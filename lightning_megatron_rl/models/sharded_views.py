@@ -180,7 +180,9 @@ class ShardedViews:
         return sizes
 
     def _largest_message(self) -> int:
-        return max((message.num_bytes for bucket in self._buckets for message in bucket.messages), default=0)
+        messages = (message for bucket in self._buckets for message in bucket.messages)
+        sent = (message.num_bytes for message in messages if self._groups[message.is_expert].size() > 1)
+        return max(sent, default=0)
 
 
 @dataclass(frozen=True)

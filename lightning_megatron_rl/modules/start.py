@@ -11,6 +11,7 @@ from lightning_megatron_rl.devices.measure import import_engine, installed_vllm,
 from lightning_megatron_rl.devices.memory import ModelSize, Split, StateBytes, sampler_parts, trainer_parts
 from lightning_megatron_rl.devices.moments import MemoryPlan, Part
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend
+from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES
 from lightning_megatron_rl.models.size import model_size
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
@@ -102,10 +103,18 @@ def make_plan(
         training=training,
         adapters=module.lora is not None,
         state=_state_size(module) if training else None,
+        push_bucket=BUCKET_BYTES if _puts_together(module, engine) else 0,
     )
     sleeps = engine is not None and engine.sleep_level > 0
     sampler = _sampler(engine, strategy, size, checkpoint.dtype, total)
     return MemoryPlan(parts, sampler, free=free, apart=sleeps, offloads=strategy.offloads)
+
+
+def _puts_together(module: Starts, engine: RolloutEngine | None) -> bool:
+    """Whether weights are put together from several ranks for a sampler on a GPU."""
+    if module.lora is not None or module.strategy.layout.is_whole:
+        return False
+    return isinstance(engine, ColocatedVLLMEngine) or (isinstance(engine, VLLMEngine) and engine.device != "cpu")
 
 
 def _split(strategy: "MegatronStrategy") -> Split:

@@ -1,6 +1,7 @@
 """The memory plan: each formula by hand, and refusals with the arithmetic and what to lower."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,27 @@ def test_weights_are_there_twice_while_megatron_lays_them_out():
     assert size_of(trainer_parts(MIXTURE, Split(expert=4), **options), second) == experts * 2
     unsharded = trainer_parts(SMALL, Split(sharded=False), **options)
     assert second not in {part.name for part in unsharded}  # parameters stay where they are
+
+
+def test_push_keeps_buckets_a_larger_tensor_and_a_message():
+    options: dict[str, Any] = {"precision": "bf16-mixed", "tokens": 1, "logprob_chunk": 1}
+    push = "trainer: weight push"
+    assert push not in {part.name for part in trainer_parts(SMALL, Split(), **options)}
+    embedding, whole = 151_936 * 1024 * 2, (SMALL.dense + SMALL.embeddings) * 2
+    in_small = trainer_parts(SMALL, Split(tensor=2), **options, push_bucket=GIB // 4)
+    assert size_of(in_small, push) == 2 * GIB / 4 + embedding + embedding / 2
+    in_large = trainer_parts(SMALL, Split(tensor=2), **options, push_bucket=GIB)
+    assert size_of(in_large, push) == min(2 * GIB, whole) + GIB / 2
+    in_one = trainer_parts(SMALL, Split(pipeline=2), **options, push_bucket=2 * GIB)
+    assert size_of(in_one, push) == 2 * whole
+
+    def there(*offloads: str) -> set[str]:
+        sampler = sampler_parts(SMALL, tensor=1, total=80 * GIB, utilization=0.4, cache_bytes=None, element_bytes=2)
+        plan = MemoryPlan(in_small, sampler, free=79 * GIB, apart=True, offloads=offloads)
+        return {moment for moment, found in plan.moments.items() for part in found if part.name == push and found[part]}
+
+    assert there() == there("optimizer") == {COMPUTING, PUSHING, SAMPLING}
+    assert there("parameters") == {PUSHING}
 
 
 def test_adapters_and_scoring_need_no_state_of_the_model():

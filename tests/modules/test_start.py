@@ -43,6 +43,11 @@ class Plans(pl.Callback):
             self.found[name] = {part.name: part.size for part in (*plan.trainer, *plan.sampler)}
             self.moments[name] = set(plan.totals)
             assert plan.offloads == pl_module.strategy.offloads
+        pushed: Any = pl_module.weights_to_push()
+        if not pl_module.strategy.layout.is_whole:
+            assert len(list(pushed.buckets())) > 0
+            room = pl_module._planned_views[1]._room
+            self.found["push"] = sum(tensor.nbytes for tensor in (*room._buckets.values(), room.message()))
         self.found["parameters"] = sum(parameter.numel() for parameter in pl_module.model.parameters())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -89,6 +94,11 @@ def test_plan_counts_what_the_module_holds(worker_pool, qwen3_dir, world_size, s
     assert found["vllm"]["sampler: weights"] == here["trainer: weights"] * shards / 2  # whole, in 16 bits
     assert found["auto"]["sampler: weights"] == here["trainer: weights"] * shards  # as in the checkpoint, which is fp32
     assert found["share"]["sampler: weights and cache"] == 40 * GIB
+    for name in ENGINES:
+        assert ("trainer: weight push" in found[name]) == (shards > 1 and name not in ("replayed", "on cpu")), name
+    if shards > 1:
+        # norms are sent by one rank and counted as divided, and tensors begin at multiples of 64 bytes
+        assert found["vllm"]["trainer: weight push"] == pytest.approx(found["push"], rel=0.02)
 
 
 def has_sampler(found: dict[str, Any], name: str) -> bool:
