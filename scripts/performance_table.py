@@ -180,6 +180,58 @@ def headline(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def goals(results: Path = RESULTS) -> str:
+    """Return the table of what was aimed at, and what each GPU reached."""
+    syncs, updates, steps = (
+        load(f"{name}_*.json", results, gpus_only=True) for name in ("weight_sync", "throughput", "grpo_step")
+    )
+    rates = [(_place(result, result["ours"]), result["rates"]) for _, result in syncs]
+    rows = [(_place(result, row), row["shape"], row["update"]) for _, result in updates for row in result["rows"]]
+    mfu = {"35 %": (0.35, ("0.6b",)), "45 %": (0.45, ("4b", "8b"))}
+    measured: dict[tuple[str, str], list[tuple[str, str, bool]]] = {
+        ("B1, share of the limit", "60 %"): [
+            (place, f"{rate['ours']['share_of_limit']:.1%}", rate["ours"]["share_of_limit"] >= 0.6)
+            for place, rate in rates
+        ],
+        ("B1, rate over TRL's", "10"): [
+            (place, f"{ratio:.1f}", ratio >= 10)
+            for place, rate in rates
+            if "trl" in rate
+            for ratio in [rate["ours"]["gb_per_s"] / rate["trl"]["gb_per_s"]]
+        ],
+        **{
+            (f"B2, MFU of updates at {' and '.join(shapes)}", aim): [
+                (place, f"{share(update['mfu_measured'])} ({share(update['mfu_spec'])} of the data sheet's peak)", met)
+                for place, shape, update in rows
+                if shape in shapes
+                for met in [update["mfu_measured"]["median"] >= least]
+            ]
+            for aim, (least, shapes) in mfu.items()
+        },
+        ("B3, step over the floor", "at most 2.2"): [
+            (_place(result, result["ours"]), f"{result['times_floor']:.2f}", result["times_floor"] <= 2.2)
+            for _, result in steps
+        ],
+        ("B3, TRL's step over ours", "3"): [
+            (_place(result, result["ours"]), f"{result['speedup_over_trl']:.2f}", result["speedup_over_trl"] >= 3)
+            for _, result in steps
+            if result["speedup_over_trl"]
+        ],
+    }
+    lines = ["| benchmark | goal | reached | missed |", "|---|---|---|---|"]
+    for (name, aim), found in measured.items():
+        cells = [
+            "; ".join(f"{value} ({place})" for place, value, met in found if met is wanted) for wanted in (True, False)
+        ]
+        lines.append(f"| {name} | {aim} | {cells[0] or '–'} | {cells[1] or '–'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _place(result: Result, measured: dict[str, Any]) -> str:
+    """Return model, GPU and layout in a few words."""
+    return f"{measured['shape']}, {result['device'].removeprefix('NVIDIA ').split()[0]}{split(measured)}"
+
+
 def kill_drill(results: Path = RESULTS) -> str:
     """Return the table of the kill drills."""
     lines = [
@@ -233,6 +285,7 @@ def conversion(results: Path = RESULTS) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "goals": goals,
     "throughput": throughput,
     "weight sync": weight_sync,
     "grpo step": grpo_step,

@@ -95,6 +95,18 @@ def test_tables_in_the_documents_are_those_of_the_results(document):
     assert any(f"<!-- {name} -->" in text for name in tables.TABLES)
 
 
+def test_goals_are_reached_or_missed(tmp_path):
+    """Without rounding: 9.96 is not 10."""
+    for name, share, peer in (("a", 0.6, 10.0), ("b", 0.5999, 10.04)):
+        rates = {"ours": {"share_of_limit": share, "gb_per_s": 100.0}, "trl": {"gb_per_s": peer}}
+        result = {"device": "NVIDIA X9 GPU", "ours": {"shape": name}, "rates": rates}
+        (tmp_path / f"weight_sync_{name}.json").write_text(json.dumps(result))
+    lines = tables.goals(tmp_path).splitlines()
+    assert lines[2] == "| B1, share of the limit | 60 % | 60.0% (a, X9) | 60.0% (b, X9) |"
+    assert lines[3] == "| B1, rate over TRL's | 10 | 10.0 (a, X9) | 10.0 (b, X9) |"
+    assert lines[4].endswith("| 35 % | – | – |")
+
+
 def test_results_say_where_they_come_from():
     for name in ("throughput", "weight_sync", "grpo_step", "real_run", "checkpoint", "convert"):
         for stem, result in tables.load(f"{name}_*.json"):

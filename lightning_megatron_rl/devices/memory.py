@@ -236,8 +236,7 @@ def _push_part(size: ModelSize, split: Split, element_bytes: float, bucket: int)
     embedding = size.vocabulary * size.hidden * element_bytes
     kept = min(2 * bucket, whole) + (embedding if embedding > bucket else 0)
     sent = max(min(bucket, whole), embedding) / split.tensor
-    remedy = "MegatronStrategy(offload_while_sampling=[parameters]), where a push keeps nothing"
-    return Part(PUSH, kept + sent, f"two buckets of {bucket / GIB:g} GiB, a larger tensor, a rank's part", remedy)
+    return Part(PUSH, kept + sent, f"two buckets of {bucket / GIB:g} GiB, a larger tensor, a rank's part", "")
 
 
 def _second_weights(dense: float, experts: float, split: Split, state: StateBytes) -> Part:

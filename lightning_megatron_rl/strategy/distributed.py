@@ -38,7 +38,8 @@ class ReplicaGroup:
         self._group: dist.ProcessGroup | None = None
         for replica in sorted(set(replicas)):
             ranks = [r for r in range(world) if replicas[r] == replica]
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+            timeout = timedelta(seconds=timeout_s)
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="REPLICA_GROUP_GLOO")
             if rank in ranks:
                 self._group, self.ranks = group, ranks
         self.is_leader = rank == self.ranks[0]

@@ -158,5 +158,6 @@ class KeepsCheckpoints(CollectiveStrategy):
 
     def _own_group(self) -> dist.ProcessGroup:
         if self._queue_group is None:
-            self._queue_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            timeout = timedelta(seconds=self.timeout_s)
+            self._queue_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="SAVE_QUEUE_GROUP_GLOO")
         return self._queue_group
