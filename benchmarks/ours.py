@@ -125,6 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             max_num_seqs=options.prompts * options.generations,
             kv_cache_memory_gb=options.cache_gb,
             tensor_parallel_size=options.sampler_parallel,
+            start_timeout_s=600,  # 30 billion weights, and their compilation
             enforce_eager=options.eager or None,
             sleep_level=options.sleep_level,
         ),
