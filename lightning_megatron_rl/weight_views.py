@@ -8,6 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.lent_weights import LentWeights, Readiness
+
 
 @dataclass(frozen=True)
 class WeightView:
@@ -71,8 +73,39 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
 
     An iterator of names and tensors, each of which stays as it is for as long as somebody holds it. `buckets` are
     quicker: they lie in memory that is used again. Both go on where the other has stopped, and a rank that runs through
-    the one does its part for a rank that runs through the other.
+    the one does its part for a rank that runs through the other. A rank without a sampler runs through `follow`.
+
+    Nothing has to be put together for samplers that read the weights where they lie: if all ranks `lend` them, they do,
+    until all `settle` it.
     """
+
+    @property
+    @abstractmethod
+    def gpus(self) -> frozenset[str]:
+        """Whose memory the weights lie in (`cuda_memory.identity`); none if they cannot be lent."""
+
+    @abstractmethod
+    def lend(self, readiness: Readiness, readers: int) -> LentWeights | None:
+        """Lend the weights if every rank is ready, before anything of them is taken; a collective.
+
+        Args:
+            readiness: This rank's sampler's.
+            readers: Processes of its sampler.
+
+        Returns:
+            The same object for as long as nothing has moved and nobody has needed it anew; None: take buckets.
+        """
+
+    @abstractmethod
+    def settle(self, loaded: bool) -> bool:
+        """Take back what was lent; returns whether every rank's sampler has read it: if not, take buckets.
+
+        A collective; until it returns, no rank changes its weights.
+        """
+
+    @abstractmethod
+    def follow(self) -> Iterator[WeightViews]:
+        """Do this rank's part, whatever the ranks with samplers do."""
 
     @property
     @abstractmethod

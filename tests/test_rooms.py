@@ -16,6 +16,8 @@ FLOORS = {
     "versions": -1,
     "buffers": -1,
     "copies": -1,
+    "cuda_memory": -3,
+    "lent_weights": -2,  # under `weight_views`
     "copy_kernels": -2,  # under `copies`
     "weight_views": -1,
     "algorithms": 0,
@@ -43,6 +45,8 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
+    "cuda_memory": {"megatron", "lightning", "vllm", "transformers"},
+    "lent_weights": {"megatron", "lightning", "vllm", "transformers"},
     "copy_kernels": {"megatron", "lightning", "vllm", "transformers"},
     "weight_views": {"megatron", "lightning", "vllm", "transformers"},
     "algorithms": {"megatron", "lightning", "vllm", "transformers"},

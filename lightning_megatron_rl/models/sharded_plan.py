@@ -21,7 +21,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_megatron_rl.models.export_views import Convert, ReplacedWeights, find_blocks, same
-from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, Piece, ShardedViews, TensorPlan, matrix_shape
+from lightning_megatron_rl.models.pieces import Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The ranks that share a model without its experts, and those that share its experts."""

@@ -10,67 +10,14 @@ from torch import Tensor
 
 from lightning_megatron_rl.buffers import aligned
 from lightning_megatron_rl.copies import Copies
-from lightning_megatron_rl.models.export_views import RowBlocks
+from lightning_megatron_rl.models.lending import Lending
+from lightning_megatron_rl.models.pieces import Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.models.weight_push import Push
 from lightning_megatron_rl.weight_views import WeightBuckets, WeightView, WeightViews
 
 # Of whole tensors. Whoever takes them holds one, or reads it, while the next bucket is filled from one rank's part of
 # it after the other.
 BUCKET_BYTES = 256 * 2**20
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor: its first dimension, and all others as one; a vector has one column.
-
-    Example:
-        ``matrix_shape((6, 2, 4)) == (6, 8)``
-    """
-    return prod(shape[:1]), prod(shape[1:])
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of a Hugging Face tensor, and of the parameter that it comes from; both as matrices."""
-
-    source: int  # who has the parameter: number of the rank in its group
-    rows: RowBlocks  # of the parameter
-    first_column: int  # of the parameter
-    width: int  # columns
-    row: int  # of the tensor, where the rectangle starts
-    column: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Blocks of rows, rows of each, columns."""
-        return self.rows.count, self.rows.size, self.width
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape has such a rectangle."""
-        rows, columns = matrix_shape(shape)
-        within = self.rows.start >= 0 and self.rows.step >= 0 and self.rows.end <= rows
-        return within and self.first_column >= 0 and self.first_column + self.width <= columns
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Return the rectangle of a contiguous parameter, as it lies there: `shape`."""
-        columns = matrix_shape(parameter.shape)[1]
-        start = int(parameter.storage_offset()) + self.rows.start * columns + self.first_column
-        return parameter.as_strided(self.shape, (self.rows.step * columns, columns, 1), start)
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """A Hugging Face tensor and the rectangles that it consists of."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    task: int  # number of the conversion task, the same on all ranks of a group
-    is_expert: bool  # which ranks share it: those of the experts, or those of everything else
-    pieces: tuple[Piece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -121,7 +68,8 @@ class ShardedViews:
         self._buckets = [_fill(held) for held in _split(plans, bucket_bytes)]
         self._memories = _memories(self._buckets, aligned(bucket_bytes))
         self._places: list[int] = []
-        self._room: _Room | None = None
+        self._room: Room | None = None
+        self._lending = Lending(plans, parameters, groups)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -137,15 +85,20 @@ class ShardedViews:
         places = [0 if parameter is None else parameter.data_ptr() for parameter in self._parameters]
         room = self._room
         if room is None or not stays or places != self._places:
-            room = _Room(self._sizes(), self._largest_message(), self.device, stays=stays)
+            room = Room(self._sizes(), self._largest_message(), self.device, stays=stays)
         self._room, self._places = (room, places) if stays else (None, [])
-        return _Push(self, room)
+        return Push(self, room, self._lending if stays else None, places)
 
     def let_go(self) -> None:
         """Keep no memory of pushes any more; whoever reads it has let go of it."""
+        self.free()
+        self._lending.let_go()
+
+    def free(self) -> None:
+        """Keep no memory for buckets; nobody reads it."""
         self._room, self._places = None, []
 
-    def assembly(self, number: int, room: "_Room | None" = None) -> "_Assembly":
+    def assembly(self, number: int, room: "Room | None" = None) -> "Assembly":
         """Prepare to put one bucket together, in memory of its own if no room is given."""
         bucket, which = self._buckets[number], self._memories[number]
         memory = _Memory(bucket.num_bytes, self.device, room.bucket(which) if room else None)
@@ -153,7 +106,7 @@ class ShardedViews:
         # in the same order on all ranks, also where a rank is in two groups
         exchanges = [self._exchange(message, memory, buffer) for message in bucket.messages]
         views = [WeightView(plan.name, memory.tensor(plan, start), plan.shape) for plan, start in bucket.tensors]
-        return _Assembly(WeightViews(views, stays=room is not None and room.stays, memory=which), exchanges)
+        return Assembly(WeightViews(views, stays=room is not None and room.stays, memory=which), exchanges)
 
     def _exchange(self, message: _Message, bucket: "_Memory", buffer: Tensor | None) -> "_Exchange":
         group = self._groups[message.is_expert]
@@ -205,7 +158,7 @@ class _Exchange:
 
 
 @dataclass(frozen=True)
-class _Assembly:
+class Assembly:
     """A bucket, ready to be put together."""
 
     weights: WeightViews
@@ -219,7 +172,7 @@ class _Assembly:
         return self.weights
 
 
-class _Room:
+class Room:
     """Memory in which buckets are put together, and what was prepared for it.
 
     Args:
@@ -231,7 +184,7 @@ class _Room:
 
     def __init__(self, sizes: Sequence[int], message_bytes: int, device: torch.device, *, stays: bool) -> None:
         self.stays = stays
-        self.assemblies: dict[int, _Assembly] = {}
+        self.assemblies: dict[int, Assembly] = {}
         self._sizes = sizes
         self._message_bytes = message_bytes
         self._device = device
@@ -252,36 +205,6 @@ class _Room:
 
     def _empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-
-class _Push(WeightBuckets):
-    def __init__(self, views: ShardedViews, room: _Room) -> None:
-        self._views = views
-        self._room = room
-        self._next = 0
-        self._held: list[tuple[str, Tensor]] = []
-
-    @property
-    def device(self) -> torch.device:
-        return self._views.device
-
-    def __next__(self) -> tuple[str, Tensor]:
-        while not self._held:
-            if self._next == len(self._views):
-                raise StopIteration
-            assembly = self._views.assembly(self._next)
-            self._next += 1
-            self._held = list(assembly.run())[::-1]
-        return self._held.pop()
-
-    def buckets(self) -> Iterator[WeightViews]:
-        assemblies = self._room.assemblies
-        while self._next < len(self._views):
-            number = self._next
-            if number not in assemblies:
-                assemblies[number] = self._views.assembly(number, self._room)
-            self._next += 1
-            yield assemblies[number].run()
 
 
 class _Memory:

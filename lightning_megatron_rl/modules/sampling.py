@@ -269,7 +269,7 @@ class SamplesResponses(HoldsReference):
         with self.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted
                 weights = self.weights_to_push()
-                report = self._push(weights, _collectives(weights), version)
+                report = self._push(weights, version)
                 if not self._lost_anywhere(report is None):
                     break
         self.last_sync, self.synced_version = report, version
@@ -280,11 +280,12 @@ class SamplesResponses(HoldsReference):
             return lost
         return any(data_parallel_gather(lost))
 
-    def _push(self, weights: Iterable[tuple[str, Tensor]], others: Iterable[Any], version: int) -> SyncReport | None:
+    def _push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport | None:
         """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""
         if self.engine.is_collective:
             return self.engine.update_weights(weights, version)
         assert self.strategy.replica is not None
+        others = weights.follow() if isinstance(weights, WeightBuckets) else _collectives(weights)
         return self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=others)
 
 

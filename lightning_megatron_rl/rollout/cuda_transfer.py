@@ -12,19 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.cuda_memory import Handle, lend, on_device, take_back
+from lightning_megatron_rl.lent_weights import LentWeights, Readiness
 from lightning_megatron_rl.rollout.placement import PlacedWeights, Placement, fill_buckets
-from lightning_megatron_rl.weight_views import WeightViews
+from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
 
 BACKEND = "lightning_megatron_rl"  # the name under which vLLM knows our receiver
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 
-# places in what torch rebuilds a tensor of another process from
-DEVICE = 6  # the device's number
-_COUNTER = 11  # the file with the count of readers, and the place in it
-
 PASSING = -1  # number of memory that is not kept open
+LENT = -2  # of what several ranks lend
 
-Handle = tuple[Any, ...]  # what torch opens the memory of another process with
 Part = dict[str, Any]  # what the receiver takes; see `vllm_receiver.PartInfo`
 
 
@@ -47,6 +45,13 @@ class Post(Protocol):
         """Send, run `meanwhile`, wait."""
 
 
+class Ask(Protocol):
+    """Sends the engine's process a message and returns its answer."""
+
+    def __call__(self, message: tuple[Any, ...], meanwhile: Callable[[], None] | None = None) -> Any:
+        """Send, run `meanwhile`, wait."""
+
+
 class IPCTransport:
     """CUDA IPC: workers of the same machine map the trainer's memory.
 
@@ -56,17 +61,30 @@ class IPCTransport:
     `bucket_bytes`, which is filled again when the workers have copied out of it; workers on other GPUs than the
     trainer's have one, too.
 
+    When buckets have shown what goes where in the workers' models, the next weights that lie in memory of several ranks
+    are read there, by workers on the same GPUs, with nothing put together (`send_lent`).
+
     Args:
         device: Number of the trainer's GPU among those that the workers see.
         num_workers: vLLM's workers, on as many GPUs.
         bucket_bytes: Size of that buffer.
+        gpus: What the workers see, in their order (`cuda_memory.identity`); none if a GPU cannot read another's memory.
     """
 
     name = "CUDA IPC"
 
-    def __init__(self, device: int = 0, num_workers: int = 1, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        device: int = 0,
+        num_workers: int = 1,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        gpus: Sequence[str] = (),
+    ) -> None:
         self.device = device
         self.num_workers = num_workers
+        self._gpus = list(gpus)
+        self._has_recorded = False  # whether the workers know what becomes of all weights that came in buckets
+        self._borrowed: LentWeights | None = None  # what they read in place
         self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
         self._placed: dict[int, PlacedWeights] = {}  # by number of the part
@@ -78,6 +96,11 @@ class IPCTransport:
         """Whether workers keep memory open."""
         return bool(self._open)
 
+    @property
+    def copies_peers(self) -> bool:
+        """Whether workers keep copies of what is on other GPUs."""
+        return self.num_workers > 1 and not self._gpus
+
     def forget(self, *, workers_are_gone: bool = False) -> None:
         """What comes next is new to the workers: other ones, or some that have let go of what they had.
 
@@ -86,18 +109,22 @@ class IPCTransport:
         """
         if workers_are_gone:
             for handle in self._lent:
-                torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+                take_back(handle)
+            self._has_recorded = False
         self._lent.clear()
         self._open.clear()
         self._placed.clear()
+        self._borrowed = None
 
     def whole(self, weights: WeightViews) -> tuple[Part, int]:
         """Return all weights as one part that is read in place, and their bytes; for one worker."""
+        self._has_recorded, self._borrowed = False, None
         return self._part(weights, 0, keep=True), self._placed[0].num_bytes
 
     def send(self, weights: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
         self._placed.clear()  # the workers are about to learn other places
+        self._has_recorded, self._borrowed = False, None
         num_bytes, extra, buffer = 0, 0, None
         for number, (bucket, placements) in enumerate(fill_buckets(weights, self.bucket_bytes)):
             torch.cuda.current_stream().synchronize()
@@ -122,7 +149,40 @@ class IPCTransport:
                 advance()
             extra = max(extra, _memory_of([bucket, *following]))
             bucket, number = following[0] if following else None, number + 1
+        self._has_recorded, self._borrowed = True, None
         return num_bytes, extra
+
+    def send_lent(self, weights: WeightBuckets, ask: "Ask", version: int) -> tuple[int, int, bool] | None:
+        """Let the workers read weights where they lie, if every rank's sampler can; None: send buckets."""
+        readiness = Readiness.CANNOT
+        if self._has_recorded and weights.gpus and weights.gpus <= set(self._gpus):
+            readiness = Readiness.NEEDS_PLACES if self._borrowed is None else Readiness.KNOWS_PLACES
+        lent = weights.lend(readiness, self.num_workers)
+        if lent is None:
+            return None
+        if lent is not self._borrowed:
+            self._borrow(lent, ask)
+        replayed = False
+        if self._borrowed is not None:
+            replayed = ask(("replace", make_part(0, None, keep=True, stays=True, borrowed=True), version))
+        if not weights.settle(self._borrowed is not None):
+            return None
+        return lent.num_bytes, 0, replayed
+
+    def _borrow(self, lent: LentWeights, ask: "Ask") -> None:
+        """Tell the workers where weights lie; they close everything else."""
+        numbers = [self._gpus.index(memory.gpu) for memory in lent.memories]
+        handles = [
+            [on_device(memory.handles[worker], number) for memory, number in zip(lent.memories, numbers, strict=True)]
+            for worker in range(self.num_workers)
+        ]
+        self._lent.extend(chain(*handles))
+        self._open.clear()
+        if all(ask(("borrow", lent.weights, handles))):
+            self._open[LENT] = _Opened([], list(chain(*handles)))
+            self._borrowed = lent
+        else:  # nor the next time
+            self._gpus, self._borrowed = [], None
 
     def finish(self) -> None:
         """Take back what the workers have let go of."""
@@ -149,7 +209,7 @@ class IPCTransport:
 
     def _handles(self, blocks: list[Tensor]) -> list[list[Handle]]:
         """What each worker opens the blocks with: torch counts one reader for each handle, and takes it off again."""
-        handles = [[_handle(block, self.device) for block in blocks] for _ in range(self.num_workers)]
+        handles = [[lend(block, self.device) for block in blocks] for _ in range(self.num_workers)]
         self._lent.extend(chain(*handles))
         return handles
 
@@ -260,6 +320,7 @@ def make_part(
     memory: int = PASSING,
     keep: bool = False,
     stays: bool = False,
+    borrowed: bool = False,
 ) -> Part:
     """Return what `vllm_receiver.PartInfo` describes."""
     return {
@@ -271,22 +332,8 @@ def make_part(
         "blocks": blocks,
         "keep": keep,
         "stays": stays,
+        "borrowed": borrowed,
     }
-
-
-def _handle(block: Tensor, device: int) -> Handle:
-    """What a process that knows the GPU as number `device` opens the block's memory with.
-
-    Whenever torch shares a storage, it wraps it once more, with a count of its readers in a file of shared memory that
-    stays for as long as the storage lives: parameters would collect one for each sync of the run. So what is shared is
-    a storage of its own of the same memory, whose count goes when the reader has let go.
-    """
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    storage = torch._C._construct_storage_from_data_pointer(block.data_ptr(), block.device, block.numel())
-    lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage)  # type: ignore[call-overload]
-    arguments = tuple(reduce_tensor(lent)[1])
-    return (*arguments[:DEVICE], device, *arguments[DEVICE + 1 :])
 
 
 def _take_one(buckets: Iterator[WeightViews], taken: list[WeightViews]) -> None:

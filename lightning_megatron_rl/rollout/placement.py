@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.buffers import aligned
+from lightning_megatron_rl.cuda_memory import whole_storage
 from lightning_megatron_rl.weight_views import WeightView, WeightViews
 
 
@@ -76,7 +77,7 @@ def place(weights: Iterable[WeightView]) -> tuple[list[Tensor], list[Placement]]
         storage = view.untyped_storage()
         number = numbers.setdefault(storage.data_ptr(), len(blocks))
         if number == len(blocks):
-            blocks.append(_whole_storage(view))
+            blocks.append(whole_storage(view))
         offset = int(view.storage_offset()) * view.itemsize
         stride = tuple(int(step) for step in view.stride())
         shape = tuple(view.shape)
@@ -106,7 +107,7 @@ class PlacedWeights:
         is_last = self._last is not None and self._last() is weights  # then at most their memory has moved
         self._last = weakref.ref(weights)
         if is_last or [_key(view) for view in views] == self._key:
-            blocks = [_whole_storage(views[first].view) for first in self._firsts]
+            blocks = [whole_storage(views[first].view) for first in self._firsts]
             if _spans(blocks) == self.spans:  # offsets count from the start of a block
                 return blocks, True
         blocks, self.placements = place(views)
@@ -124,11 +125,6 @@ def _key(weight: WeightView) -> tuple[object, ...]:
 
 def _spans(blocks: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(block.data_ptr(), block.numel()) for block in blocks]
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that a tensor lies in."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]
 
 
 def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[tuple[Tensor, list[Placement]]]:

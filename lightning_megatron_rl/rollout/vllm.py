@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from lightning_megatron_rl.cuda_memory import identity, reach_each_other
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
@@ -171,7 +172,13 @@ class VLLMEngine(SupervisedEngine):
                 " for an engine that shares the trainer's GPU, NCCL for one that does not; use weight_transfer='auto'"
             )
         if wanted == "ipc":
-            self._transport = IPCTransport(devices.index(own), len(devices), self.bucket_mb * 2**20)
+            gpus = [str(identity(torch.device("cuda", device))) for device in devices]
+            self._transport = IPCTransport(
+                devices.index(own),
+                len(devices),
+                self.bucket_mb * 2**20,
+                gpus=gpus if reach_each_other(devices) else (),
+            )
         elif wanted == "nccl":
             self._transport = NCCLTransport(len(devices), self.call_timeout_s, self.bucket_mb * 2**20)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

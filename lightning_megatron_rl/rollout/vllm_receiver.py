@@ -18,7 +18,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from lightning_megatron_rl.copy_kernels import warm_up
-from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, DEVICE, PASSING, Handle, join_group
+from lightning_megatron_rl.cuda_memory import DEVICE, Handle, on_device
+from lightning_megatron_rl.lent_weights import LentWeight
+from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, LENT, PASSING, join_group
 from lightning_megatron_rl.rollout.placement import Placement
 from lightning_megatron_rl.rollout.shared_weights import SharedWeightsReceiver
 from lightning_megatron_rl.rollout.weight_loader import WeightLoader
@@ -46,6 +48,7 @@ class PartInfo(WeightTransferUpdateInfo):
     blocks: list[Tensor] | None  # in the same process: the memory itself
     keep: bool  # whether the memory stays as it is until the update ends
     stays: bool  # whether it stays where it is, and is held, until `let_go`
+    borrowed: bool  # all weights, out of the memory that was borrowed
 
 
 class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
@@ -87,6 +90,9 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def receive_weights(self, update_info: PartInfo) -> None:
         """Load one part, perhaps beside what follows."""
+        if update_info.borrowed:
+            self.loader.load_borrowed()
+            return
         number = update_info.number
         blocks = self._receive(update_info)
         if update_info.placements is not None:
@@ -115,6 +121,17 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
             copies = self._copies[info.memory] = [torch.empty_like(block, device=self.device) for block in lent]
         torch._foreach_copy_(copies, lent)
         return copies
+
+    def borrow(self, weights: dict[str, LentWeight], handles: list[Handle]) -> bool:
+        """Open the memory of several ranks, in place of what is open; whether all weights can be copied out of it."""
+        self._close(list(self._lent))
+        blocks = self._lent[LENT] = [open_memory(handle, self.device) for handle in handles]
+        here = all(block.device == self.device for block in blocks)
+        if here and self.loader.borrow(weights, blocks):
+            return True
+        del blocks
+        self._close([LENT])
+        return False
 
     def finish_weight_update(self) -> None:
         """Finish the update and let the trainer's memory go that does not stay."""
@@ -158,9 +175,8 @@ def open_memory(handle: Handle, device: torch.device) -> Tensor:
     """
     own, owner = device.index, handle[DEVICE]
     if own != owner and torch.cuda.can_device_access_peer(own, owner):
-        renamed = (*handle[:DEVICE], own, *handle[DEVICE + 1 :])
         with suppress(RuntimeError):  # it is not to be had here
-            return rebuild_cuda_tensor(*renamed)
+            return rebuild_cuda_tensor(*on_device(handle, own))
     return rebuild_cuda_tensor(*handle)
 
 
@@ -179,6 +195,11 @@ class WeightReceiver(SharedWeightsReceiver):
         if not torch.cuda.is_available():
             return {"free": 0, "pooled": 0}
         return {"free": torch.cuda.mem_get_info()[0], "pooled": CuMemAllocator.get_instance().get_current_usage()}
+
+    def borrow(self, weights: dict[str, LentWeight], handles: list[list[Handle]]) -> bool:
+        """Open this worker's handles of the memory that weights lie in; whether all of them can be copied."""
+        engine = self.weight_transfer_engine
+        return bool(engine.borrow(weights, handles[engine.parallel_config.rank]))
 
     def let_go(self) -> None:
         """Hold none of the trainer's memory any more."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
-from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport, Part
+from lightning_megatron_rl.rollout.cuda_transfer import Ask, IPCTransport, NCCLTransport, Part
 from lightning_megatron_rl.rollout.engine import (
     Generation,
     GenerationRequest,
@@ -178,9 +178,6 @@ class SupervisedEngine(RolloutEngine):
                 meanwhile()
             return worker.receive("update_weights", self.call_timeout_s)
 
-        def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
-            ask(("load", part), meanwhile)
-
         self._num_pushes += 1
         self._worker_push, self._wanted_push, self._wanted_version = None, self._num_pushes, version
         try:
@@ -191,18 +188,7 @@ class SupervisedEngine(RolloutEngine):
                     lambda: worker.receive("connect", self.call_timeout_s),
                 )
                 self._connected_pid = worker.pid
-            if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, WeightViews):
-                part, num_bytes = transport.whole(weights)
-                sizes, replayed = (num_bytes, 0), ask(("replace", part, version))
-            else:
-                if isinstance(transport, IPCTransport) and isinstance(weights, WeightBuckets):
-                    buckets, first = self._layout.check_buckets(weights.buckets()), list[WeightViews]()
-                    ask(("begin",), lambda: first.extend(islice(buckets, 1)))
-                    sizes = transport.send_buckets(chain(first, buckets), post)
-                else:
-                    ask(("begin",))
-                    sizes = transport.send(weights, post)
-                replayed = ask(("end", version))
+            num_bytes, extra, replayed = self._send(transport, weights, ask, version)
             transport.finish()
         except EngineCallError as error:
             raise EngineDiedError(str(error)) from error
@@ -210,7 +196,30 @@ class SupervisedEngine(RolloutEngine):
             worker.kill()  # it has a part of the weights
             raise
         self._worker_push, self.weight_version = self._wanted_push, version
-        return *sizes, replayed
+        return num_bytes, extra, replayed
+
+    def _send(
+        self, transport: IPCTransport | NCCLTransport, weights: Iterable[tuple[str, Tensor]], ask: Ask, version: int
+    ) -> tuple[int, int, bool]:
+        """Hand the weights over in the quickest way there is."""
+
+        def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
+            ask(("load", part), meanwhile)
+
+        if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, WeightViews):
+            part, num_bytes = transport.whole(weights)
+            return num_bytes, 0, ask(("replace", part, version))
+        if isinstance(transport, IPCTransport) and isinstance(weights, WeightBuckets):
+            done = transport.send_lent(weights, ask, version)
+            if done is not None:
+                return done
+            buckets, first = self._layout.check_buckets(weights.buckets()), list[WeightViews]()
+            ask(("begin",), lambda: first.extend(islice(buckets, 1)))
+            sizes = transport.send_buckets(chain(first, buckets), post)
+        else:
+            ask(("begin",))
+            sizes = transport.send(weights, post)
+        return *sizes, ask(("end", version))
 
     def let_go(self) -> None:
         """Take memory back that the process keeps open from one update to the next; it has its own weights."""
@@ -243,8 +252,8 @@ class SupervisedEngine(RolloutEngine):
             raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
         if not self._awake:
             return 0
-        if isinstance(self._transport, IPCTransport) and self._transport.num_workers > 1:
-            self.let_go()  # those that cannot read another GPU's memory hold copies of it
+        if isinstance(self._transport, IPCTransport) and self._transport.copies_peers:
+            self.let_go()
         worker = self._running_worker()
         freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
         self._awake = set()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm.logprobs import FlatLogprobs
 
+    from lightning_megatron_rl.cuda_memory import Handle
+    from lightning_megatron_rl.lent_weights import LentWeight
     from lightning_megatron_rl.rollout.shared_weights import Slot
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -109,6 +111,11 @@ class Worker:
         self._version = version
         return all(self._llm.collective_rpc("was_replayed"))
 
+    def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[bool]:
+        """Open the memory that weights lie in, of which each worker has handles; return which workers can copy it."""
+        assert self._llm is not None
+        return self._llm.collective_rpc("borrow", args=(weights, handles))
+
     def let_go(self) -> None:
         """Hold none of the trainer's memory any more."""
         assert self._llm is not None
@@ -198,8 +205,8 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     connection = Connection(connection_fd)
     worker = Worker(weights_fd)
-    names = ("start", "update", "connect", "begin", "load", "end", "replace", "let_go", "sleep", "wake", "generate")
-    calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in names}
+    names = ("start", "update", "connect", "begin", "load", "end", "replace", "borrow", "let_go", "sleep", "wake")
+    calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in (*names, "generate")}
     while True:
         try:
             name, *values = connection.recv()

@@ -1,11 +1,14 @@
 """Weights into a vLLM model on CUDA: by vLLM's own loader the first time, by the copies recorded there after that."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron_rl.copies import Copies
+from lightning_megatron_rl.lent_weights import LentWeight
+from lightning_megatron_rl.rollout.borrowed_copies import gather_copies
 from lightning_megatron_rl.rollout.copy_plan import CopyPlan, record_copies
 from lightning_megatron_rl.rollout.placement import Placement
 
@@ -52,6 +55,7 @@ class WeightLoader:
         self._reloads = bool(processed_layers(model))
         self._plans: list[CopyPlan | None] = []
         self._part = 0
+        self._borrowed: Copies | None = None
         self.was_replayed = False  # whether all parts of the last update were copies recorded before
 
     def begin(self) -> None:
@@ -80,11 +84,32 @@ class WeightLoader:
         if plan is not None and (plan.placements is placements or plan.placements == placements):
             plan.run(blocks, stays=stays)
         else:
-            self.was_replayed = False
+            self.was_replayed, self._borrowed = False, None
             del self._plans[self._part :]
             recorded = record_copies(self._model.load_weights, blocks, placements, self._tensors())  # type: ignore[arg-type]
             self._plans.append(recorded)
         self._part += 1
+
+    def borrow(self, weights: Mapping[str, LentWeight], blocks: Sequence[Tensor]) -> bool:
+        """Prepare to copy all weights out of memory that they lie scattered in; whether that can be.
+
+        Args:
+            weights: What of them lies where.
+            blocks: The memory, on the model's device.
+        """
+        self._borrowed = None
+        plans = [plan for plan in self._plans if plan is not None]
+        if self._reloads or not plans or len(plans) < len(self._plans):
+            return False
+        copies = gather_copies(plans, weights, blocks)
+        if copies is not None:
+            self._borrowed = Copies(*copies)
+        return copies is not None
+
+    def load_borrowed(self) -> None:
+        """Load all weights out of the memory that was borrowed."""
+        assert self._borrowed is not None
+        self._borrowed.run()
 
     def end(self) -> None:
         """Finish the update; the device has done all copies."""
@@ -96,6 +121,7 @@ class WeightLoader:
 
     def let_go(self) -> None:
         """Hold no memory of an update any more."""
+        self._borrowed = None
         for plan in self._plans:
             if plan is not None:
                 plan.let_go()

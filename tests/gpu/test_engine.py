@@ -148,7 +148,7 @@ def test_sampler_in_two_trainers_processes(fresh_pool, models):
 
 
 def test_sampler_on_two_gpus_beside_two_trainers(gpu_pool, models):
-    """Weights are gathered from two ranks, and read by two workers from the first one's memory."""
+    """Weights of two ranks come in buckets; then two workers read them where they lie, on both GPUs."""
     gpus(2)
     strategy = {
         "tensor_model_parallel_size": 2,
@@ -159,3 +159,18 @@ def test_sampler_on_two_gpus_beside_two_trainers(gpu_pool, models):
     options: dict[str, Any] = {"engine": {"tensor_parallel_size": 2, "sleep_level": 2}, "strategy": strategy}
     run = gpu_pool.run(fit_grpo, models["moe"], 2, steps=4, **options, **{**ONE, "world_size": 2})[0]
     check_parity(run, 4)
+    assert run.reports[0].extra_bytes > 0
+    assert [(report.extra_bytes, report.replayed) for report in run.reports[1:]] == [(0, True)] * 3
+    assert run.shared_files == []
+
+
+def test_killed_sampler_of_two_gpus_gets_its_weights(gpu_pool, models):
+    """Its successor knows nothing of what lies where: the weights come in buckets once more."""
+    gpus(2)
+    options: dict[str, Any] = {"engine": {"tensor_parallel_size": 2}, "strategy": {"tensor_model_parallel_size": 2}}
+    both = {**ONE, "world_size": 2}
+    run = gpu_pool.run(fit_grpo, models["dense"], 2, steps=5, kill_at=2, **options, **both)[0]
+    check_parity(run, 5)
+    assert run.num_restarts == 1
+    assert [report.extra_bytes > 0 for report in run.reports] == [True, False, True, False, False]
+    assert run.shared_files == []

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron_rl.buffers import aligned
 from lightning_megatron_rl.models.export_views import RowBlocks
 from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.sharded_views import Piece, matrix_shape
+from lightning_megatron_rl.models.pieces import Piece, matrix_shape
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.weight_views import WeightBuckets
 from tests.selection import by_default

@@ -1,0 +1,167 @@
+"""A split model's parameters, lent to samplers: all ranks agree on it, and say where theirs lie."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl import cuda_memory
+from lightning_megatron_rl.cuda_memory import Handle, whole_storage
+from lightning_megatron_rl.lent_weights import LentMemory, LentPiece, LentWeight, LentWeights, Readiness
+from lightning_megatron_rl.models.pieces import Piece, TensorPlan, matrix_shape
+
+MOST_BLOCKS = 1024  # of one rank's memory; parameters of Megatron's data parallelism lie in two or three
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank has."""
+
+    rank: int  # global
+    gpu: str
+    readers: int
+    num_blocks: int
+    places: dict[int, tuple[int, int, int]]  # by number of the task: block, bytes from its start, columns
+
+
+class Lending:
+    """Agreements between the ranks that share a model, or its experts.
+
+    Args:
+        plans: What each tensor consists of.
+        parameters: This rank's, by number of the conversion task.
+        groups: The ranks that share a model without its experts, and those that share its experts.
+        identify: What tells a parameter's device from others; None: others cannot read it.
+        share: Makes what one reader opens a block of memory with.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[TensorPlan],
+        parameters: Sequence[Tensor | None],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        identify: Callable[[torch.device], str | None] = cuda_memory.identity,
+        share: Callable[[Tensor, int], Handle] = cuda_memory.lend,
+    ) -> None:
+        self._plans = plans
+        self._parameters = parameters
+        self._groups = groups
+        self._widest = max(groups, key=lambda group: group.size())  # the first of two of one size
+        self._share = share
+        self._device = next(parameter.device for parameter in parameters if parameter is not None)
+        self._gpu = identify(self._device)
+        self.gpus = self._find_gpus()
+        self._places: list[int] = []
+        self._lent: LentWeights | None = None
+
+    def _find_gpus(self) -> frozenset[str]:
+        """Whose memory the parameters lie in; none if any rank of the world cannot lend its own. A collective."""
+        ranks = [set(dist.get_process_group_ranks(group)) for group in self._groups]
+        nested = ranks[0] <= ranks[1] or ranks[1] <= ranks[0]  # then the widest group has all ranks concerned
+        mine = self._gpu if nested and len(self._blocks()) <= MOST_BLOCKS else None
+        world: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(world, mine)
+        return frozenset() if None in world else frozenset(world[rank] for rank in ranks[0] | ranks[1])
+
+    def agree(self, readiness: Readiness, readers: int, places: list[int]) -> tuple[bool, LentWeights | None]:
+        """Return whether weights are lent, and to this rank's readers what they need.
+
+        Args:
+            readiness: Of this rank's sampler.
+            readers: Its processes.
+            places: Where this rank's parameters are.
+        """
+        if not self.gpus:
+            return False, None
+        mine = readiness if places == self._places else min(readiness, Readiness.NEEDS_PLACES)
+        least = self._least(mine)
+        if least == Readiness.CANNOT:
+            return False, None
+        if least == Readiness.NEEDS_PLACES:
+            self._lent, self._places = self._describe(readers), places
+        return True, self._lent
+
+    def settle(self, loaded: bool) -> bool:
+        """Return whether all have what they were lent; until then no rank goes on."""
+        return bool(self._least(int(loaded)))
+
+    def let_go(self) -> None:
+        """Forget what was lent."""
+        self._places, self._lent = [], None
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _least(self, value: int) -> int:
+        """The least that any rank says; all that a rank's GPU was given before is done then."""
+        box = torch.tensor([value], dtype=torch.int32, device=self._device)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._widest)
+        return int(box.item())
+
+    def _describe(self, readers: int) -> LentWeights | None:
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # of what was lent before
+        blocks = self._blocks()
+        assert self._gpu is not None
+        held = self._gather(_Held(dist.get_rank(), self._gpu, readers, len(blocks), self._find(blocks)))
+        mine = {
+            other.rank: [[self._share(block, 0) for _ in range(other.readers)] for block in blocks.values()]
+            for other in held.values()
+        }
+        handles = self._gather(mine)
+        if not readers:
+            return None
+        memories: list[LentMemory] = []
+        first: dict[int, int] = {}
+        for rank, other in held.items():
+            first[rank] = len(memories)
+            memories += [LentMemory(other.gpu, tuple(block)) for block in handles[rank][dist.get_rank()]]
+        weights = {
+            plan.name: LentWeight(
+                plan.shape, plan.dtype, tuple(self._piece(plan, piece, held, first) for piece in plan.pieces)
+            )
+            for plan in self._plans
+        }
+        return LentWeights(weights, memories)
+
+    def _piece(self, plan: TensorPlan, piece: Piece, held: dict[int, _Held], first: dict[int, int]) -> LentPiece:
+        owner = dist.get_global_rank(self._groups[plan.is_expert], piece.source)
+        block, offset, columns = held[owner].places[plan.task]
+        rows = piece.rows
+        return LentPiece(
+            memory=first[owner] + block,
+            offset=offset + (rows.start * columns + piece.first_column) * plan.dtype.itemsize,
+            blocks=rows.count,
+            size=rows.size,
+            step=rows.step * columns,
+            stride=columns,
+            width=piece.width,
+            row=piece.row,
+            column=piece.column,
+        )
+
+    def _blocks(self) -> dict[int, Tensor]:
+        """The memory that parameters lie in, by its address."""
+        storages: dict[int, Tensor] = {}
+        for parameter in self._parameters:
+            if parameter is not None:
+                storages.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        return {address: whole_storage(parameter.detach()) for address, parameter in storages.items()}
+
+    def _find(self, blocks: dict[int, Tensor]) -> dict[int, tuple[int, int, int]]:
+        numbers = {address: number for number, address in enumerate(blocks)}
+        places = {}
+        for task, parameter in enumerate(self._parameters):
+            if parameter is not None:
+                block = numbers[parameter.untyped_storage().data_ptr()]
+                offset = int(parameter.storage_offset()) * parameter.itemsize
+                places[task] = block, offset, matrix_shape(parameter.shape)[1]
+        return places
+
+    def _gather(self, value: Any) -> dict[int, Any]:
+        """What all ranks concerned say, by global rank."""
+        values: list[Any] = [None] * self._widest.size()
+        dist.all_gather_object(values, (dist.get_rank(), value), group=self._widest)
+        return dict(values)

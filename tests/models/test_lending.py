@@ -1,0 +1,189 @@
+"""Weights of a split model that are read where they lie: all ranks agree, and say where theirs are."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.lent_weights import LentWeights, Readiness
+from lightning_megatron_rl.models import sharded_views
+from lightning_megatron_rl.models.lending import Lending
+from lightning_megatron_rl.rollout.placement import Placement
+from lightning_megatron_rl.verify.layouts import parse_layout
+from lightning_megatron_rl.weight_views import WeightBuckets
+from tests.models.test_sharded_views import PUSHES, differences, disturb, exported, in_buckets, train
+from tests.selection import by_default
+
+DEFAULT = ("qwen3 tp2_sp", "qwen3 tp2_pp2_sp", "qwen2_tied pp2", "qwen3_moe tp2_sp_ep2_etp1", "qwen3_moe tp2_sp_ep2")
+PLANNED = {case: broadcasts for case, broadcasts in PUSHES.items() if broadcasts is not None}
+READERS = 2
+
+
+def lendable() -> Any:
+    """On a CPU nobody maps a rank's memory: a copy of it, as it is when places are asked for, stands for the way in."""
+    lending = partial(Lending, identify=lambda device: "host", share=lambda block, device: (device, block.clone()))
+    return mock.patch.object(sharded_views, "Lending", lending)
+
+
+def read(lent: LentWeights, reader: int) -> list[tuple[str, Tensor]]:
+    """Every weight, piece by piece."""
+    blocks = [memory.handles[reader][1] for memory in lent.memories]
+    found = []
+    for name, weight in lent.weights.items():
+        tensor = torch.full(weight.shape, torch.nan, dtype=weight.dtype)
+        matrix = tensor.view(weight.shape[0], -1) if weight.shape else tensor.view(1, 1)
+        for piece in weight.pieces:
+            shape, strides = (piece.blocks, piece.size, piece.width), (piece.step, piece.stride, 1)
+            part = Placement("", piece.memory, weight.dtype, shape, strides, piece.offset).view(blocks)
+            rows = matrix[piece.row : piece.row + piece.blocks * piece.size]
+            rows[:, piece.column : piece.column + piece.width] = part.reshape(-1, piece.width)
+        found.append((name, tensor))
+    return found
+
+
+class Reader:
+    """Takes weights as an engine does whose processes know, or do not, what goes where."""
+
+    def __init__(self, loads: bool = True) -> None:
+        self.readiness = Readiness.CANNOT
+        self.loads = loads
+        self.lent: LentWeights | None = None
+        self.way = ""
+
+    def update_weights(self, weights: WeightBuckets, version: int) -> list[tuple[str, Tensor]]:
+        """Return what was read."""
+        lent = weights.lend(self.readiness, READERS)
+        if lent is not None:
+            self.way = "known" if lent is self.lent else "lent"
+            found = read(lent, reader=READERS - 1)
+            self.lent, self.readiness = lent, Readiness.KNOWS_PLACES
+            if weights.settle(self.loads):
+                return found
+        self.way = f"{self.way} buckets".strip()
+        found = list(in_buckets(weights))
+        self.readiness = Readiness.NEEDS_PLACES
+        return found
+
+
+def push(policy: Any, reader: Reader) -> tuple[str, list[str]]:
+    """How weights were taken by this rank's reader, and what is not what an export has; nothing of other ranks."""
+    expected = exported(policy)
+    weights = policy.weights_to_push()
+    if not policy.strategy.replica.is_leader:
+        list(weights.follow())
+        return "", []
+    reader.way = ""
+    found = reader.update_weights(weights, 1)
+    return reader.way, differences(found, expected)
+
+
+def push_four_times(model: Path, strategy: dict[str, Any], world_size: int) -> list[tuple[str, list[str]]]:
+    """In buckets, lent, lent again with weights that have changed and moved, and where they were."""
+    policy = train(model, strategy, world_size)
+    reader = Reader()
+    with lendable():
+        found = [push(policy, reader), push(policy, reader)]
+    disturb(policy)
+    reader.readiness = Readiness.NEEDS_PLACES
+    found.append(push(policy, reader))
+    found.append(push(policy, reader))
+    return found
+
+
+@pytest.mark.parametrize("case", by_default(DEFAULT, PLANNED))
+def test_lent_weights_are_the_exported_ones(worker_pool, checkpoint, case):
+    family, _, name = case.partition(" ")
+    layout = parse_layout(name)
+    results = worker_pool.run(
+        push_four_times,
+        checkpoint(family),
+        layout.strategy,
+        layout.world_size,
+        world_size=layout.world_size,
+        init_process_group=False,
+    )
+    leaders = 0
+    for rounds in results:
+        assert not any(different for _, different in rounds)
+        ways = [way for way, _ in rounds]
+        assert ways in (["buckets", "lent", "lent", "known"], [""] * 4)
+        leaders += bool(ways[0])
+    assert leaders >= 1
+
+
+def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:
+    """A reader that cannot; parameters that move; a reader that is gone in the middle; then all is well again."""
+    from lightning_megatron_rl.modules import sampling
+
+    policy = train(model, strategy, 2)
+    reader = Reader(loads=False)
+    with lendable():
+        found: list[Any] = [push(policy, reader), push(policy, reader)]
+    reader.loads = True
+    found += [push(policy, reader), push(policy, reader)]
+    if not policy.strategy.replica.is_leader:  # only this rank knows
+        parameter = next(policy.model.parameters())
+        parameter.data = parameter.data.clone()
+    disturb(policy)
+    found.append(push(policy, reader))
+
+    def update(weights: WeightBuckets, version: int) -> Any:
+        assert weights.lend(Readiness.KNOWS_PLACES, READERS) is not None
+        raise sampling.WeightsLostError("gone")
+
+    policy.engine = SimpleNamespace(is_collective=False, update_weights=update)
+    found.append(sampling.SamplesResponses._push(policy, policy.weights_to_push(), 1))
+    reader.readiness = Readiness.CANNOT
+    found.append(push(policy, reader))
+    return found
+
+
+def test_whatever_happens_nobody_waits_and_weights_are_right(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    leader, other = worker_pool.run(push_with_trouble, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    good: list[str] = []
+    assert leader == [
+        ("buckets", good),
+        ("lent buckets", good),
+        ("lent", good),
+        ("known", good),
+        ("lent", good),  # the memory of one rank is another's now
+        None,
+        ("buckets", good),
+    ]
+    assert other == [("", good)] * 5 + [None, ("", good)]
+
+
+def free_buckets(model: Path, strategy: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether there is memory for buckets after a push by buckets, and after one of lent weights."""
+    policy = train(model, strategy, 2)
+    reader = Reader()
+    with lendable():
+        push(policy, reader)
+    views = policy._planned_views[1]
+    before = views._room is not None
+    push(policy, reader)
+    return before, views._room is not None
+
+
+def test_lent_weights_need_no_memory_for_buckets(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    results = worker_pool.run(free_buckets, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    assert results == [(True, False)] * 2
+
+
+def lend_on_cpu(model: Path, strategy: dict[str, Any]) -> tuple[int, LentWeights | None]:
+    policy = train(model, strategy, 2)
+    weights = policy.weights_to_push()
+    return len(weights.gpus), weights.lend(Readiness.NEEDS_PLACES, 1)
+
+
+def test_memory_of_a_cpu_is_not_lent(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    results = worker_pool.run(lend_on_cpu, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    assert results == [(0, None)] * 2
