@@ -49,22 +49,32 @@ class Lending:
         self._plans = plans
         self._parameters = parameters
         self._groups = groups
-        self._widest = max(groups, key=lambda group: group.size())  # the first of two of one size
         self._share = share
         self._device = next(parameter.device for parameter in parameters if parameter is not None)
         self._gpu = identify(self._device)
-        self.gpus = self._find_gpus()
+        self.gpus, self._all = self._meet()
         self._places: list[int] = []
         self._lent: LentWeights | None = None
 
-    def _find_gpus(self) -> frozenset[str]:
-        """Whose memory the parameters lie in; none if any rank of the world cannot lend its own. A collective."""
+    def _meet(self) -> tuple[frozenset[str], dist.ProcessGroup | None]:
+        """Return whose memory the parameters lie in, and all ranks concerned; nothing if any rank cannot lend its own.
+
+        A collective of the world. The group is one of gloo: a rank that waits for others by NCCL keeps its GPU busy,
+        which its sampler is about to read with.
+        """
         ranks = [set(dist.get_process_group_ranks(group)) for group in self._groups]
-        nested = ranks[0] <= ranks[1] or ranks[1] <= ranks[0]  # then the widest group has all ranks concerned
+        nested = ranks[0] <= ranks[1] or ranks[1] <= ranks[0]
+        concerned = sorted(ranks[0] | ranks[1])
         mine = self._gpu if nested and len(self._blocks()) <= MOST_BLOCKS else None
         world: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(world, mine)
-        return frozenset() if None in world else frozenset(world[rank] for rank in ranks[0] | ranks[1])
+        dist.all_gather_object(world, (mine, concerned))
+        if any(gpu is None for gpu, _ in world):
+            return frozenset(), None
+        own = None
+        for members in sorted({tuple(members) for _, members in world}):
+            group = dist.new_group(list(members), backend="gloo", group_desc="WEIGHTS_GROUP_GLOO")
+            own = group if list(members) == concerned else own
+        return frozenset(world[rank][0] for rank in concerned), own
 
     def agree(self, readiness: Readiness, readers: int, places: list[int]) -> tuple[bool, LentWeights | None]:
         """Return whether weights are lent, and to this rank's readers what they need.
@@ -95,10 +105,12 @@ class Lending:
             torch.cuda.ipc_collect()
 
     def _least(self, value: int) -> int:
-        """The least that any rank says; all that a rank's GPU was given before is done then."""
-        box = torch.tensor([value], dtype=torch.int32, device=self._device)
-        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._widest)
-        return int(box.item())
+        """The least that any rank says; all that the ranks' GPUs were given before is done then."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        box = torch.tensor([value])
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._all)
+        return int(box)
 
     def _describe(self, readers: int) -> LentWeights | None:
         if self._device.type == "cuda":
@@ -162,6 +174,7 @@ class Lending:
 
     def _gather(self, value: Any) -> dict[int, Any]:
         """What all ranks concerned say, by global rank."""
-        values: list[Any] = [None] * self._widest.size()
-        dist.all_gather_object(values, (dist.get_rank(), value), group=self._widest)
+        assert self._all is not None
+        values: list[Any] = [None] * self._all.size()
+        dist.all_gather_object(values, (dist.get_rank(), value), group=self._all)
         return dict(values)
