@@ -37,16 +37,29 @@ FACTORIES = (
 def install_cpu_support(device: torch.device) -> None:
     """Make Megatron run on the CPU if `device` is the CPU; do nothing for CUDA. Later calls do nothing.
 
+    It cannot be taken back: what Megatron has made meanwhile (functions, streams, optimizer classes) is the CPU's.
+
     Covers modules of Megatron that are imported already and those that are imported later. The choice is the caller's,
     not the machine's: a CPU run on a machine with GPUs works too. Three things of torch change for the whole process:
     `torch.compile` runs eagerly (Megatron compiles its fusions when it is imported, which on a CPU costs minutes of
     g++), and `Tensor.{cuda,pin_memory,record_stream,type}` and `Module.cuda` look at their caller, behaving as before
     unless that is Megatron.
 
+    Raises:
+        RuntimeError: `device` is a CUDA device, and Megatron runs on the CPU in this process already.
+
     Example:
         ``install_cpu_support(torch.device("cpu"))`` before the process groups are created.
     """
-    if device.type != "cpu" or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
+    installed = any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path)
+    if installed and device.type == "cuda":
+        raise RuntimeError(
+            f"this run is on {device}, and Megatron was adapted to the CPU earlier in this process, by a run with"
+            " accelerator='cpu' or by a conversion of weights; that cannot be taken back. Start this run in a new"
+            " process (in a notebook: restart the kernel), or convert with the command `lightning-megatron-rl convert`,"
+            " which has a process of its own."
+        )
+    if installed or device.type != "cpu":
         return
     torch.compiler.set_stance("force_eager")
     _patch_methods()

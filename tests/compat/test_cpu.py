@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,8 +153,39 @@ def test_parts_of_unequal_size_are_gathered_and_reduced(worker_pool: WorkerPool)
     assert first_grad + second_grad == [[20.0 * row] * 2 for row in range(1, 5)]
 
 
-def test_nothing_happens_for_cuda():
+def install_for_cuda() -> None:
     finders, methods = list(sys.meta_path), (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda)
     install_cpu_support(torch.device("cuda"))
     assert sys.meta_path == finders
     assert (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda) == methods
+
+
+def test_nothing_happens_for_cuda(fresh_worker: WorkerPool):
+    fresh_worker.run(install_for_cuda, world_size=1)
+
+
+def fit_on_cuda_after_cpu(model: Path) -> str:
+    """A run on the CPU, then one whose device is said to be CUDA; returns why the second was refused."""
+    from unittest.mock import PropertyMock, patch
+
+    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+    from tests.training import fit_sft
+
+    fit_sft(model, {}, 1, steps=1)
+    device = PropertyMock(return_value=torch.device("cuda", 0))
+    with (
+        patch.object(MegatronStrategy, "root_device", device),
+        patch("lightning.pytorch.accelerators.CPUAccelerator.setup_device"),
+        patch.object(HFModel, "build_chunks", side_effect=AssertionError("weights are loaded")),
+        pytest.raises(RuntimeError) as refused,
+    ):
+        fit_sft(model, {}, 1, steps=1)
+    return str(refused.value)
+
+
+def test_cuda_after_cpu_in_one_process_is_refused_before_weights_are_loaded(worker_pool: WorkerPool, qwen3_dir):
+    """Megatron would go on with the CPU's torch: 'No backend type associated with device type cpu'."""
+    (message,) = worker_pool.run(fit_on_cuda_after_cpu, qwen3_dir, world_size=1, init_process_group=False)
+    assert "this run is on cuda:0, and Megatron was adapted to the CPU earlier in this process" in message
+    assert "in a new process" in message

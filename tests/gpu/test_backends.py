@@ -73,9 +73,10 @@ def test_checkpoints_move_between_backends(gpu_pool, qwen3_dir, tmp_path, first,
             assert abs(mine[name] / theirs[name] - 1) < BF16_RELATIVE
 
 
-def test_checkpoint_of_transformer_engine_is_converted(gpu_pool, qwen3_dir, tmp_path):
+def test_checkpoint_of_transformer_engine_is_converted(gpu_pool, worker_pool, qwen3_dir, tmp_path):
+    """Converted in a process for the CPU: the one that converts can run nothing on CUDA any more."""
     run = gpu_pool.run(continue_elsewhere, qwen3_dir, 1, tmp_path, "transformer_engine", None, **ONE)[0]
-    must_convert(gpu_pool, tmp_path / "step=4.ckpt", tmp_path / "hf", "--verify")
+    must_convert(worker_pool, tmp_path / "step=4.ckpt", tmp_path / "hf", "--verify")
     assert_same_tensors(tensors(tmp_path / "hf"), {name: weight.cpu() for name, weight in run.weights.items()})
 
 
