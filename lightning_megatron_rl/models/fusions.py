@@ -47,3 +47,20 @@ def fused_kernels(
         "bias_activation_fusion": swiglu and unchanged and not overrides.get("use_te_activation_func"),
     }
     return {name: True for name, fits in fused.items() if fits}
+
+
+def fuses_gradients(backend: LayerBackend, asked: bool | None, *, has_adapters: bool) -> bool:
+    """Return whether the layers' products add weight gradients to Megatron's buffers themselves.
+
+    That spares the 16-bit gradient of each micro-batch, its rounding, and the pass that adds it. Adapters' gradients
+    are small, and the weights below have none: with adapters it is off unless asked for.
+
+    Args:
+        backend: Of the layers; torch's products cannot.
+        asked: The user's `gradient_accumulation_fusion`.
+        has_adapters: Whether adapters alone are trained.
+
+    Example:
+        ``fuses_gradients("transformer_engine", None, has_adapters=False) is True``
+    """
+    return backend == "transformer_engine" and (not has_adapters if asked is None else asked)

@@ -16,7 +16,7 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
-from lightning_megatron_rl.models.fusions import fused_kernels
+from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients
 from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
@@ -167,6 +167,7 @@ class HFModel(SavesFiles):
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         settings |= fused_kernels(backend, provider, self.config.model_type, overrides)
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
+        asked = overrides.pop("gradient_accumulation_fusion", None)
         _check_model(overrides, settings, provider)
         self.check_layout(
             tensor_model_parallel_size=settings["tensor_model_parallel_size"],
@@ -208,6 +209,8 @@ class HFModel(SavesFiles):
         sum_expert_biases_once(chunks)
         if lora is not None:
             add_adapters(chunks, lora)
+        for chunk in chunks:  # for `wrap_for_training`: the layers need the buffers that Megatron's DDP makes
+            chunk.config.gradient_accumulation_fusion = fuses_gradients(backend, asked, has_adapters=lora is not None)
         return chunks
 
     def conversion_tasks(self, chunks: list[Any]) -> list[Any]:
@@ -282,7 +285,7 @@ class HFModel(SavesFiles):
 _DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "gradient_accumulation_fusion": False,  # a CUDA extension of Apex
+    "gradient_accumulation_fusion": False,  # while layers are built: Megatron's own would ask for Apex's extension
     "cross_entropy_loss_fusion": False,  # its gradient is inexact, and log-probs do not use it
     "mtp_num_layers": None,  # multi-token prediction: its weights are neither loaded nor trained
 }

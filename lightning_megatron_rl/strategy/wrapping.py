@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_megatron_rl.compat.bucket_padding import keep_bucket_padding
 from lightning_megatron_rl.compat.ddp import ddp_class
+from lightning_megatron_rl.compat.fused_gradients import fuse_weight_gradients
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def wrap_for_training(
             chunk = Float16Module(model_config, chunk)
         ddp = ddp_class()(model_config, ddp_config, chunk, disable_bucketing=index > 0)
         ddp.broadcast_params()
+        if model_config.gradient_accumulation_fusion:
+            fuse_weight_gradients(ddp)
         if ddp_config.overlap_param_gather:
             _gather_before_output(ddp)
         wrapped.append(ddp)

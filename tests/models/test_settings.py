@@ -67,6 +67,11 @@ def test_only_speed_is_warned_about(name):
     assert check_overrides({name: False}, device=CPU, transformer_engine=False) == {name: False}
 
 
+def test_layers_of_transformer_engine_can_add_gradients_themselves():
+    asked = {"gradient_accumulation_fusion": True}
+    assert check_overrides(asked, device=CUDA, transformer_engine=True) == asked
+
+
 def test_the_name_of_an_attention_kernel_becomes_megatrons_enum():
     from megatron.core.transformer.enums import AttnBackend
 
