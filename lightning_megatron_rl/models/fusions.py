@@ -1,5 +1,6 @@
 """Fused kernels: on by default with Transformer Engine's layers, where they compute the same in fewer passes."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,12 @@ WITHOUT_TRANSFORMER_ENGINE = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_shared_expert_overlap": False,
+}
+# How Transformer Engine and cuBLAS compute the products of experts, whose shapes change in every step.
+EXPERTS_ENVIRONMENT = {
+    "NVTE_USE_CUTLASS_GROUPED_GEMM": "1",  # one kernel for all experts of a rank, where it fits: on Hopper, in 16 bits
+    # shapes for which cuBLASLt keeps the kernel it chose, 8192 without this; weight gradients are always its own
+    "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "1048576",
 }
 OWN_ROTATION = "gemma3_text"  # two rotations by turns, which Megatron-Bridge hands on in a form of its own
 
@@ -47,6 +54,25 @@ def fused_kernels(
         "bias_activation_fusion": swiglu and unchanged and not overrides.get("use_te_activation_func"),
     }
     return {name: True for name, fits in fused.items() if fits}
+
+
+def tune_for_experts(backend: LayerBackend, num_experts: int | None) -> None:
+    """Set in this process's environment what makes the products of experts fast; what is set already goes first.
+
+    An expert's tokens are others in each step, and for each new shape cuBLASLt chooses a kernel anew, which takes
+    longer than to run it. Transformer Engine reads its variable with the products, cuBLASLt its own when the process
+    first uses it: called before a model is built. Where there was a product before, the latter is without effect.
+
+    Args:
+        backend: Of the layers; torch's have no grouped products.
+        num_experts: Of the model; None or 0 for a dense one.
+
+    Example:
+        ``tune_for_experts("transformer_engine", 128)``
+    """
+    if backend == "transformer_engine" and num_experts:
+        for name, value in EXPERTS_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
 
 
 def fuses_gradients(backend: LayerBackend, asked: bool | None, *, has_adapters: bool) -> bool:

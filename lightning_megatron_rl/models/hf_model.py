@@ -16,7 +16,7 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
-from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients
+from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients, tune_for_experts
 from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
@@ -165,6 +165,7 @@ class HFModel(SavesFiles):
         )
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
+        tune_for_experts(backend, provider.num_moe_experts)
         settings |= fused_kernels(backend, provider, self.config.model_type, overrides)
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         asked = overrides.pop("gradient_accumulation_fusion", None)

@@ -1,5 +1,6 @@
-"""Which families take which fused kernels, and which add gradients in their products."""
+"""Which families take which fused kernels, and what is set for experts."""
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 from lightning_megatron_rl.models.fusions import (
+    EXPERTS_ENVIRONMENT,
     WITHOUT_TRANSFORMER_ENGINE,
     fused_kernels,
     fuses_gradients,
+    tune_for_experts,
 )
 from lightning_megatron_rl.models.hf_model import HFModel
 from tests.tiny_models import save_tiny_model
@@ -37,6 +40,51 @@ def test_families_take_what_computes_the_same(tmp_path, family):
     assert fused_kernels("torch", provider, kind, {}) == WITHOUT_TRANSFORMER_ENGINE
     taken = fused_kernels("transformer_engine", provider, kind, {"use_te_activation_func": True})
     assert taken.keys() == FUSED[family] - {SWIGLU}
+
+
+def test_experts_are_computed_fast_unless_the_user_says_otherwise():
+    with patch.dict(os.environ, {"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"}):
+        os.environ.pop("CUBLASLT_HEURISTICS_CACHE_CAPACITY", None)
+        for backend, experts in (("torch", 8), ("transformer_engine", None), ("transformer_engine", 0)):
+            tune_for_experts(backend, experts)
+            assert "CUBLASLT_HEURISTICS_CACHE_CAPACITY" not in os.environ
+        tune_for_experts("transformer_engine", 8)
+        assert {name: os.environ[name] for name in EXPERTS_ENVIRONMENT} == {
+            "NVTE_USE_CUTLASS_GROUPED_GEMM": "0",
+            "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "1048576",
+        }
+
+
+class BeforeTheModelError(Exception):
+    """Transformer Engine's layers cannot be built on a CPU; what is looked at comes before."""
+
+
+def environment_of_build(model: Path) -> dict[str, str]:
+    """What is set when a model of Transformer Engine's layers would be built."""
+    from megatron.core import parallel_state
+
+    from lightning_megatron_rl.compat.cpu import install_cpu_support
+    from lightning_megatron_rl.models import hf_model
+
+    install_cpu_support(CPU)
+    parallel_state.initialize_model_parallel()
+    with (
+        patch.dict(os.environ),
+        patch.object(hf_model, "resolve_layer_backend", lambda *args, **kwargs: "transformer_engine"),
+        patch.object(HFModel, "check_layout", side_effect=BeforeTheModelError),
+    ):
+        for name in EXPERTS_ENVIRONMENT:
+            os.environ.pop(name, None)
+        with pytest.raises(BeforeTheModelError):
+            HFModel(str(model)).build_chunks(
+                params_dtype=torch.bfloat16, layer_backend="auto", device=CPU, sequence_parallel=False
+            )
+        return {name: os.environ[name] for name in EXPERTS_ENVIRONMENT if name in os.environ}
+
+
+def test_every_rank_sets_it_before_it_builds_experts(worker_pool, checkpoint):
+    assert worker_pool.run(environment_of_build, checkpoint("qwen3_moe"), world_size=1) == [EXPERTS_ENVIRONMENT]
+    assert worker_pool.run(environment_of_build, checkpoint("qwen3"), world_size=1) == [{}]
 
 
 @pytest.mark.parametrize(
