@@ -1,12 +1,17 @@
-"""Transformer Engine in fp8 against bf16, checkpoints from one layer backend to the other and from layout to layout."""
+"""Transformer Engine: fp8 against bf16, fused gradients, checkpoints of other backends and layouts."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from lightning_megatron_rl.models.fusions import EXPERTS_ENVIRONMENT
 from tests.convert.jobs import assert_same_tensors, must_convert, tensors
+from tests.tiny_models import make_tokenizer, tiny_config
 from tests.training import Run, fit_arithmetic, fit_sft
 
 pytestmark = pytest.mark.deadline(400)
@@ -105,6 +110,98 @@ def test_resumes_in_another_layout(gpu_pool, qwen3_dir, tmp_path, layout):
     for mine, theirs in zip(rest.steps, whole.steps[2:], strict=True):
         for name in ("policy/loss", "policy/grad_norm"):
             assert abs(mine[name] / theirs[name] - 1) < BF16_RELATIVE
+
+
+# In the first step what differs is a rounding of each micro-batch's gradient to bf16: up to 2^-9 of an element, at
+# random, in a norm over ten thousands of elements. A gradient that is added twice, or not at all, is off by far more.
+# Then weights differ in their last bits, 8-bit operands are rounded otherwise, and a token may go to another expert:
+# `BF16_RELATIVE`.
+FUSED_RELATIVE = 2e-3
+EXPERTS_RELATIVE = 5e-2  # two backends round differently, and tokens of which two experts score alike go elsewhere
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("dense", {}, {}),
+    "dense, overlapped": ("dense", {"overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
+    "dense, fp8": ("dense", {}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    "experts": ("experts", {}, {}),
+    "experts, one by one": ("experts", {}, {"moe_grouped_gemm": False}),
+}
+
+
+class FusedLayers(pl.Callback):
+    """Which layers add gradients themselves, and what the experts' products are told."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        layers = [layer for layer in module.model.modules() if hasattr(layer, "fuse_wgrad_accumulation")]
+        self.found["fused"] = [layer.fuse_wgrad_accumulation for layer in layers]
+        self.found["grouped"] = any(type(layer).__name__.endswith("GroupedLinear") for layer in layers)
+        self.found["environment"] = {name: os.environ.get(name) for name in EXPERTS_ENVIRONMENT}
+
+
+def fit_in_parts(
+    model: Path, world_size: int, ddp: dict[str, Any], config: dict[str, Any], backend: str = "transformer_engine"
+) -> Run:
+    """Three steps of several micro-batches each."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    seen = FusedLayers()
+    run = fit_sft(
+        model,
+        {"ddp_config": DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)},
+        world_size,
+        steps=3,
+        batch_size=8,
+        module={"layer_backend": backend, "model_config": config, "max_tokens_per_microbatch": 64},
+        trainer={"accelerator": "cuda", "precision": "bf16-mixed"},
+        callbacks=[seen],
+    )
+    run.extra.update(seen.found)
+    return run
+
+
+def differences(run: Run, reference: Run) -> list[float]:
+    """The larger one of loss and gradient norm in each step, relative."""
+    return [
+        max(abs(mine[name] / theirs[name] - 1) for name in ("policy/loss", "policy/grad_norm"))
+        for mine, theirs in zip(run.steps, reference.steps, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def wide_models(qwen3_dir, tmp_path_factory) -> dict[str, Path]:
+    """The second has widths that CUTLASS's grouped product takes: multiples of 128."""
+    config = tiny_config("qwen3_moe")
+    config.update({"hidden_size": 128, "moe_intermediate_size": 128})
+    directory = tmp_path_factory.mktemp("wide")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return {"dense": qwen3_dir, "experts": directory}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_added_in_products_are_those_added_after(gpu_pool, wide_models, variant):
+    family, ddp, config = VARIANTS[variant]
+    apart = {**config, "gradient_accumulation_fusion": False}
+    fused = gpu_pool.run(fit_in_parts, wide_models[family], 1, ddp, config, **ONE)[0]
+    reference = gpu_pool.run(fit_in_parts, wide_models[family], 1, ddp, apart, **ONE)[0]
+    assert set(fused.extra["fused"]) == {True}
+    assert set(reference.extra["fused"]) == {False}
+    first, *later = differences(fused, reference)
+    assert first < FUSED_RELATIVE
+    assert max(later) < BF16_RELATIVE
+
+
+def test_experts_in_one_kernel_train_as_torch_layers_do(gpu_pool, wide_models):
+    """On a Hopper GPU the experts' products are CUTLASS's."""
+    grouped = gpu_pool.run(fit_in_parts, wide_models["experts"], 1, {}, {}, **ONE)[0]
+    torch_layers = gpu_pool.run(fit_in_parts, wide_models["experts"], 1, {}, {}, "torch", **ONE)[0]
+    assert grouped.extra["grouped"]
+    assert grouped.extra["environment"] == EXPERTS_ENVIRONMENT
+    assert max(differences(grouped, torch_layers)) < EXPERTS_RELATIVE
 
 
 def fit_with_snapshot(model: Path, world_size: int, directory: Path) -> list[str]:
