@@ -42,6 +42,7 @@ class ModelSize:
     key_value_width: int  # groups of keys times their width, of the keys and of the values together
     ffn_width: int  # of the MLPs that one token meets: of a mixture, of the experts it is routed to
     vocabulary: int
+    routed_width: int = 0  # of what one token sends to its experts: the hidden width times their number
 
 
 @dataclass(frozen=True)
@@ -134,15 +135,18 @@ def activation_bytes(
     scores): four vectors of the hidden width (inputs of the two norms, and what they give), queries, keys and values
     before and after their rotation, attention's output, and three vectors of the MLP's width, five where its gate is
     not computed by one kernel. With full recompute one vector of the hidden width, and one layer's whole. Tensor
-    parallelism divides what is as wide as heads and MLP.
+    parallelism divides what is as wide as heads and MLP. Of a mixture each layer keeps the vectors that went to
+    experts, and one layer has four more of them: before and after they travel, on both ways.
     A pipeline keeps as many micro-batches on its first stage as it has stages, each of 1/stages of the layers.
 
     Example:
         Hidden 1024, 16 heads of 128, 8 groups, MLP 3072, 28 layers, 8192 tokens in bf16: 11.4 GiB.
     """
     wide = 3 * size.query_width + 2 * size.key_value_width + (3 if fused_activation else 5) * size.ffn_width
-    per_layer = 4 * size.hidden + wide / split.tensor
+    routed = size.routed_width * split.expert_tensor / split.tensor  # an expert that is split is sent the tokens of all
+    per_layer = 4 * size.hidden + wide / split.tensor + routed
     kept = size.layers * size.hidden + per_layer if recompute else size.layers * per_layer
+    kept += 4 * routed
     return kept * element_bytes * tokens / split.context
 
 

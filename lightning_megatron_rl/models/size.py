@@ -36,6 +36,7 @@ def model_size(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> ModelSize:
         key_value_width=2 * groups * head_width,
         ffn_width=_ffn_width(config),
         vocabulary=config.vocab_size,
+        routed_width=config.hidden_size * config.num_experts_per_tok if num_experts(config) else 0,
     )
 
 
