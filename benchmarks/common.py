@@ -189,6 +189,20 @@ def model_arguments(options: argparse.Namespace) -> list[str]:
     return given + (["--recompute"] if options.recompute else [])
 
 
+def own_device(kind: str) -> torch.device:
+    """Return the device of this process, which is one of several if Lightning has started it."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+
+
+def prepare(device: str, shape: str, layer_backend: str = "auto") -> None:
+    """Do before the first product what the model's building would do: cuBLASLt reads its variable with the first."""
+    from lightning_megatron_rl.models.backend import resolve_layer_backend
+    from lightning_megatron_rl.models.fusions import tune_for_experts
+
+    if device == "cuda":
+        tune_for_experts(resolve_layer_backend(layer_backend, own_device(device)), SHAPES[shape].get("num_experts"))  # type: ignore[arg-type]
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
@@ -218,6 +232,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 def measure_peaks(device: torch.device) -> dict[str, float | None]:
     """Return what the device reaches in a matrix product and a copy, and what its data sheet says where it has one."""
     on_cuda = device.type == "cuda"
+    others = torch.cuda.device_count() if on_cuda else 0
     size, dtype = (8192, torch.bfloat16) if on_cuda else (1024, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
@@ -231,11 +246,16 @@ def measure_peaks(device: torch.device) -> dict[str, float | None]:
 
     product_s = median_of(lambda: torch.mm(left, right), 5)
     copy_s = median_of(lambda: target.copy_(source), 3)
+    peer_s = None
+    if others > 1 and torch.cuda.can_device_access_peer(device.index, other := (device.index + 1) % others):
+        away = source.to(torch.device("cuda", other))
+        peer_s = median_of(lambda: target.copy_(away), 3)
     name = torch.cuda.get_device_name(device) if on_cuda else ""
     spec = next((values for key, values in SPECIFICATIONS.items() if key in name), (None, None))
     return {
         "measured_flops": 2 * size**3 / product_s,
         "measured_bytes_per_s": 2 * source.numel() * 4 / copy_s,  # read and written
+        "measured_peer_bytes_per_s": None if peer_s is None else source.nbytes / peer_s,  # out of another GPU's memory
         "spec_flops": spec[0],
         "spec_bytes_per_s": spec[1],
     }

@@ -22,6 +22,8 @@ from common import (
     make_trainer,
     measure_peaks,
     model_arguments,
+    own_device,
+    prepare,
     summary,
     timed,
     token_reward,
@@ -47,6 +49,7 @@ class SyncTimes(pl.Callback):
         self.sleep_seconds: list[float] = []
         self.num_bytes = 0
         self.extra_bytes = 0
+        self.peer_bytes = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         from lightning_megatron_rl.models.hf_files import num_weights
@@ -67,6 +70,7 @@ class SyncTimes(pl.Callback):
         self.seconds, self.sleep_seconds = self.seconds[self.warmup :], self.sleep_seconds[self.warmup :]
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
+        self.peer_bytes = pl_module.last_sync.peer_bytes if pl_module.last_sync else 0
         pl_module.phase_seconds.clear()  # the first step's own
 
 
@@ -106,7 +110,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_megatron_rl.rollout.engine import SamplingParams
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
 
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = own_device(options.device)
+    prepare(options.device, options.shape)
     peaks = measure_peaks(device)
     steps = options.warmup + options.steps
     vocab_size = SHAPES[options.shape]["vocab_size"]
@@ -194,6 +199,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "sleep_seconds": summary(syncs.sleep_seconds) if syncs.sleep_seconds else None,
             "bytes": syncs.num_bytes,
             "extra_bytes": syncs.extra_bytes,
+            "peer_bytes": syncs.peer_bytes,
         },
         "work": {
             "samples_per_step": sampled.samples,

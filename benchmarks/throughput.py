@@ -27,6 +27,8 @@ from common import (
     make_trainer,
     measure_peaks,
     model_arguments,
+    own_device,
+    prepare,
     result_path,
     run_child,
     summary,
@@ -88,17 +90,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one shape in this process."""
     from megatron.core.utils import get_model_config
 
-    from lightning_megatron_rl.models.backend import resolve_layer_backend
     from lightning_megatron_rl.models.flops import sequence_flops
-    from lightning_megatron_rl.models.fusions import tune_for_experts
     from lightning_megatron_rl.models.hf_files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.start import make_plan
 
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    if options.device == "cuda":  # cuBLASLt reads its variable with the first product, which is not the model's here
-        backend = resolve_layer_backend(options.layer_backend, device)
-        tune_for_experts(backend, SHAPES[options.measure].get("num_experts"))
+    device = own_device(options.device)
+    prepare(options.device, options.measure, options.layer_backend)
     peaks = measure_peaks(device)
     free, total = torch.cuda.mem_get_info() if options.device == "cuda" else (0, 0)
     sequences = make_sequences(

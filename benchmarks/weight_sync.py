@@ -2,9 +2,9 @@
 
 From the trainer's layout to vLLM's, export included, until the new weights sample (prefix cache reset). The limit is
 the bytes of the weights read once and written once for each sampler, at the bandwidth that a copy on this device was
-measured at (of several devices, at the sum of theirs: as if nothing had to go from one to another). One step of
-training follows, whose log-prob mismatch shows that the weights arrived. TRL's own sync runs in the same run where it
-is installed.
+measured at (of several devices, at the sum of theirs), or what one worker reads out of other GPUs' memory, at the rate
+of a copy from one GPU to another, if that takes longer. One step of training follows, whose log-prob mismatch shows
+that the weights arrived. TRL's own sync runs in the same run where it is installed.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
     """Write and print what the syncs of two sides took; grpo_step.py calls it, too, to save a start of each."""
     bandwidth = sides["ours"]["devices_per_sampler"] * sides["ours"]["peaks"]["measured_bytes_per_s"]
     runs = {name: side for name, side in sides.items() if isinstance(side, dict)}
-    rates = {name: rate(side["sync"], bandwidth) for name, side in runs.items() if side["sync"]}
+    links = sides["ours"]["peaks"]["measured_peer_bytes_per_s"]
+    rates = {name: rate(side["sync"], bandwidth, links) for name, side in runs.items() if side["sync"]}
     result = {
         **facts(device),
         "benchmark": "B1 weight sync",
@@ -67,17 +68,20 @@ def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
     print(f"mismatch after the sync: {sides['ours']['mismatch'][0]:.5f}")
 
 
-def rate(sync: dict[str, Any], bytes_per_s: float) -> dict[str, float]:
-    """Return a sync's rate against the time that reading and writing its bytes takes.
+def rate(sync: dict[str, Any], bytes_per_s: float, peer_bytes_per_s: float | None) -> dict[str, Any]:
+    """Return a sync's rate against the time that reading and writing its bytes takes, or reading them from other GPUs.
 
     Example:
         1 GB in 0.1 s at 2 TB/s: 10 GB/s, a limit of 1 ms, 1 % of it.
     """
-    seconds, limit = sync["seconds"]["median"], 2 * sync["bytes"] / bytes_per_s
+    seconds, by_memory = sync["seconds"]["median"], 2 * sync["bytes"] / bytes_per_s
+    by_links = sync.get("peer_bytes", 0) / peer_bytes_per_s if peer_bytes_per_s else 0.0
+    limit = max(by_memory, by_links)
     return {
         "seconds": seconds,
         "gb_per_s": sync["bytes"] / seconds / 1e9,
         "limit_seconds": limit,
+        "limited_by": "links between GPUs" if by_links > by_memory else "memory",
         "share_of_limit": limit / seconds,
         "extra_gib": sync["extra_bytes"] / 2**30,
     }

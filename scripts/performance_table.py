@@ -44,6 +44,12 @@ def moments(measured: dict[str, Any]) -> str:
     return "" if found == "fp32" else f", Adam's moments in {found}"
 
 
+def links(rate: dict[str, Any]) -> str:
+    """Return whose limit a weight sync is held to, to stand behind its share, if it is not the memory's."""
+    found = rate.get("limited_by", "memory")
+    return "" if found == "memory" else f" (of {found})"
+
+
 def throughput(results: Path = RESULTS) -> str:
     """Return the table of B2."""
     lines = [
@@ -80,7 +86,7 @@ def weight_sync(results: Path = RESULTS) -> str:
             lines.append(
                 f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {who}"
                 f" | {spread(sync['seconds'], 2, 1e3)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
-                f" | {rate['extra_gib']:.2f} |"
+                f"{links(rate)} | {rate['extra_gib']:.2f} |"
             )
     return "\n".join(lines) + "\n"
 

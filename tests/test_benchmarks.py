@@ -83,9 +83,15 @@ def test_commands_in_results_leave_out_where_files_went():
 def test_rate_of_a_sync_by_hand():
     weight_sync: Any = importlib.import_module("weight_sync")
     sync = {"seconds": {"median": 0.1}, "bytes": 10**9, "extra_bytes": 2**30}
-    assert weight_sync.rate(sync, bytes_per_s=2e12) == pytest.approx(
-        {"seconds": 0.1, "gb_per_s": 10.0, "limit_seconds": 1e-3, "share_of_limit": 0.01, "extra_gib": 1.0}
-    )
+    expected = {"seconds": 0.1, "gb_per_s": 10.0, "limit_seconds": 1e-3, "share_of_limit": 0.01, "extra_gib": 1.0}
+    found = weight_sync.rate(sync, bytes_per_s=2e12, peer_bytes_per_s=None)
+    assert found.pop("limited_by") == "memory"
+    assert found == pytest.approx(expected)
+    apart = {**sync, "peer_bytes": 10**9}
+    found = weight_sync.rate(apart, bytes_per_s=2e12, peer_bytes_per_s=1e11)
+    assert found.pop("limited_by") == "links between GPUs"
+    assert found == pytest.approx({**expected, "limit_seconds": 1e-2, "share_of_limit": 0.1})
+    assert weight_sync.rate(apart, bytes_per_s=2e12, peer_bytes_per_s=1e13)["limited_by"] == "memory"
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.lent_weights import LentPiece, LentWeight
 from lightning_megatron_rl.rollout.copy_plan import CopyPlan
-from lightning_megatron_rl.rollout.placement import Placement, view_all
+from lightning_megatron_rl.rollout.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,13 @@ class _Rectangle:
 
 
 def gather_copies(
-    plans: Sequence[CopyPlan], weights: Mapping[str, LentWeight], blocks: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]] | None:
+    plans: Sequence[CopyPlan], weights: Mapping[str, LentWeight]
+) -> tuple[list[Tensor], list[Placement]] | None:
     """Return targets and sources that do what the plans do; None if one copies something else than a rectangle.
 
     Args:
         plans: Recorded with whole weights, each contiguous in one block.
         weights: The pieces that they consist of, by name.
-        blocks: The memory that pieces lie in, ``[bytes]`` uint8 each.
 
     Example:
         Rows 2 to 5 of a weight that lies in halves of 4 rows: two copies, of two rows each.
@@ -73,7 +72,7 @@ def gather_copies(
                 covered += part.size
             if covered != rectangle.size:
                 return None
-    return targets, view_all(sources, blocks)
+    return targets, sources
 
 
 def _rectangle(source: Placement, whole: Placement) -> _Rectangle | None:

@@ -85,6 +85,7 @@ class IPCTransport:
         self._gpus = list(gpus)
         self._has_recorded = False  # whether the workers know what becomes of all weights that came in buckets
         self._borrowed: LentWeights | None = None  # what they read in place
+        self.peer_bytes = 0  # of that on other GPUs, by the worker that reads most
         self.reads_in_place = num_workers == 1
         self.bucket_bytes = bucket_bytes
         self._placed: dict[int, PlacedWeights] = {}  # by number of the part
@@ -118,13 +119,13 @@ class IPCTransport:
 
     def whole(self, weights: WeightViews) -> tuple[Part, int]:
         """Return all weights as one part that is read in place, and their bytes; for one worker."""
-        self._has_recorded, self._borrowed = False, None
+        self._has_recorded, self._borrowed, self.peer_bytes = False, None, 0
         return self._part(weights, 0, keep=True), self._placed[0].num_bytes
 
     def send(self, weights: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """See `Transport`."""
         self._placed.clear()  # the workers are about to learn other places
-        self._has_recorded, self._borrowed = False, None
+        self._has_recorded, self._borrowed, self.peer_bytes = False, None, 0
         num_bytes, extra, buffer = 0, 0, None
         for number, (bucket, placements) in enumerate(fill_buckets(weights, self.bucket_bytes)):
             torch.cuda.current_stream().synchronize()
@@ -149,7 +150,7 @@ class IPCTransport:
                 advance()
             extra = max(extra, _memory_of([bucket, *following]))
             bucket, number = following[0] if following else None, number + 1
-        self._has_recorded, self._borrowed = True, None
+        self._has_recorded, self._borrowed, self.peer_bytes = True, None, 0
         return num_bytes, extra
 
     def send_lent(self, weights: WeightBuckets, ask: "Ask", version: int) -> tuple[int, int, bool] | None:
@@ -178,9 +179,10 @@ class IPCTransport:
         ]
         self._lent.extend(chain(*handles))
         self._open.clear()
-        if all(ask(("borrow", lent.weights, handles))):
+        peer_bytes = ask(("borrow", lent.weights, handles))
+        if None not in peer_bytes:
             self._open[LENT] = _Opened([], list(chain(*handles)))
-            self._borrowed = lent
+            self._borrowed, self.peer_bytes = lent, max(peer_bytes)
         else:  # nor the next time
             self._gpus, self._borrowed = [], None
 

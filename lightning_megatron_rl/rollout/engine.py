@@ -102,6 +102,7 @@ class SyncReport:
     extra_bytes: int  # most memory of the trainer's device that the transfer itself held at one time
     transport: str  # "shared memory", "CUDA IPC", "NCCL", "in process" or "none"
     replayed: bool = False  # whether the engine replayed the copies that it recorded in an earlier update
+    peer_bytes: int = 0  # read in place out of the memory of other GPUs, by the worker that read most
 
 
 class WeightsLostError(RuntimeError):

@@ -122,16 +122,21 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         torch._foreach_copy_(copies, lent)
         return copies
 
-    def borrow(self, weights: dict[str, LentWeight], handles: list[Handle]) -> bool:
-        """Open the memory of several ranks, in place of what is open; whether all weights can be copied out of it."""
+    def borrow(self, weights: dict[str, LentWeight], handles: list[Handle]) -> int | None:
+        """Open the memory of several ranks, in place of what is open, to copy all weights out of it.
+
+        Returns:
+            The bytes that are read out of other GPUs' memory; None: it cannot be done.
+        """
         self._close(list(self._lent))
         blocks = self._lent[LENT] = [open_memory(handle, self.device) for handle in handles]
         here = all(block.device == self.device for block in blocks)
-        if here and self.loader.borrow(weights, blocks):
-            return True
-        del blocks
-        self._close([LENT])
-        return False
+        read = self.loader.borrow(weights, blocks) if here else None
+        if read is None:
+            del blocks
+            self._close([LENT])
+            return None
+        return sum(size for size, handle in zip(read, handles, strict=True) if handle[DEVICE] != self.device.index)
 
     def finish_weight_update(self) -> None:
         """Finish the update and let the trainer's memory go that does not stay."""
@@ -196,10 +201,11 @@ class WeightReceiver(SharedWeightsReceiver):
             return {"free": 0, "pooled": 0}
         return {"free": torch.cuda.mem_get_info()[0], "pooled": CuMemAllocator.get_instance().get_current_usage()}
 
-    def borrow(self, weights: dict[str, LentWeight], handles: list[list[Handle]]) -> bool:
-        """Open this worker's handles of the memory that weights lie in; whether all of them can be copied."""
+    def borrow(self, weights: dict[str, LentWeight], handles: list[list[Handle]]) -> int | None:
+        """Open this worker's handles of the memory that weights lie in; see `TransferEngine.borrow`."""
         engine = self.weight_transfer_engine
-        return bool(engine.borrow(weights, handles[engine.parallel_config.rank]))
+        read: int | None = engine.borrow(weights, handles[engine.parallel_config.rank])
+        return read
 
     def let_go(self) -> None:
         """Hold none of the trainer's memory any more."""

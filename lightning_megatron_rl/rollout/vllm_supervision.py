@@ -130,7 +130,8 @@ class SupervisedEngine(RolloutEngine):
         else:
             num_bytes, extra, replayed = self._update_on_device(checked, version)
             name = transport.name
-        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed)
+        peer_bytes = transport.peer_bytes if isinstance(transport, IPCTransport) else 0
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed, peer_bytes)
         log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
         return report
 

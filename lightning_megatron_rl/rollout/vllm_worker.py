@@ -111,8 +111,8 @@ class Worker:
         self._version = version
         return all(self._llm.collective_rpc("was_replayed"))
 
-    def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[bool]:
-        """Open the memory that weights lie in, of which each worker has handles; return which workers can copy it."""
+    def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[int | None]:
+        """Open the memory that weights lie in, of which each worker has handles; return what each says of it."""
         assert self._llm is not None
         return self._llm.collective_rpc("borrow", args=(weights, handles))
 

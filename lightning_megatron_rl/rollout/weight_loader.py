@@ -10,7 +10,7 @@ from lightning_megatron_rl.copies import Copies
 from lightning_megatron_rl.lent_weights import LentWeight
 from lightning_megatron_rl.rollout.borrowed_copies import gather_copies
 from lightning_megatron_rl.rollout.copy_plan import CopyPlan, record_copies
-from lightning_megatron_rl.rollout.placement import Placement
+from lightning_megatron_rl.rollout.placement import Placement, view_all
 
 # How vLLM names what keeps weights as they were loaded; everything else works on them after loading.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -90,21 +90,29 @@ class WeightLoader:
             self._plans.append(recorded)
         self._part += 1
 
-    def borrow(self, weights: Mapping[str, LentWeight], blocks: Sequence[Tensor]) -> bool:
-        """Prepare to copy all weights out of memory that they lie scattered in; whether that can be.
+    def borrow(self, weights: Mapping[str, LentWeight], blocks: Sequence[Tensor]) -> list[int] | None:
+        """Prepare to copy all weights out of memory that they lie scattered in.
 
         Args:
             weights: What of them lies where.
             blocks: The memory, on the model's device.
+
+        Returns:
+            Bytes that are read out of each block; None: copies alone do not load the model.
         """
         self._borrowed = None
         plans = [plan for plan in self._plans if plan is not None]
         if self._reloads or not plans or len(plans) < len(self._plans):
-            return False
-        copies = gather_copies(plans, weights, blocks)
-        if copies is not None:
-            self._borrowed = Copies(*copies)
-        return copies is not None
+            return None
+        found = gather_copies(plans, weights)
+        if found is None:
+            return None
+        targets, sources = found
+        self._borrowed = Copies(targets, view_all(sources, blocks))
+        read = [0] * len(blocks)
+        for source in sources:
+            read[source.block] += source.num_bytes
+        return read
 
     def load_borrowed(self) -> None:
         """Load all weights out of the memory that was borrowed."""

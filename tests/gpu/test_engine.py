@@ -161,6 +161,10 @@ def test_sampler_on_two_gpus_beside_two_trainers(gpu_pool, models):
     check_parity(run, 4)
     assert run.reports[0].extra_bytes > 0
     assert [(report.extra_bytes, report.replayed) for report in run.reports[1:]] == [(0, True)] * 3
+    peers = [report.peer_bytes for report in run.reports]
+    assert peers[0] == 0
+    assert 0 < peers[1] < run.reports[1].num_bytes  # each expert has a half on the other GPU
+    assert peers[1:] == [peers[1]] * 3
     assert run.shared_files == []
 
 

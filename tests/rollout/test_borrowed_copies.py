@@ -11,7 +11,7 @@ from lightning_megatron_rl.copies import Copies
 from lightning_megatron_rl.lent_weights import LentPiece, LentWeight
 from lightning_megatron_rl.rollout.borrowed_copies import gather_copies
 from lightning_megatron_rl.rollout.copy_plan import CopyPlan, record_copies
-from lightning_megatron_rl.rollout.placement import Placement, fill_buckets
+from lightning_megatron_rl.rollout.placement import Placement, fill_buckets, view_all
 from tests.rollout.test_copy_plan import ROWS, WIDTH, Fused, weights
 
 STEP, STRIDE = 7, 9  # rows from block to block, and elements from row to row: of matrices larger than the pieces
@@ -75,9 +75,10 @@ def test_pieces_are_copied_as_the_whole_is(rank, rows, columns, size, dtype):
     named = weights(2, dtype)
     expected.load_weights(named)
     lent = scattered(named, rows, columns, size)
-    copies = gather_copies(plans, lent.weights, lent.blocks)
+    copies = gather_copies(plans, lent.weights)
     assert copies is not None
-    Copies(*copies).run()
+    targets, sources = copies
+    Copies(targets, view_all(sources, lent.blocks)).run()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
 
 
@@ -128,9 +129,10 @@ def test_vectors_and_stacks(rows):
             LentPiece(0, offset + row * width * 4, 1, count, count * width, width, width, row, 0) for row, count in cut
         ]
         lent.weights[name] = LentWeight(tuple(tensor.shape), tensor.dtype, tuple(pieces))
-    copies = gather_copies(plans, lent.weights, lent.blocks)
+    copies = gather_copies(plans, lent.weights)
     assert copies is not None
-    Copies(*copies).run()
+    targets, sources = copies
+    Copies(targets, view_all(sources, lent.blocks)).run()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
 
 
@@ -138,7 +140,7 @@ def test_what_is_not_all_there_is_refused():
     named = weights(1)
     plans = record_in_buckets(Fused(0), named, capacity=4096)
     lent = scattered(named, ROWS, WIDTH, ROWS)
-    assert gather_copies(plans, lent.weights, lent.blocks) is not None
+    assert gather_copies(plans, lent.weights) is not None
     down = lent.weights["down"]
     for other in (
         None,
@@ -149,7 +151,7 @@ def test_what_is_not_all_there_is_refused():
     ):
         changed = {name: weight for name, weight in lent.weights.items() if name != "down"}
         changed |= {} if other is None else {"down": other}
-        assert gather_copies(plans, changed, lent.blocks) is None
+        assert gather_copies(plans, changed) is None
 
 
 def test_a_copy_of_something_else_than_a_rectangle_is_refused():
@@ -168,4 +170,4 @@ def test_a_copy_of_something_else_than_a_rectangle_is_refused():
 
         plans = record_in_buckets(Model(part(named[0][1]).shape), named, capacity=4096)  # type: ignore[arg-type]
         lent = scattered(named, 4, 6, 4)
-        assert gather_copies(plans, lent.weights, lent.blocks) is None
+        assert gather_copies(plans, lent.weights) is None
