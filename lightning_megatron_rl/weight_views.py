@@ -116,5 +116,5 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
     def buckets(self) -> Iterator[WeightViews]:
         """Yield the rest of the weights; what was yielded is overwritten by the next but one.
 
-        The same objects in each update for as long as everything stays in place.
+        The same objects in each update for as long as everything stays in place and nothing was lent in between.
         """

@@ -1,7 +1,9 @@
 """A split model's parameters, lent to samplers: all ranks agree on it, and say where theirs lie."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from lightning_megatron_rl.lent_weights import LentMemory, LentPiece, LentWeight
 from lightning_megatron_rl.models.pieces import Piece, TensorPlan, matrix_shape
 
 MOST_BLOCKS = 1024  # of one rank's memory; parameters of Megatron's data parallelism lie in two or three
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,14 @@ class Lending:
         ranks = [set(dist.get_process_group_ranks(group)) for group in self._groups]
         nested = ranks[0] <= ranks[1] or ranks[1] <= ranks[0]
         concerned = sorted(ranks[0] | ranks[1])
-        mine = self._gpu if nested and len(self._blocks()) <= MOST_BLOCKS else None
+        mine = self._gpu if nested else None
         world: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(world, (mine, concerned))
         if any(gpu is None for gpu, _ in world):
             return frozenset(), None
-        own = None
+        own, timeout = None, _timeout(self._groups[0], self._device)
         for members in sorted({tuple(members) for _, members in world}):
-            group = dist.new_group(list(members), backend="gloo", group_desc="WEIGHTS_GROUP_GLOO")
+            group = dist.new_group(list(members), timeout, backend="gloo", group_desc="WEIGHTS_GROUP_GLOO")
             own = group if list(members) == concerned else own
         return frozenset(world[rank][0] for rank in concerned), own
 
@@ -86,13 +91,15 @@ class Lending:
         """
         if not self.gpus:
             return False, None
-        mine = readiness if places == self._places else min(readiness, Readiness.NEEDS_PLACES)
-        least = self._least(mine)
+        if places != self._places:
+            few = len(self._blocks()) <= MOST_BLOCKS
+            readiness = min(readiness, Readiness.NEEDS_PLACES) if few else Readiness.CANNOT
+        least = self._least(readiness)
         if least == Readiness.CANNOT:
             return False, None
         if least == Readiness.NEEDS_PLACES:
-            self._lent, self._places = self._describe(readers), places
-        return True, self._lent
+            self._places = places if self._describe(readers) else []
+        return bool(self._places), self._lent
 
     def settle(self, loaded: bool) -> bool:
         """Return whether all have what they were lent; until then no rank goes on."""
@@ -112,19 +119,28 @@ class Lending:
         dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._all)
         return int(box)
 
-    def _describe(self, readers: int) -> LentWeights | None:
+    def _describe(self, readers: int) -> bool:
+        """Tell all ranks where this one's parameters lie; returns whether every rank could, and if not, never again."""
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # of what was lent before
         blocks = self._blocks()
         assert self._gpu is not None
         held = self._gather(_Held(dist.get_rank(), self._gpu, readers, len(blocks), self._find(blocks)))
-        mine = {
-            other.rank: [[self._share(block, 0) for _ in range(other.readers)] for block in blocks.values()]
-            for other in held.values()
-        }
+        mine: dict[int, list[list[Handle]]] | None = None
+        try:
+            mine = {
+                other.rank: [[self._share(block, 0) for _ in range(other.readers)] for block in blocks.values()]
+                for other in held.values()
+            }
+        except (RuntimeError, OSError) as error:
+            log.warning("this rank's memory cannot be lent, so that weights are pushed in buckets: %s", error)
         handles = self._gather(mine)
+        self._lent = None
+        if None in handles.values():
+            self.gpus = frozenset()
+            return False
         if not readers:
-            return None
+            return True
         memories: list[LentMemory] = []
         first: dict[int, int] = {}
         for rank, other in held.items():
@@ -136,7 +152,8 @@ class Lending:
             )
             for plan in self._plans
         }
-        return LentWeights(weights, memories)
+        self._lent = LentWeights(weights, memories)
+        return True
 
     def _piece(self, plan: TensorPlan, piece: Piece, held: dict[int, _Held], first: dict[int, int]) -> LentPiece:
         owner = dist.get_global_rank(self._groups[plan.is_expert], piece.source)
@@ -178,3 +195,10 @@ class Lending:
         values: list[Any] = [None] * self._all.size()
         dist.all_gather_object(values, (dist.get_rank(), value), group=self._all)
         return dict(values)
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long a group waits for its ranks; None: nobody knows, and torch's default is taken."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found

@@ -48,8 +48,10 @@ class Push(WeightBuckets):
         if self._way != "open":
             return None
         assert self._lending is not None
+        self._way = "buckets"  # whatever happens, there is one agreement
         agreed, lent = self._lending.agree(readiness, readers, self._places)
-        self._way = "lent" if agreed else "buckets"
+        if agreed:
+            self._way = "lent"
         return lent
 
     def settle(self, loaded: bool) -> bool:

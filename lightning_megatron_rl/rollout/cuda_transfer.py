@@ -83,6 +83,7 @@ class IPCTransport:
         self.device = device
         self.num_workers = num_workers
         self._gpus = list(gpus)
+        self._may_borrow = True
         self._has_recorded = False  # whether the workers know what becomes of all weights that came in buckets
         self._borrowed: LentWeights | None = None  # what they read in place
         self.peer_bytes = 0  # of that on other GPUs, by the worker that reads most
@@ -156,7 +157,7 @@ class IPCTransport:
     def send_lent(self, weights: WeightBuckets, ask: "Ask", version: int) -> tuple[int, int, bool] | None:
         """Let the workers read weights where they lie, if every rank's sampler can; None: send buckets."""
         readiness = Readiness.CANNOT
-        if self._has_recorded and weights.gpus and weights.gpus <= set(self._gpus):
+        if self._may_borrow and self._has_recorded and weights.gpus and weights.gpus <= set(self._gpus):
             readiness = Readiness.NEEDS_PLACES if self._borrowed is None else Readiness.KNOWS_PLACES
         lent = weights.lend(readiness, self.num_workers)
         if lent is None:
@@ -177,14 +178,19 @@ class IPCTransport:
             [on_device(memory.handles[worker], number) for memory, number in zip(lent.memories, numbers, strict=True)]
             for worker in range(self.num_workers)
         ]
-        self._lent.extend(chain(*handles))
-        self._open.clear()
+        opened = _Opened([], list(chain(*handles)))
+        self._lent.extend(opened.handles)
+        self._open = {LENT: opened}
+        self._borrowed = None
         peer_bytes = ask(("borrow", lent.weights, handles))
         if None not in peer_bytes:
-            self._open[LENT] = _Opened([], list(chain(*handles)))
             self._borrowed, self.peer_bytes = lent, max(peer_bytes)
-        else:  # nor the next time
-            self._gpus, self._borrowed = [], None
+            return
+        self._may_borrow = False  # nor the next time
+        ask(("let_go",))  # those that could
+        del self._open[LENT]
+        for handle in opened.handles:  # those that could not have opened nothing that they could close
+            take_back(handle)
 
     def finish(self) -> None:
         """Take back what the workers have let go of."""

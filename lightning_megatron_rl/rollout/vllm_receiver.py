@@ -1,6 +1,7 @@
 """What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API, for them alone."""
 
 import gc
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,8 @@ from lightning_megatron_rl.rollout.cuda_transfer import BACKEND, LENT, PASSING, 
 from lightning_megatron_rl.rollout.placement import Placement
 from lightning_megatron_rl.rollout.shared_weights import SharedWeightsReceiver
 from lightning_megatron_rl.rollout.weight_loader import WeightLoader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -129,11 +132,16 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
             The bytes that are read out of other GPUs' memory; None: it cannot be done.
         """
         self._close(list(self._lent))
-        blocks = self._lent[LENT] = [open_memory(handle, self.device) for handle in handles]
-        here = all(block.device == self.device for block in blocks)
-        read = self.loader.borrow(weights, blocks) if here else None
+        self._lent[LENT] = []
+        read = None
+        try:
+            for handle in handles:
+                self._lent[LENT].append(open_memory(handle, self.device))
+            if all(block.device == self.device for block in self._lent[LENT]):
+                read = self.loader.borrow(weights, self._lent[LENT])
+        except RuntimeError as error:
+            log.warning("the memory of another rank cannot be opened, so that weights come in buckets: %s", error)
         if read is None:
-            del blocks
             self._close([LENT])
             return None
         return sum(size for size, handle in zip(read, handles, strict=True) if handle[DEVICE] != self.device.index)

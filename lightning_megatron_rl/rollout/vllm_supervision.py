@@ -231,6 +231,8 @@ class SupervisedEngine(RolloutEngine):
             try:
                 self._worker.request("update_weights", ("let_go",), LET_GO_S)
                 self._transport.forget()
+                self._transport.finish()
+                return
             except (EngineDiedError, EngineCallError, EngineTimeoutError) as error:  # the next call starts another
                 self._failures.append(error)
         self._transport.forget(workers_are_gone=True)

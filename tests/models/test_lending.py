@@ -83,7 +83,7 @@ def push(policy: Any, reader: Reader) -> tuple[str, list[str]]:
 
 
 def push_four_times(model: Path, strategy: dict[str, Any], world_size: int) -> list[tuple[str, list[str]]]:
-    """In buckets, lent, lent again with weights that have changed and moved, and where they were."""
+    """In buckets, lent, lent again with weights that have changed, and where they were."""
     policy = train(model, strategy, world_size)
     reader = Reader()
     with lendable():
@@ -136,9 +136,16 @@ def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:
         assert weights.lend(Readiness.KNOWS_PLACES, READERS) is not None
         raise sampling.WeightsLostError("gone")
 
-    policy.engine = SimpleNamespace(is_collective=False, update_weights=update)
-    found.append(sampling.SamplesResponses._push(policy, policy.weights_to_push(), 1))
+    def gone(weights: WeightBuckets, version: int) -> Any:
+        raise sampling.WeightsLostError("gone before it asked for anything")
+
+    for fail in (update, gone):
+        policy.engine = SimpleNamespace(is_collective=False, update_weights=fail)
+        found.append(sampling.SamplesResponses._push(policy, policy.weights_to_push(), 1))
     reader.readiness = Readiness.CANNOT
+    found += [push(policy, reader), push(policy, reader)]
+    policy._planned_views[1].let_go()  # the end of a fit
+    disturb(policy)
     found.append(push(policy, reader))
     return found
 
@@ -154,9 +161,65 @@ def test_whatever_happens_nobody_waits_and_weights_are_right(worker_pool, qwen3_
         ("known", good),
         ("lent", good),  # the memory of one rank is another's now
         None,
+        None,
         ("buckets", good),
+        ("lent", good),
+        ("lent", good),
     ]
-    assert other == [("", good)] * 5 + [None, ("", good)]
+    assert other == [("", good)] * 5 + [None] * 2 + [("", good)] * 3
+
+
+def push_beside_another(model: Path, strategy: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Two replicas, each with a reader of its own, share experts; what one of them cannot, neither does."""
+    policy = train(model, strategy, 2)
+    reader = Reader()
+    with lendable():
+        found = [push(policy, reader)]
+    if policy.strategy.global_rank == 1:
+        reader.readiness = Readiness.CANNOT
+    found.append(push(policy, reader))
+    reader.loads = policy.strategy.global_rank == 0
+    found.append(push(policy, reader))
+    reader.loads = True
+    found.append(push(policy, reader))
+    disturb(policy)
+    if policy.strategy.global_rank == 1:
+        reader.readiness = Readiness.NEEDS_PLACES  # another process: rank 0's reader is told anew as well
+    found.append(push(policy, reader))
+    return found
+
+
+def test_replicas_that_share_experts_go_one_way(worker_pool, qwen3_moe_dir):
+    strategy = {"expert_model_parallel_size": 2}
+    results = worker_pool.run(push_beside_another, qwen3_moe_dir, strategy, world_size=2, init_process_group=False)
+    good: list[str] = []
+    ways = ["buckets", "buckets", "lent buckets", "lent", "lent"]
+    assert results == [[(way, good) for way in ways]] * 2
+
+
+def lend_what_cannot_be_shared(model: Path, strategy: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """The memory of rank 1 cannot be exported."""
+    policy = train(model, strategy, 2)
+    rank = policy.strategy.global_rank
+
+    def share(block: Tensor, device: int) -> Any:
+        if rank == 1:
+            raise RuntimeError("out of file descriptors")
+        return device, block.clone()
+
+    reader = Reader()
+    lending = partial(Lending, identify=lambda device: "host", share=share)
+    with mock.patch.object(sharded_views, "Lending", lending):
+        return [push(policy, reader) for _ in range(3)]
+
+
+def test_memory_that_cannot_be_shared_is_pushed_in_buckets(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    leader, other = worker_pool.run(
+        lend_what_cannot_be_shared, qwen3_dir, strategy, world_size=2, init_process_group=False
+    )
+    assert leader == [("buckets", [])] * 3
+    assert other == [("", [])] * 3
 
 
 def free_buckets(model: Path, strategy: dict[str, Any]) -> tuple[bool, bool]:

@@ -1,0 +1,239 @@
+"""When workers read weights where they lie, and when they are told anew; what the loader then copies."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.lent_weights import LentMemory, LentWeight, LentWeights, Readiness
+from lightning_megatron_rl.rollout import cuda_transfer
+from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport
+from lightning_megatron_rl.rollout.placement import fill_buckets
+from lightning_megatron_rl.rollout.weight_loader import WeightLoader
+from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
+from tests.rollout.test_borrowed_copies import scattered
+from tests.rollout.test_copy_plan import ROWS, WIDTH, Fused, weights
+
+CANNOT, NEEDS_PLACES, KNOWS_PLACES = Readiness.CANNOT, Readiness.NEEDS_PLACES, Readiness.KNOWS_PLACES
+
+
+def handle(name: str) -> tuple[Any, ...]:
+    """As long as torch's, with the device where it has it."""
+    return (name, *["-"] * 5, 0, *["-"] * 6)
+
+
+class Trainer(WeightBuckets):
+    """One push of ranks that are always ready."""
+
+    def __init__(self, lent: LentWeights, gpus: frozenset[str] = frozenset({"a", "b"})) -> None:
+        self._lent = lent
+        self._gpus = gpus
+        self.said: list[Readiness] = []
+        self.settled: list[bool] = []
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        return self._gpus
+
+    def lend(self, readiness: Readiness, readers: int) -> LentWeights | None:
+        self.said.append(readiness)
+        return None if readiness == CANNOT else self._lent
+
+    def settle(self, loaded: bool) -> bool:
+        self.settled.append(loaded)
+        return loaded
+
+    def follow(self) -> Iterator[WeightViews]:
+        raise NotImplementedError
+
+    def buckets(self) -> Iterator[WeightViews]:
+        return iter(())
+
+    def __next__(self) -> tuple[str, Tensor]:
+        raise StopIteration
+
+
+class Workers:
+    """Answer as the engine's process does."""
+
+    def __init__(self) -> None:
+        self.answers: list[int | None] = [0, 1000]
+        self.heard: list[Any] = []
+
+    def __call__(self, message: tuple[Any, ...], meanwhile: Any = None) -> Any:
+        self.heard.append(message)
+        return {"borrow": self.answers, "replace": True, "let_go": None}[message[0]]
+
+    @property
+    def names(self) -> list[str]:
+        names = [message[0] for message in self.heard]
+        self.heard.clear()
+        return names
+
+
+def lent_weights() -> LentWeights:
+    """One weight in the memory of two GPUs, with a handle for each of two workers."""
+    memories = [LentMemory(gpu, (handle(f"{gpu}0"), handle(f"{gpu}1"))) for gpu in "ba"]
+    return LentWeights({"w": LentWeight((4, 2), torch.bfloat16, ())}, memories)
+
+
+def transport_after_buckets() -> IPCTransport:
+    transport = IPCTransport(0, 2, gpus=["a", "b"])
+    transport.send_buckets(iter(()), mock.Mock())
+    return transport
+
+
+def push(transport: IPCTransport, workers: Workers, lent: LentWeights) -> tuple[Any, Readiness]:
+    """What one push returned, and what the sampler said of itself."""
+    trainer = Trainer(lent)
+    found = transport.send_lent(trainer, workers, 1)
+    assert trainer.settled == ([] if trainer.said == [CANNOT] else [found is not None])
+    return found, trainer.said[0]
+
+
+def test_places_are_told_once():
+    transport, workers, lent = transport_after_buckets(), Workers(), lent_weights()
+    assert push(transport, workers, lent) == ((16, 0, True), NEEDS_PLACES)
+    (_, told, handles), _ = workers.heard
+    assert told is lent.weights
+    # each worker's own handles, with the numbers by which it knows the GPUs
+    found = [[(one[0], one[cuda_transfer_device()]) for one in of_worker] for of_worker in handles]
+    assert found == [[("b0", 1), ("a0", 0)], [("b1", 1), ("a1", 0)]]
+    assert workers.names == ["borrow", "replace"]
+    assert transport.peer_bytes == 1000
+    assert transport.is_open
+    assert push(transport, workers, lent) == ((16, 0, True), KNOWS_PLACES)
+    assert workers.names == ["replace"]
+    assert push(transport, workers, lent_weights()) == ((16, 0, True), KNOWS_PLACES)  # some rank's has moved
+    assert workers.names == ["borrow", "replace"]
+
+
+def cuda_transfer_device() -> int:
+    from lightning_megatron_rl.cuda_memory import DEVICE
+
+    return DEVICE
+
+
+def send(transport: IPCTransport) -> None:
+    transport.send(iter(()), mock.Mock())
+
+
+def send_buckets(transport: IPCTransport) -> None:
+    transport.send_buckets(iter(()), mock.Mock())
+
+
+def send_whole(transport: IPCTransport) -> None:
+    named = [("w", torch.zeros(4))]
+    with mock.patch.object(torch.cuda, "current_stream"), mock.patch.object(cuda_transfer, "lend"):
+        transport.whole(WeightViews.of(named))
+
+
+def let_go(transport: IPCTransport) -> None:
+    transport.forget()
+
+
+def relaunch(transport: IPCTransport) -> None:
+    with mock.patch.object(cuda_transfer, "take_back") as take_back:
+        transport.forget(workers_are_gone=True)
+    assert take_back.call_count == 4
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [(send, CANNOT), (send_whole, CANNOT), (relaunch, CANNOT), (send_buckets, NEEDS_PLACES), (let_go, NEEDS_PLACES)],
+)
+def test_whatever_comes_between_is_told_anew(event, expected):
+    """Another kind of update records other copies; a new process has none; one that has let go has no memory open."""
+    transport, workers, lent = transport_after_buckets(), Workers(), lent_weights()
+    push(transport, workers, lent)
+    assert push(transport, workers, lent)[1] == KNOWS_PLACES
+    event(transport)
+    assert transport.peer_bytes == (1000 if event in (let_go, relaunch) else 0)
+    found, said = push(transport, workers, lent)
+    assert said == expected
+    assert (found is None) == (expected == CANNOT)
+
+
+def test_workers_that_cannot_are_asked_once():
+    transport, workers, lent = transport_after_buckets(), Workers(), lent_weights()
+    workers.answers = [1000, None]
+    with mock.patch.object(cuda_transfer, "take_back") as take_back:
+        assert push(transport, workers, lent) == (None, NEEDS_PLACES)
+    assert workers.names == ["borrow", "let_go"]
+    assert [call.args[0][0] for call in take_back.call_args_list] == ["b0", "a0", "b1", "a1"]
+    assert not transport.is_open
+    send_buckets(transport)
+    assert push(transport, workers, lent) == (None, CANNOT)
+    assert not transport.copies_peers
+
+
+@pytest.mark.parametrize(("seen", "memory"), [((), {"a"}), (("a",), {"a", "b"}), (("a", "b"), set())])
+def test_memory_that_the_workers_do_not_see_is_not_asked_for(seen, memory):
+    transport = IPCTransport(0, 2, gpus=seen)
+    send_buckets(transport)
+    trainer = Trainer(lent_weights(), frozenset(memory))
+    assert transport.send_lent(trainer, Workers(), 1) is None
+    assert trainer.said == [CANNOT]
+
+
+def test_handles_are_kept_for_workers_that_die_meanwhile():
+    """What they had opened is counted off when they are gone."""
+    transport, lent = transport_after_buckets(), lent_weights()
+    dying = mock.Mock(side_effect=RuntimeError("gone"))
+    with pytest.raises(RuntimeError, match="gone"):
+        transport.send_lent(Trainer(lent), dying, 1)
+    assert transport.is_open
+    relaunch(transport)
+
+
+# ---- the worker's loader ---------------------------------------------------------------------------------------------
+
+
+def load_in_buckets(loader: WeightLoader, named: list[tuple[str, Tensor]]) -> None:
+    loader.begin()
+    for bucket, placements in fill_buckets(named, 256):
+        loader.load([bucket], placements, keep=False)
+
+
+def test_the_loader_copies_out_of_what_it_borrowed():
+    model, expected = Fused(1), Fused(1)
+    loader = WeightLoader(model, None)
+    assert loader.borrow({}, []) is None  # nothing is recorded yet
+    load_in_buckets(loader, weights(1))
+    named = weights(2)
+    lent = scattered(named, 2, WIDTH, 1)
+    read = loader.borrow(lent.weights, lent.blocks)
+    assert read is not None
+    assert sum(read) == sum(parameter.nbytes for parameter in model.parameters())
+    for _ in range(2):
+        loader.begin()
+        loader.load_borrowed()
+        assert loader.was_replayed
+    expected.load_weights(named)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_the_loader_forgets_what_it_borrowed():
+    model = Fused(0)
+    loader = WeightLoader(model, None)
+    load_in_buckets(loader, weights(1))
+    lent = scattered(weights(1), ROWS, WIDTH, ROWS)
+    assert loader.borrow(lent.weights, lent.blocks) is not None
+    loader.let_go()
+    with pytest.raises(AssertionError):
+        loader.load_borrowed()
+    assert loader.borrow(lent.weights, lent.blocks) is not None
+    load_in_buckets(loader, list(reversed(weights(1))))  # laid out otherwise: recorded anew
+    with pytest.raises(AssertionError):
+        loader.load_borrowed()
+    assert loader.borrow(lent.weights, lent.blocks) is not None
+    model.prepare = lambda loaded: loaded * 2
+    load_in_buckets(loader, weights(1))  # and this is more than copies
+    assert loader.borrow(lent.weights, lent.blocks) is None
