@@ -15,8 +15,8 @@ from lightning_megatron_rl.cuda_memory import Handle, whole_storage
 from lightning_megatron_rl.lent_weights import LentMemory, LentPiece, LentWeight, LentWeights, Readiness
 from lightning_megatron_rl.models.pieces import Piece, TensorPlan, matrix_shape
 
-MOST_BLOCKS = 1024  # of one rank's memory; parameters of Megatron's data parallelism lie in two or three
-
+# Of one rank's memory. Parameters of Megatron's distributed optimizer lie in a few; without it each has its own.
+MOST_BLOCKS = 1024
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ class _Held:
     rank: int  # global
     gpu: str
     readers: int
-    num_blocks: int
     places: dict[int, tuple[int, int, int]]  # by number of the task: block, bytes from its start, columns
 
 
@@ -125,7 +124,7 @@ class Lending:
             torch.cuda.ipc_collect()  # of what was lent before
         blocks = self._blocks()
         assert self._gpu is not None
-        held = self._gather(_Held(dist.get_rank(), self._gpu, readers, len(blocks), self._find(blocks)))
+        held = self._gather(_Held(dist.get_rank(), self._gpu, readers, self._find(blocks)))
         mine: dict[int, list[list[Handle]]] | None = None
         try:
             mine = {

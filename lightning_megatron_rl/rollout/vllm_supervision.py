@@ -256,7 +256,7 @@ class SupervisedEngine(RolloutEngine):
         if not self._awake:
             return 0
         if isinstance(self._transport, IPCTransport) and self._transport.copies_peers:
-            self.let_go()
+            self.let_go()  # the copies would stay on the GPU
         worker = self._running_worker()
         freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
         self._awake = set()

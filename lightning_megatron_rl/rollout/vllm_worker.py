@@ -205,8 +205,21 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     connection = Connection(connection_fd)
     worker = Worker(weights_fd)
-    names = ("start", "update", "connect", "begin", "load", "end", "replace", "borrow", "let_go", "sleep", "wake")
-    calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in (*names, "generate")}
+    names = [
+        "start",
+        "update",
+        "connect",
+        "begin",
+        "load",
+        "end",
+        "replace",
+        "borrow",
+        "let_go",
+        "sleep",
+        "wake",
+        "generate",
+    ]
+    calls: dict[str, Callable[..., Any]] = {name: getattr(worker, name) for name in names}
     while True:
         try:
             name, *values = connection.recv()

@@ -14,9 +14,8 @@ from lightning_megatron_rl.lent_weights import LentWeights, Readiness
 from lightning_megatron_rl.models import sharded_views
 from lightning_megatron_rl.models.lending import Lending
 from lightning_megatron_rl.rollout.placement import Placement
-from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.weight_views import WeightBuckets
-from tests.models.test_sharded_views import PUSHES, differences, disturb, exported, in_buckets, train
+from tests.models.test_sharded_views import PUSHES, differences, disturb, exported, in_buckets, run_case, train
 from tests.selection import by_default
 
 DEFAULT = ("qwen3 tp2_sp", "qwen3 tp2_pp2_sp", "qwen2_tied pp2", "qwen3_moe tp2_sp_ep2_etp1", "qwen3_moe tp2_sp_ep2")
@@ -24,15 +23,24 @@ PLANNED = {case: broadcasts for case, broadcasts in PUSHES.items() if broadcasts
 READERS = 2
 
 
-def lendable() -> Any:
-    """On a CPU nobody maps a rank's memory: a copy of it, as it is when places are asked for, stands for the way in."""
-    lending = partial(Lending, identify=lambda device: "host", share=lambda block, device: (device, block.clone()))
+def share(block: Tensor, device: int) -> tuple[Any, ...]:
+    """What another process maps the memory with, which moves into the host's shared memory the first time."""
+    return tuple(block.untyped_storage()._share_filename_cpu_())
+
+
+def lendable(share: Any = share) -> Any:
+    """A CPU's memory in place of a GPU's: torch maps either into another process."""
+    lending = partial(Lending, identify=lambda device: "host", share=share)
     return mock.patch.object(sharded_views, "Lending", lending)
 
 
-def read(lent: LentWeights, reader: int) -> list[tuple[str, Tensor]]:
+def open_memory(handle: tuple[Any, ...]) -> Tensor:
+    storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+def read(lent: LentWeights, blocks: list[Tensor]) -> list[tuple[str, Tensor]]:
     """Every weight, piece by piece."""
-    blocks = [memory.handles[reader][1] for memory in lent.memories]
     found = []
     for name, weight in lent.weights.items():
         tensor = torch.full(weight.shape, torch.nan, dtype=weight.dtype)
@@ -53,6 +61,7 @@ class Reader:
         self.readiness = Readiness.CANNOT
         self.loads = loads
         self.lent: LentWeights | None = None
+        self.blocks: list[Tensor] = []
         self.way = ""
 
     def update_weights(self, weights: WeightBuckets, version: int) -> list[tuple[str, Tensor]]:
@@ -60,7 +69,9 @@ class Reader:
         lent = weights.lend(self.readiness, READERS)
         if lent is not None:
             self.way = "known" if lent is self.lent else "lent"
-            found = read(lent, reader=READERS - 1)
+            if lent is not self.lent:
+                self.blocks = [open_memory(memory.handles[READERS - 1]) for memory in lent.memories]
+            found = read(lent, self.blocks)
             self.lent, self.readiness = lent, Readiness.KNOWS_PLACES
             if weights.settle(self.loads):
                 return found
@@ -83,32 +94,21 @@ def push(policy: Any, reader: Reader) -> tuple[str, list[str]]:
 
 
 def push_four_times(model: Path, strategy: dict[str, Any], world_size: int) -> list[tuple[str, list[str]]]:
-    """In buckets, lent, lent again with weights that have changed, and where they were."""
+    """In buckets, lent, lent again since it has moved into shared memory, and where it was, with other weights."""
     policy = train(model, strategy, world_size)
     reader = Reader()
     with lendable():
         found = [push(policy, reader), push(policy, reader)]
-    disturb(policy)
-    reader.readiness = Readiness.NEEDS_PLACES
-    found.append(push(policy, reader))
-    found.append(push(policy, reader))
+    for _ in range(2):
+        disturb(policy)
+        found.append(push(policy, reader))
     return found
 
 
 @pytest.mark.parametrize("case", by_default(DEFAULT, PLANNED))
 def test_lent_weights_are_the_exported_ones(worker_pool, checkpoint, case):
-    family, _, name = case.partition(" ")
-    layout = parse_layout(name)
-    results = worker_pool.run(
-        push_four_times,
-        checkpoint(family),
-        layout.strategy,
-        layout.world_size,
-        world_size=layout.world_size,
-        init_process_group=False,
-    )
     leaders = 0
-    for rounds in results:
+    for rounds in run_case(worker_pool, checkpoint, case, push_four_times):
         assert not any(different for _, different in rounds)
         ways = [way for way, _ in rounds]
         assert ways in (["buckets", "lent", "lent", "known"], [""] * 4)
@@ -202,14 +202,13 @@ def lend_what_cannot_be_shared(model: Path, strategy: dict[str, Any]) -> list[tu
     policy = train(model, strategy, 2)
     rank = policy.strategy.global_rank
 
-    def share(block: Tensor, device: int) -> Any:
+    def share_on_rank_0(block: Tensor, device: int) -> Any:
         if rank == 1:
             raise RuntimeError("out of file descriptors")
-        return device, block.clone()
+        return share(block, device)
 
     reader = Reader()
-    lending = partial(Lending, identify=lambda device: "host", share=share)
-    with mock.patch.object(sharded_views, "Lending", lending):
+    with lendable(share_on_rank_0):
         return [push(policy, reader) for _ in range(3)]
 
 

@@ -150,20 +150,21 @@ def push_twice(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[
     return policy._planned_views[1] is not None, found, calls
 
 
+def run_case(worker_pool: Any, checkpoint: Any, case: str, function: Any) -> list[Any]:
+    """Run a function of model, strategy and world size for a family and a layout such as "qwen3 tp2"."""
+    family, _, name = case.partition(" ")
+    layout, model = parse_layout(name), checkpoint(family)
+    world = layout.world_size
+    found: list[Any] = worker_pool.run(
+        function, model, layout.strategy, world, world_size=world, init_process_group=False
+    )
+    return found
+
+
 @pytest.mark.parametrize("case", by_default(DEFAULT, PUSHES))
 def test_pushed_weights_are_the_exported_ones(worker_pool, checkpoint, case):
-    family, _, name = case.partition(" ")
-    layout = parse_layout(name)
     expected = PUSHES[case]
-    results = worker_pool.run(
-        push_twice,
-        checkpoint(family),
-        layout.strategy,
-        layout.world_size,
-        world_size=layout.world_size,
-        init_process_group=False,
-    )
-    for planned, different, calls in results:
+    for planned, different, calls in run_case(worker_pool, checkpoint, case, push_twice):
         assert planned == (expected is not None)
         assert not different
         assert (calls == {"broadcast": expected}) if planned else (calls["conversion"] == 1)

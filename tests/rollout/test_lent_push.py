@@ -1,4 +1,8 @@
-"""When workers read weights where they lie, and when they are told anew; what the loader then copies."""
+"""When workers read weights where they lie, and when they are told anew; what the loader then copies.
+
+Memory is lent through CUDA IPC, which no CPU has: here trainer and workers answer by hand. The real ones are those of
+`tests/gpu/test_engine.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.cuda_memory import DEVICE
 from lightning_megatron_rl.lent_weights import LentMemory, LentWeight, LentWeights, Readiness
 from lightning_megatron_rl.rollout import cuda_transfer
 from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport
@@ -104,7 +109,7 @@ def test_places_are_told_once():
     (_, told, handles), _ = workers.heard
     assert told is lent.weights
     # each worker's own handles, with the numbers by which it knows the GPUs
-    found = [[(one[0], one[cuda_transfer_device()]) for one in of_worker] for of_worker in handles]
+    found = [[(one[0], one[DEVICE]) for one in of_worker] for of_worker in handles]
     assert found == [[("b0", 1), ("a0", 0)], [("b1", 1), ("a1", 0)]]
     assert workers.names == ["borrow", "replace"]
     assert transport.peer_bytes == 1000
@@ -113,12 +118,6 @@ def test_places_are_told_once():
     assert workers.names == ["replace"]
     assert push(transport, workers, lent_weights()) == ((16, 0, True), KNOWS_PLACES)  # some rank's has moved
     assert workers.names == ["borrow", "replace"]
-
-
-def cuda_transfer_device() -> int:
-    from lightning_megatron_rl.cuda_memory import DEVICE
-
-    return DEVICE
 
 
 def send(transport: IPCTransport) -> None:
