@@ -189,6 +189,7 @@ class IPCTransport:
         self._may_borrow = False  # nor the next time
         ask(("let_go",))  # those that could
         del self._open[LENT]
+        self._lent = self._lent[: -len(opened.handles)]
         for handle in opened.handles:  # those that could not have opened nothing that they could close
             take_back(handle)
 
