@@ -256,3 +256,14 @@ def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
         assert result["rates"]["ours"]["share_of_limit"] < 1
     else:
         assert result["times_floor"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_decoding_runs_on_a_cpu(tmp_path: Path):
+    out = tmp_path / "decoding.json"
+    shown = run_benchmark("decoding.py", "--layers=2", "--prompts=2", "--response-tokens=4", "--out", str(out))
+    found = json.loads(out.read_text())["only"]
+    assert found["ms_per_token"]["count"] == 4
+    assert found["same_responses_again"] == 1  # seeds, and fp32
+    assert "ms per token" in shown

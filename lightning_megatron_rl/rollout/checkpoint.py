@@ -36,6 +36,7 @@ class CheckpointLayout:
     shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
     dtype: str  # dtype of the stored weights, such as "bfloat16"
     is_tied: bool  # output embedding = input embedding
+    architectures: tuple[str, ...] = ()  # classes of transformers that the config names
 
     @classmethod
     def read(cls, model_path: str | Path) -> "CheckpointLayout":
@@ -69,7 +70,8 @@ class CheckpointLayout:
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(RECOMPUTED)}
         if is_tied:
             shapes.pop(OUTPUT_EMBEDDING, None)
-        return cls(shapes, dtype=config.get("dtype") or config.get("torch_dtype") or "float32", is_tied=is_tied)
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return cls(shapes, dtype, is_tied, tuple(config.get("architectures") or ()))
 
     def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
         """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.

@@ -154,7 +154,13 @@ class VLLMEngine(SupervisedEngine):
             sleeps=self.sleep_level > 0,
         )
         visible = self._choose_devices() if device == "cuda" else None
-        environment = engine_environment(device, eager=eager, num_threads=self.num_threads, visible_devices=visible)
+        environment = engine_environment(
+            device,
+            self._layout.architectures,
+            eager=eager,
+            num_threads=self.num_threads,
+            visible_devices=visible,
+        )
         self._environment = child_environment(dict(os.environ), environment | self.env)
         self._shared = SharedWeights()
         self._launch()

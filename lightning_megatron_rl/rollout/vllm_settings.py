@@ -1,6 +1,8 @@
 """What vLLM is started with: its arguments, and the environment of its process."""
 
 import os
+from collections.abc import Collection
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ DEFAULT_CPU_KV_CACHE_GB = 0.5  # without a size vLLM reserves a fraction of all 
 CPU_PREFILL_TOKENS = 2048  # per scheduling step
 # vLLM picks FlashInfer's sampler where it is installed, which compiles kernels when it first samples
 CUDA_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+# vLLM takes its older model runner for most mixtures, which draws for one sequence with a seed after the other
+NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with
 
 
 def llm_arguments(
@@ -74,12 +79,18 @@ def llm_arguments(
 
 
 def engine_environment(
-    device: str, *, eager: bool, num_threads: int | None = None, visible_devices: str | None = None
+    device: str,
+    architectures: Collection[str],
+    *,
+    eager: bool,
+    num_threads: int | None = None,
+    visible_devices: str | None = None,
 ) -> dict[str, str]:
     """Return the variables that vLLM's process gets beside its parent's.
 
     Args:
         device: "cpu" or "cuda".
+        architectures: Of the model, as its config names them.
         eager: No compilation.
         num_threads: CPU threads; None: every core that this process may use.
         visible_devices: The CUDA_VISIBLE_DEVICES of the process.
@@ -99,7 +110,11 @@ def engine_environment(
         if eager:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # enforce_eager alone still compiles while warming up
     else:
-        environment |= {name: os.environ.get(name, value) for name, value in CUDA_ENVIRONMENT.items()}
+        defaults = dict(CUDA_ENVIRONMENT)
+        # the newer one refuses to start where somebody has installed processors of logits
+        if NEWER_RUNNER_MIXTURES.intersection(architectures) and not entry_points(group="vllm.logits_processors"):
+            defaults |= NEWER_RUNNER
+        environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
         if visible_devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible_devices
     return environment

@@ -23,6 +23,7 @@ def test_layout_is_that_of_the_model(layout, weights):
     assert layout.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert layout.dtype == "float32"
     assert not layout.is_tied
+    assert layout.architectures == ("Qwen3ForCausalLM",)
 
 
 def test_shards_are_read_through_their_index(tmp_path, model_dir, layout):

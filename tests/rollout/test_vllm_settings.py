@@ -1,8 +1,13 @@
-"""Which devices an engine gets."""
+"""Which devices an engine gets, and which environment."""
+
+from importlib.metadata import EntryPoint
 
 import pytest
 
-from lightning_megatron_rl.rollout.vllm_settings import engine_devices
+from lightning_megatron_rl.rollout import vllm_settings
+from lightning_megatron_rl.rollout.vllm_settings import engine_devices, engine_environment
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def test_own_device_and_those_behind_it():
@@ -23,3 +28,29 @@ def test_own_device_and_those_behind_it():
 def test_devices_that_cannot_be(wanted, size, message):
     with pytest.raises(ValueError, match=message):
         engine_devices(wanted, size, own=3, count=4)
+
+
+@pytest.mark.parametrize(
+    ("device", "architecture", "expected"),
+    [
+        ("cuda", "Qwen3MoeForCausalLM", "1"),
+        ("cuda", "Qwen3ForCausalLM", None),  # vLLM's own choice
+        ("cuda", "MixtralForCausalLM", None),  # not tested
+        ("cpu", "Qwen3MoeForCausalLM", None),
+    ],
+)
+def test_mixtures_that_were_tested_get_the_newer_runner(device, architecture, expected, monkeypatch):
+    monkeypatch.delenv(RUNNER, raising=False)
+    assert engine_environment(device, [architecture], eager=True).get(RUNNER) == expected
+
+
+def test_runner_that_somebody_chose_is_kept(monkeypatch):
+    monkeypatch.setenv(RUNNER, "0")
+    assert engine_environment("cuda", ["Qwen3MoeForCausalLM"], eager=True)[RUNNER] == "0"
+
+
+def test_newer_runner_is_not_asked_for_where_it_would_refuse(monkeypatch):
+    monkeypatch.delenv(RUNNER, raising=False)
+    plugin = EntryPoint("mine", "somewhere:Processor", "vllm.logits_processors")
+    monkeypatch.setattr(vllm_settings, "entry_points", lambda group: [plugin] if group == plugin.group else [])
+    assert RUNNER not in engine_environment("cuda", ["Qwen3MoeForCausalLM"], eager=True)

@@ -1,0 +1,102 @@
+"""How fast the sampler decodes: ``python benchmarks/decoding.py --shape 30b-a3b --layers 6``.
+
+256 sequences (32 prompts of 128 random tokens, 8 responses each, every prompt with a seed of its own), EOS ignored:
+milliseconds for one more token of each, prefill included. On CUDA with both of vLLM's model runners, which draw in
+different ways: the older one has a kernel for each sequence with a seed, the newer one for all of them.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, default_device, facts, result_path, run_child, summary, write_json, write_model
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
+RUNNERS = {"older": "0", "newer": "1"}
+PROMPT_TOKENS, GENERATIONS = 128, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_cuda = default_device() == "cuda"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="0.6b" if on_cuda else "tiny")
+    parser.add_argument("--layers", type=int, help="of the model; default: all that the shape has")
+    parser.add_argument("--prompts", type=int, default=32 if on_cuda else 4)
+    parser.add_argument("--response-tokens", type=int, default=256 if on_cuda else 16)
+    parser.add_argument("--cache-gb", type=float, default=12.0 if on_cuda else 0.25, help="key/value cache. GiB")
+    parser.add_argument("--repeats", type=int, default=4, help="after one that is not counted")
+    parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS), help="on CUDA")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per runner")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the child's: where the model is
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options)))
+        return
+    with tempfile.TemporaryDirectory() as work:
+        report(options, Path(work) / "model")
+
+
+def report(options: argparse.Namespace, model: Path) -> None:
+    """Measure each runner in a process of its own; write and print."""
+    names = ("device", "shape", "layers", "prompts", "response_tokens", "cache_gb", "repeats")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    passed = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    result: dict[str, Any] = {**facts(options.device), "benchmark": "decoding", **given}
+    runs = {name: RUNNERS[name] for name in options.runners} if options.device == "cuda" else {"only": ""}
+    for name, value in runs.items():
+        if value:
+            os.environ[RUNNER] = value
+        result[name] = run_child("decoding.py", [*passed, f"--measure={model}"], options.timeout)
+        found = result[name]["ms_per_token"]
+        print(f"{name:6s} {found['median']:8.3f} ms per token, {found['min']:.3f} to {found['max']:.3f}", flush=True)
+    write_json(result_path("decoding", options.device, options.out), result)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Sample the same requests several times."""
+    from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams, derive_seed
+    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+
+    if options.layers:
+        SHAPES[options.shape]["num_hidden_layers"] = options.layers
+    write_model(options.measure, options.shape)
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    generator = torch.Generator().manual_seed(0)
+    size = (options.prompts, PROMPT_TOKENS)
+    prompts = torch.randint(SHAPES[options.shape]["vocab_size"], size, generator=generator).tolist()
+    requests = [
+        GenerationRequest(prompt, derive_seed(0, 0, index), GENERATIONS) for index, prompt in enumerate(prompts)
+    ]
+    engine = VLLMEngine(
+        max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
+        max_num_seqs=options.prompts * GENERATIONS,
+        kv_cache_memory_gb=options.cache_gb,
+    )
+    engine.start(options.measure)
+    engine.wait_ready()
+    params = SamplingParams(max_tokens=options.response_tokens, ignore_eos=True)
+    seconds, answers = [], []
+    for _ in range(options.repeats + 1):
+        started = time.perf_counter()
+        found = engine.generate(requests, params)
+        seconds.append(time.perf_counter() - started)
+        answers.append([sample.token_ids for group in found for sample in group])
+    engine.close()
+    # with the prompts' keys and values in the cache, and other kernels for fewer new tokens, a few may differ
+    again = [sum(map(list.__eq__, answers[0], answer)) / len(answer) for answer in answers[1:]]
+    return {
+        "ms_per_token": summary([1000 * value / options.response_tokens for value in seconds[1:]]),
+        "same_responses_again": min(again),
+    }
+
+
+if __name__ == "__main__":
+    main()
