@@ -33,6 +33,7 @@ from floor import Work, cache_bytes_per_token
 from lightning.pytorch.utilities import rank_zero_only
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
+HANDOVER = ("time/sleep_s", "time/offload_s", "perf/sleep_freed_gb", "perf/offloaded_gb")
 
 
 def reward(samples: list[Any]) -> list[float]:
@@ -158,6 +159,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sequence_parallel=options.tensor_parallel > 1,
         expert_model_parallel_size=options.expert_parallel,
         expert_tensor_parallel_size=1 if options.expert_parallel > 1 else None,
+        **({"offload_while_sampling": ["optimizer", "gradients", "parameters"]} if options.offload else {}),
     )
     trainer.fit(module, data)
     linear, quadratic = sequence_flops(get_model_config(module.model[0]), vocab_size)
@@ -187,6 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "devices_per_sampler": options.tensor_parallel,  # ranks of a model replica, each of which has a sampler
         "step_s": summary(step_s),
         "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in PHASES},
+        "handover": {name: summary([step.get(name, 0.0) for step in kept]) for name in HANDOVER},
         "losses": [step["policy/loss"] for step in log.steps],
         "rewards": [step["reward/mean"] for step in log.steps],
         "mismatch": [step["mismatch/abs_logp_diff"] for step in log.steps],
@@ -256,6 +259,7 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__)
     add_arguments(arguments, default_device())
     arguments.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
+    arguments.add_argument("--offload", action="store_true", help="the trainer's state leaves the GPU meanwhile")
     result = measure(arguments.parse_args())
     if rank_zero_only.rank == 0:
         print(json.dumps(result))

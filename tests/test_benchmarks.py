@@ -260,6 +260,18 @@ def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
 
 @pytest.mark.slow
 @pytest.mark.deadline(250)
+def test_handover_runs_on_a_cpu(tmp_path: Path):
+    out = tmp_path / "handover.json"
+    sizes = ["--steps=1", "--warmup=1", "--prompts=2", "--generations=2", "--prompt-tokens=4", "--response-tokens=4"]
+    shown = run_benchmark("handover.py", *sizes, "--out", str(out))
+    found = json.loads(out.read_text())["ours"]
+    assert found["handover"]["time/offload_s"]["median"] > 0
+    assert max(found["mismatch"]) < 1e-3  # nothing was lost on the way
+    assert "the trainer left" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
 def test_decoding_runs_on_a_cpu(tmp_path: Path):
     out = tmp_path / "decoding.json"
     shown = run_benchmark("decoding.py", "--layers=2", "--prompts=2", "--response-tokens=4", "--out", str(out))

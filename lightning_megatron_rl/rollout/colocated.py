@@ -24,6 +24,8 @@ from lightning_megatron_rl.rollout.engine import (
     SyncReport,
     WeightsLostError,
     check_requests,
+    check_sleep,
+    note_sleep,
 )
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
 from lightning_megatron_rl.rollout.process import named_memory
@@ -252,17 +254,14 @@ class ColocatedVLLMEngine(RolloutEngine):
     def sleep(self, level: int = 1) -> int:
         """Free this rank's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both."""
         worker = self._started()
-        if level not in (1, 2):
-            raise ValueError(f"sleep(level={level}): 1 (weights to the host's memory) or 2 (weights dropped)")
-        if self.sleep_level == 0:
-            raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
+        check_sleep(level, self.sleep_level)
         if not self._awake:
             return 0
         with isolated():
             freed, expected = worker.sleep(level)
         self._awake = set()
         self._has_weights = self._has_weights and level == 1
-        log.info("asleep at level %d: freed %.3f of %.3f GB", level, freed / 1e9, expected / 1e9)
+        note_sleep(level, freed, expected)
         return freed
 
     def wake(self, tags: list[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """What a rollout engine takes and gives: token ids in, token ids and log-probs out, weights by name."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from lightning_megatron_rl.sample import Outcome, Turn
 
+LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,41 @@ def derive_seed(base_seed: int, step: int, prompt_index: int, dataset: str = "")
     """
     key = f"{base_seed}/{step}/{prompt_index}/{dataset}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+
+
+def check_sleep(level: int, sleep_level: int) -> None:
+    """Refuse a level that there is not, and an engine that was built to stay awake.
+
+    Args:
+        level: Asked for.
+        sleep_level: The engine's own.
+
+    Raises:
+        ValueError: Either of them.
+    """
+    if level not in (1, 2):
+        raise ValueError(f"sleep(level={level}): 1 (weights to the host's memory) or 2 (weights dropped)")
+    if sleep_level == 0:
+        raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
+
+
+def note_sleep(level: int, freed: int, expected: int) -> None:
+    """Log what an engine left when it fell asleep; less than it had is a warning.
+
+    Args:
+        level: Of its sleep.
+        freed: Bytes that came free on its GPUs.
+        expected: Bytes that it had of them.
+    """
+    log.info("asleep at level %d: freed %.3f of %.3f GB", level, freed / 1e9, expected / 1e9)
+    if freed < LEAST_FREED * expected:
+        log.warning(
+            "sleep(level=%d) freed %.2f GB of the %.2f GB that the engine had: another process took memory on its"
+            " GPU at that moment, or the memory did not come free, which the trainer will miss",
+            level,
+            freed / 1e9,
+            expected / 1e9,
+        )
 
 
 def check_requests(

@@ -19,6 +19,8 @@ from lightning_megatron_rl.rollout.engine import (
     SyncReport,
     WeightsLostError,
     check_requests,
+    check_sleep,
+    note_sleep,
 )
 from lightning_megatron_rl.rollout.process import (
     EngineCallError,
@@ -32,7 +34,6 @@ from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm_worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
 LET_GO_S = 30.0  # it is an instant's work; more at the end of a run would be a hang
-LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -249,10 +250,7 @@ class SupervisedEngine(RolloutEngine):
             RuntimeError: As `generate`.
         """
         self._started()
-        if level not in (1, 2):
-            raise ValueError(f"sleep(level={level}): 1 (weights to the host's memory) or 2 (weights dropped)")
-        if self.sleep_level == 0:
-            raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
+        check_sleep(level, self.sleep_level)
         if not self._awake:
             return 0
         if isinstance(self._transport, IPCTransport) and self._transport.copies_peers:
@@ -262,15 +260,7 @@ class SupervisedEngine(RolloutEngine):
         self._awake = set()
         if level == 2:
             self._worker_push = None
-        log.info("asleep at level %d: freed %.3f of %.3f GB", level, freed / 1e9, expected / 1e9)
-        if freed < LEAST_FREED * expected:
-            log.warning(
-                "sleep(level=%d) freed %.2f GB of the %.2f GB that the engine had: another process took memory on its"
-                " GPU at that moment, or the memory did not come free, which the trainer will miss",
-                level,
-                freed / 1e9,
-                expected / 1e9,
-            )
+        note_sleep(level, freed, expected)
         return int(freed)
 
     def wake(self, tags: list[str] | None = None) -> None:

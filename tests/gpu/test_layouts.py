@@ -60,7 +60,7 @@ def test_experts_give_the_numbers_of_one_gpu(gpu_pool, moe_dir, layout):
     assert row.verdict == "same", row.reason
 
 
-def fit_te(model: Path, strategy: dict[str, Any], world_size: int) -> Run:
+def fit_te(model: Path, strategy: dict[str, Any], world_size: int, model_config: dict[str, Any] | None = None) -> Run:
     """Two steps in bf16 with TransformerEngine."""
     variant = backend("transformer_engine", "bf16-mixed")
     return fit_sft(
@@ -69,7 +69,7 @@ def fit_te(model: Path, strategy: dict[str, Any], world_size: int) -> Run:
         world_size,
         batch_size=len(LENGTHS),
         sequences=ragged_batch().sequences * 2,
-        module={**variant["module"], "max_tokens_per_microbatch": 96},
+        module={**variant["module"], "max_tokens_per_microbatch": 96, "model_config": model_config},
         trainer={**variant["trainer"], "accelerator": "cuda"},
     )
 
@@ -86,4 +86,15 @@ def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, 
         pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **options)[0]
+    assert relative_steps(run, te_on_one_gpu) < BF16_RELATIVE
+
+
+def test_context_parallelism_by_all_to_all_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu):
+    """The default, from neighbour to neighbour (p2p), is in the layouts above."""
+    world_size, strategy = LAYOUTS["cp2"]
+    if world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
+    options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
+    changed = {"model_config": {"cp_comm_type": "a2a"}}
+    run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **changed, **options)[0]
     assert relative_steps(run, te_on_one_gpu) < BF16_RELATIVE

@@ -1,9 +1,16 @@
+import logging
 import subprocess
 import sys
 
 import pytest
 
-from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams, check_requests, derive_seed
+from lightning_megatron_rl.rollout.engine import (
+    GenerationRequest,
+    SamplingParams,
+    check_requests,
+    derive_seed,
+    note_sleep,
+)
 
 
 def test_seeds_are_the_same_in_another_process_with_other_hashes():
@@ -74,3 +81,10 @@ def test_bad_requests_are_refused_by_index_and_value(request_, temperature, mess
     check_requests([good], params, vocab_size=128, max_model_len=64)
     with pytest.raises(ValueError, match=message):
         check_requests([good, request_], params, vocab_size=128, max_model_len=64)
+
+
+@pytest.mark.parametrize(("freed", "warns"), [(8.9e9, True), (9.1e9, False)])
+def test_memory_that_did_not_come_free_is_warned_about(freed, warns, caplog):
+    with caplog.at_level(logging.WARNING):
+        note_sleep(2, int(freed), expected=int(10e9))
+    assert ("freed 8.90 GB of the 10.00 GB that the engine had" in caplog.text) is warns
