@@ -2,12 +2,16 @@
 
 256 sequences (32 prompts of 128 random tokens, 8 responses each, every prompt with a seed of its own), EOS ignored:
 milliseconds for one more token of each, prefill included. On CUDA with both of vLLM's model runners, which draw in
-different ways: the older one has a kernel for each sequence with a seed, the newer one for all of them.
+different ways: the older one has a kernel for each sequence with a seed, the newer one for all of them. With --profile
+one more rollout runs under Python's profiler: what vLLM's own Python takes of a step.
 """
 
 import argparse
+import cProfile
+import io
 import json
 import os
+import pstats
 import tempfile
 import time
 from pathlib import Path
@@ -34,10 +38,11 @@ def main() -> None:
     parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS), help="on CUDA")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per runner")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path, help="file for the profile, of vLLM's own choice of a runner")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the child's: where the model is
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(options)))
+        print(json.dumps(profile(options) if options.profile else measure(options)))
         return
     with tempfile.TemporaryDirectory() as work:
         report(options, Path(work) / "model")
@@ -57,24 +62,19 @@ def report(options: argparse.Namespace, model: Path) -> None:
         found = result[name]["ms_per_token"]
         print(f"{name:6s} {found['median']:8.3f} ms per token, {found['min']:.3f} to {found['max']:.3f}", flush=True)
     write_json(result_path("decoding", options.device, options.out), result)
+    if options.profile:
+        os.environ.pop(RUNNER, None)
+        target = options.profile.absolute()
+        run_child("decoding.py", [*passed, f"--measure={model}", f"--profile={target}"], options.timeout)
+        start = "# One rollout under cProfile, which makes calls slower: {command}\n# {device}, {date}, {versions}\n"
+        target.write_text(start.format(**result) + target.read_text())
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Sample the same requests several times."""
-    from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams, derive_seed
     from lightning_megatron_rl.rollout.vllm import VLLMEngine
 
-    if options.layers:
-        SHAPES[options.shape]["num_hidden_layers"] = options.layers
-    write_model(options.measure, options.shape)
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-    generator = torch.Generator().manual_seed(0)
-    size = (options.prompts, PROMPT_TOKENS)
-    prompts = torch.randint(SHAPES[options.shape]["vocab_size"], size, generator=generator).tolist()
-    requests = [
-        GenerationRequest(prompt, derive_seed(0, 0, index), GENERATIONS) for index, prompt in enumerate(prompts)
-    ]
+    requests, params = prepare(options)
     engine = VLLMEngine(
         max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
         max_num_seqs=options.prompts * GENERATIONS,
@@ -82,7 +82,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     engine.start(options.measure)
     engine.wait_ready()
-    params = SamplingParams(max_tokens=options.response_tokens, ignore_eos=True)
     seconds, answers = [], []
     for _ in range(options.repeats + 1):
         started = time.perf_counter()
@@ -96,6 +95,63 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "ms_per_token": summary([1000 * value / options.response_tokens for value in seconds[1:]]),
         "same_responses_again": min(again),
     }
+
+
+def prepare(options: argparse.Namespace) -> tuple[list[Any], Any]:
+    """Write the model; return requests, and how to sample."""
+    from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams, derive_seed
+
+    if options.layers:
+        SHAPES[options.shape]["num_hidden_layers"] = options.layers
+    write_model(options.measure, options.shape)
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    generator = torch.Generator().manual_seed(0)
+    size = (options.prompts, PROMPT_TOKENS)
+    prompts = torch.randint(SHAPES[options.shape]["vocab_size"], size, generator=generator).tolist()
+    requests = [
+        GenerationRequest(prompt, derive_seed(0, 0, index), GENERATIONS) for index, prompt in enumerate(prompts)
+    ]
+    return requests, SamplingParams(max_tokens=options.response_tokens, ignore_eos=True)
+
+
+def profile(options: argparse.Namespace) -> dict[str, Any]:
+    """Write what one rollout spends in vLLM's functions, by vLLM in this process."""
+    from lightning_megatron_rl.rollout.vllm_settings import engine_environment, llm_arguments
+
+    requests, params = prepare(options)
+    on_cuda = options.device == "cuda"
+    os.environ.update(engine_environment(options.device, (), eager=not on_cuda))
+    from lightning_megatron_rl.rollout.vllm_worker import Worker
+
+    worker = Worker(None)
+    worker.start(
+        llm_arguments(
+            str(options.measure),
+            options.device,
+            dtype="bfloat16" if on_cuda else "float32",
+            max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
+            max_num_seqs=options.prompts * GENERATIONS,
+            enforce_eager=not on_cuda,
+            tensor_parallel_size=1,
+            seed=0,
+            kv_cache_memory_gb=options.cache_gb,
+            gpu_memory_utilization=1.0,
+            sleeps=False,
+        )
+    )
+    worker.generate(requests, params)
+    started = time.perf_counter()
+    worker.generate(requests, params)
+    seconds = time.perf_counter() - started
+    profiler = cProfile.Profile()
+    profiler.runcall(worker.generate, requests, params)
+    text = io.StringIO()
+    stats = pstats.Stats(profiler, stream=text).strip_dirs()
+    for order in ("cumulative", "tottime"):
+        stats.sort_stats(order).print_stats(40)
+    options.profile.write_text(f"# {seconds:.4f} s without the profiler\n{text.getvalue()}")
+    return {"seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -273,9 +273,11 @@ def test_handover_runs_on_a_cpu(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.deadline(250)
 def test_decoding_runs_on_a_cpu(tmp_path: Path):
-    out = tmp_path / "decoding.json"
-    shown = run_benchmark("decoding.py", "--layers=2", "--prompts=2", "--response-tokens=4", "--out", str(out))
+    out, profile = tmp_path / "decoding.json", tmp_path / "profile.txt"
+    sizes = ["--layers=2", "--prompts=2", "--response-tokens=4"]
+    shown = run_benchmark("decoding.py", *sizes, "--out", str(out), "--profile", str(profile))
     found = json.loads(out.read_text())["only"]
     assert found["ms_per_token"]["count"] == 4
     assert found["same_responses_again"] == 1  # seeds, and fp32
     assert "ms per token" in shown
+    assert "update_from_output" in profile.read_text()
