@@ -17,8 +17,7 @@ class Work:
     quadratic_flops: float  # of a forward pass, per squared token
     cache_bytes_per_token: int  # keys and values of all layers
     weight_bytes: int = 2  # of a parameter, in trainer and sampler
-    # optimizer: reads gradient, main parameter and two moments, writes the last three and the bf16 parameter
-    optimizer_bytes: int = 4 + 12 + 12 + 2
+    optimizer_bytes: int = 30  # of a parameter
 
 
 def floor_seconds(work: Work, flops_per_s: float, bytes_per_s: float) -> dict[str, float]:
@@ -51,6 +50,16 @@ def floor_seconds(work: Work, flops_per_s: float, bytes_per_s: float) -> dict[st
         "update": 3 * scored + work.parameters * work.optimizer_bytes / bytes_per_s,
     }
     return {**phases, "step": sum(phases.values())}
+
+
+def optimizer_bytes(moment_bytes: int = 4, weight_bytes: int = 2) -> int:
+    """Return what the optimizer moves of a parameter: gradient, main, moments in; main, moments, the model's out.
+
+    Example:
+        ``optimizer_bytes() == 4 + 12 + 12 + 2``
+    """
+    state = 4 + 2 * moment_bytes
+    return 4 + 2 * state + weight_bytes
 
 
 def cache_bytes_per_token(config: Any, element_bytes: int = 2) -> int:

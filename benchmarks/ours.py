@@ -29,7 +29,7 @@ from common import (
     token_reward,
     write_model,
 )
-from floor import Work, cache_bytes_per_token
+from floor import Work, cache_bytes_per_token, optimizer_bytes
 from lightning.pytorch.utilities import rank_zero_only
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
@@ -176,6 +176,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         quadratic_flops=quadratic,
         cache_bytes_per_token=cache_bytes_per_token(config, element),
         weight_bytes=element,
+        optimizer_bytes=optimizer_bytes(2 if options.moments == "bf16" else 4, element),
     )
     module.close_engine()
     kept = log.steps[options.warmup :]

@@ -4,6 +4,7 @@ Every figure comes from a JSON file in benchmarks/results; a test holds the docu
 """
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
 NOTHING = "Not measured yet.\n"
-ASLEEP = ", sampler asleep (wake, sync, wake of the cache)"
+ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
+CURVE_BLOCK = 25  # rollouts
 Result = dict[str, Any]
 
 
@@ -76,17 +78,23 @@ def throughput(results: Path = RESULTS) -> str:
 def weight_sync(results: Path = RESULTS) -> str:
     """Return the table of B1."""
     lines = [
-        "| device | model | who | ms | GB/s | share of the limit | extra memory, GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| device | model | who | ms | in a step, ms | GB/s | share of the limit | beyond it, ms | extra memory, GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for _, result in load("weight_sync_*.json", results):
         for name, rate in result["rates"].items():
-            sync = result[name]["sync"]
-            who = result[name]["who"] + (ASLEEP if name == "asleep" else "")
+            side, sync = result[name], result[name]["sync"]
+            asleep = name == "asleep"
+            seconds = spread(sync["seconds"], 2, 1e3)
+            if asleep:
+                seconds += f"; {spread(sync['sleep_seconds'], 1, 1e3)}"
+            # a run's first step finds the weights of the last measured sync
+            in_step = side["phases"]["weight_sync"] if side["step_s"]["count"] > 1 else None
             lines.append(
-                f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {who}"
-                f" | {spread(sync['seconds'], 2, 1e3)} | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}"
-                f"{links(rate)} | {rate['extra_gib']:.2f} |"
+                f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {side['who']}"
+                f"{ASLEEP if asleep else ''} | {seconds} | {spread(in_step, 1, 1e3) if in_step else '–'}"
+                f" | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}{links(rate)}"
+                f" | {(rate['seconds'] - rate['limit_seconds']) * 1e3:.2f} | {rate['extra_gib']:.2f} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -129,6 +137,26 @@ def real_run(results: Path = RESULTS) -> str:
             f" | {result['accuracy_before']:.3f} | {result['accuracy_after']:.3f} | {result['mismatch_mean']:.5f}"
             f" | {result['grpo_seconds']:.0f} | " + " | ".join(f"{value:.1f} s" for value in seconds) + " |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def curves(results: Path = RESULTS) -> str:
+    """Return the mean rewards of the real runs, and how far they are apart."""
+    runs = {
+        f"{result['parameters'] / 1e6:.0f} M, {result['layout']}": result["curves"]["reward/mean"]
+        for _, result in load("real_run_*.json", results)
+    }
+    length = min((len(values) for _, values in runs.values()), default=0)
+    blocks = [slice(first, first + CURVE_BLOCK) for first in range(0, length - CURVE_BLOCK + 1, CURVE_BLOCK)]
+    means = {name: [statistics.fmean(values[block]) for block in blocks] for name, (_, values) in runs.items()}
+    lines = [
+        "| rollouts | " + " | ".join(f"{block.start + 1}–{block.stop}" for block in blocks) + " |",
+        "|---|" + "---|" * len(blocks),
+        *(f"| {name} | " + " | ".join(f"{value:.3f}" for value in row) + " |" for name, row in means.items()),
+    ]
+    if means:
+        apart = [max(column) - min(column) for column in zip(*means.values(), strict=True)]
+        lines.append("| largest difference | " + " | ".join(f"{value:.3f}" for value in apart) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -214,6 +242,12 @@ def goals(results: Path = RESULTS) -> str:
             ]
             for aim, (least, shapes) in mfu.items()
         },
+        ("B2, TRL's step without sampling over ours", "1.5"): [
+            (_place(result, result["ours"]), f"{ratio:.2f}", ratio >= 1.5)
+            for _, result in steps
+            if "trl" in result
+            for ratio in [_without_sampling(result["trl"]) / _without_sampling(result["ours"])]
+        ],
         ("B3, step over the floor", "at most 2.2"): [
             (_place(result, result["ours"]), f"{result['times_floor']:.2f}", result["times_floor"] <= 2.2)
             for _, result in steps
@@ -231,6 +265,11 @@ def goals(results: Path = RESULTS) -> str:
         ]
         lines.append(f"| {name} | {aim} | {cells[0] or '–'} | {cells[1] or '–'} |")
     return "\n".join(lines) + "\n"
+
+
+def _without_sampling(side: dict[str, Any]) -> float:
+    """Return the seconds of a step but for its rollout."""
+    return float(side["step_s"]["median"] - side["phases"]["rollout"]["median"])
 
 
 def _place(result: Result, measured: dict[str, Any]) -> str:
@@ -296,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight sync": weight_sync,
     "grpo step": grpo_step,
     "real run": real_run,
+    "curves": curves,
     "checkpoint": checkpoint,
     "performance": headline,
     "kill drill": kill_drill,

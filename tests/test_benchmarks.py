@@ -39,6 +39,12 @@ def test_floor_by_hand():
     assert phases["step"] == pytest.approx(sum(value for name, value in phases.items() if name != "step"))
 
 
+def test_bytes_of_the_optimizer_by_hand():
+    assert floor.optimizer_bytes() == floor.Work.optimizer_bytes == 4 + 12 + 12 + 2
+    assert floor.optimizer_bytes(moment_bytes=2) == 4 + 8 + 8 + 2
+    assert floor.optimizer_bytes(weight_bytes=4) == 32
+
+
 def test_floor_of_decoding_is_what_takes_longer():
     from dataclasses import replace
 
