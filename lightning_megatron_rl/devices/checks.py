@@ -59,6 +59,29 @@ def check_cuda(facts: DeviceFacts) -> None:
     )
 
 
+def missing_cuda(facts: DeviceFacts) -> str | None:
+    """Return what `check_cuda` says, None where it says nothing."""
+    try:
+        check_cuda(facts)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def check_auto(facts: DeviceFacts) -> None:
+    """Refuse to run on the CPU, unasked, for a driver that is too old; without one, or with GPUs hidden, it is meant.
+
+    Raises:
+        RuntimeError: What `check_driver` says.
+
+    Example:
+        ``check_auto(DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=None))`` passes.
+    """
+    hides_all = facts.hidden is not None and not facts.hidden.strip()[:1].isalnum()  # "" or "-1"
+    if not facts.gpus and not hides_all:
+        check_driver(facts)
+
+
 def check_device_count(requested: int, available: int) -> None:
     """Refuse more processes on a node than it has GPUs.
 

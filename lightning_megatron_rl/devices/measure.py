@@ -1,5 +1,6 @@
 """Reads the facts off this machine: torch for the devices, nvidia-smi for driver and links, files for the builds."""
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -18,6 +19,7 @@ from lightning_megatron_rl.versions import installed_version
 
 COMMAND_TIMEOUT_S = 30.0
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 IMPORT_ENGINE = "import torch, transformer_engine.pytorch"  # torch first: its libraries are the extension's
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -45,11 +47,20 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
 
 
 def measure_gpus() -> tuple[GPU, ...]:
-    """Return the devices that torch sees; a driver that is too old is no device, and `check_driver` says so."""
+    """Return the devices that CUDA can use; under a driver that is too old it is none, and `check_driver` says so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about the driver
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = count_gpus()
     return tuple(measure_gpu(index) for index in range(count))
+
+
+def count_gpus() -> int:
+    """Return the number of devices that CUDA can use; it takes no memory on them.
+
+    Lightning has torch ask NVML (PYTORCH_NVML_BASED_CUDA_CHECK=1), which counts devices under a driver that is too old,
+    too.
+    """
+    return torch._C._cuda_getDeviceCount() if torch.cuda.is_available() else 0
 
 
 def measure_gpu(index: int) -> GPU:
@@ -75,14 +86,24 @@ def measure_links(count: int) -> DeviceFacts:
 
 
 def driver_version() -> Version | None:
-    """Return the version of the NVIDIA driver, None without one."""
+    """Return the version of the NVIDIA driver, None without one that programs here can use."""
     listing = capture(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or ""
     if found := re.search(r"^\d+(\.\d+)+$", listing.strip(), re.MULTILINE):
         return parse_version(found[0])
-    file = Path("/proc/driver/nvidia/version")  # nvidia-smi may be missing in a container
-    if file.exists() and (found := re.search(r"\b(\d{3}(\.\d+)+)\b", file.read_text())):
-        return parse_version(found[1])
+    # nvidia-smi may be missing in a container, whose /proc tells of the host's driver even if it may not use it
+    if DRIVER_FILE.exists() and has_driver_library():
+        found = re.search(r"\b(\d{3}(\.\d+)+)\b", DRIVER_FILE.read_text())
+        return parse_version(found[1]) if found else None
     return None
+
+
+def has_driver_library() -> bool:
+    """Whether the driver's part for programs can be loaded, without which CUDA sees no device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def parse_version(text: str | None) -> Version | None:

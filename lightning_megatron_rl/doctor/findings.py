@@ -126,7 +126,7 @@ def _links(facts: DeviceFacts) -> list[Finding]:
 
 def _sampler(facts: DeviceFacts, device: str) -> Finding:
     def check() -> None:
-        choose_device(device, set(facts.vllm_packages), has_cuda=bool(facts.gpus))
+        choose_device(device, set(facts.vllm_packages), no_gpu=checks.missing_cuda(facts))
         checks.check_vllm(facts)
 
     version = "none" if facts.vllm is None else facts.vllm.version

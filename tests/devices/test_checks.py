@@ -24,6 +24,8 @@ GOOD = DeviceFacts(
 def test_right_machine_passes_every_check():
     checks.check_driver(GOOD)
     checks.check_cuda(GOOD)
+    checks.check_auto(GOOD)
+    assert checks.missing_cuda(GOOD) is None
     checks.check_device_count(1, available=1)
     checks.check_precision(GOOD, "bf16-mixed")
     checks.check_low_precision(GOOD, "hybrid", "blockwise", None)
@@ -46,6 +48,29 @@ def test_cuda_that_is_not_there_is_refused_with_the_reason(changes, message):
     with pytest.raises(RuntimeError, match=message) as error:
         checks.check_cuda(replace(GOOD, gpus=(), **changes))
     assert "--trainer.accelerator cpu" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"driver": (535, 104, 5)}, True),
+        ({"driver": (535, 104, 5), "hidden": "0,1"}, True),
+        ({"driver": (535, 104, 5), "hidden": ""}, False),
+        ({"driver": (535, 104, 5), "hidden": "-1"}, False),
+        ({"driver": (535, 104, 5), "gpus": (H100,)}, False),  # CUDA's forward compatibility
+        ({"driver": (535, 104, 5), "torch_cuda": None}, False),
+        ({"driver": None}, False),  # a machine without GPUs, whichever torch it has
+        ({}, False),
+    ],
+)
+def test_auto_is_no_way_around_a_driver_that_is_too_old(changes, refused):
+    facts = replace(GOOD, **{"gpus": (), **changes})
+    if not refused:
+        checks.check_auto(facts)
+        return
+    with pytest.raises(RuntimeError, match=r"driver 535\.104\.5 is too old for torch .*accelerator cpu") as error:
+        checks.check_auto(facts)
+    assert str(error.value) == checks.missing_cuda(facts)
 
 
 @pytest.mark.parametrize(

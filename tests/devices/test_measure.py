@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_megatron_rl.devices import measure
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import Extension
 from lightning_megatron_rl.devices.measure import (
+    count_gpus,
+    driver_version,
     import_engine,
     installed_engine,
     installed_vllm,
     measure_devices,
+    measure_gpus,
     parse_topology,
     parse_version,
 )
@@ -72,6 +76,25 @@ def test_this_machines_facts_agree_with_torch():
     assert facts.torch == torch.__version__
     assert len(facts.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert facts.torch_cuda == parse_version(torch.version.cuda)
+
+
+def test_devices_that_only_nvml_counts_are_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as Lightning has torch ask
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 0)
+    assert count_gpus() == 0
+    assert measure_gpus() == ()
+
+
+def test_driver_of_the_host_is_none_where_programs_cannot_use_it(monkeypatch, tmp_path):
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(measure, "DRIVER_FILE", file)
+    monkeypatch.setattr(measure, "capture", lambda command: None)
+    monkeypatch.setattr(measure, "has_driver_library", lambda: False)
+    assert driver_version() is None
+    monkeypatch.setattr(measure, "has_driver_library", lambda: True)
+    assert driver_version() == (535, 104, 5)
 
 
 @pytest.fixture
