@@ -116,8 +116,8 @@ class CommandLine(LightningCLI):
         try:
             if available == 0:
                 check(measure_devices(imports=False))
-            elif isinstance(trainer["devices"], int):
-                check_device_count(trainer["devices"], available)
+            elif str(trainer["devices"]).isdecimal():  # from the command line it comes as text
+                check_device_count(int(trainer["devices"]), available)
         except (RuntimeError, ValueError) as error:
             self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
 

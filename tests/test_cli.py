@@ -115,6 +115,21 @@ def test_auto_runs_on_the_cpu_where_there_is_no_driver(monkeypatch):
     build("fit", "--config", SFT, "--trainer.accelerator", "auto", "--trainer.devices", "1")
 
 
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+def test_more_processes_than_gpus_are_refused(capsys, monkeypatch, tmp_path, accelerator):
+    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    expected = f"trainer.accelerator={accelerator}: 4 processes on this node, on which torch sees 2 GPUs"
+    options = ("--trainer.accelerator", accelerator)
+    assert expected in refusal(capsys, "fit", "--config", SFT, *options, "--trainer.devices", "4")
+    config = changed(SFT, tmp_path / "config.yaml", "trainer.devices", 4)
+    assert expected in refusal(capsys, "fit", "--config", config, *options)
+
+
+def test_gpus_do_not_limit_processes_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    build("fit", "--config", SFT, "--trainer.accelerator", "cpu", "--trainer.devices", "4")
+
+
 def test_debug_switch_shows_where_a_value_was_refused(tmp_path):
     config = changed(GRPO, tmp_path / "config.yaml", "model.init_args.loss.advantage", "grpoo")
     with pytest.raises(ValueError, match="grpoo"):
