@@ -35,6 +35,7 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
     return DeviceFacts(
         torch=torch.__version__,
         torch_cuda=parse_version(torch.version.cuda),
+        architectures=tuple(torch.cuda.get_arch_list()),
         driver=driver_version(),
         gpus=gpus,
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
