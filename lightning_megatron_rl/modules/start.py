@@ -75,7 +75,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
     if _backend(module) == "transformer_engine":
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
-    if isinstance(engine, VLLMEngine):
+    if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
         checks.check_vllm(facts)
     plan = make_plan(
         module,

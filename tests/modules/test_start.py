@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.devices.facts import GPU, Extension
-from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING
+from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
@@ -201,3 +201,17 @@ def test_gpu_that_torch_has_no_kernels_for_is_refused(monkeypatch):
     on_gpu(monkeypatch, (7, 0))
     with pytest.raises(ValueError, match=r"no kernels for the GPU a GPU, .* is 7\.0: .* sm_75 sm_80 sm_90"):
         start.check_gpu(MODULE, training=True)
+
+
+@pytest.mark.parametrize("name", ["vllm", "within"])
+def test_vllm_of_another_cuda_is_refused_wherever_it_runs(monkeypatch, name):
+    on_gpu(monkeypatch, (9, 0), Extension("0.26.0", cuda_major=12))
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.26\.0 is built for CUDA 12, torch .* for CUDA 13\.0"):
+        start.check_gpu(MODULE, training=True, engine=ENGINES[name]())
+
+
+def test_vllm_of_another_cuda_is_left_alone_without_a_sampler_of_its_own(monkeypatch):
+    on_gpu(monkeypatch, (9, 0), Extension("0.26.0", cuda_major=12))
+    monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
+    monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
+    start.check_gpu(MODULE, training=True, engine=ReplayEngine())
