@@ -9,10 +9,12 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import torch
 
+from lightning_megatron_rl.cuda_memory import identity
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
 from lightning_megatron_rl.versions import installed_version
@@ -31,7 +33,7 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
         imports: Whether to import Transformer Engine in a process of its own, which takes seconds, to see if it fits.
     """
     gpus = measure_gpus()
-    links = measure_links(len(gpus)) if len(gpus) > 1 else DeviceFacts(torch.__version__)
+    links = measure_links(range(len(gpus))) if len(gpus) > 1 else DeviceFacts(torch.__version__)
     return DeviceFacts(
         torch=torch.__version__,
         torch_cuda=parse_version(torch.version.cuda),
@@ -71,19 +73,36 @@ def measure_gpu(index: int) -> GPU:
     return GPU(name, capability, total_bytes=total, free_bytes=free)
 
 
-def pairs_without_peer_access(count: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of devices of which one cannot read the other's memory."""
-    pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
-    return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+def measure_links(devices: Sequence[int]) -> DeviceFacts:
+    """Return what is known of the links between `devices`, and nothing else: it takes no memory.
 
-
-def measure_links(count: int) -> DeviceFacts:
-    """Return what is known of the links between the first `count` devices, and nothing else: it takes no memory."""
+    Args:
+        devices: Numbers by which torch knows them; nvidia-smi has its own, whatever CUDA_VISIBLE_DEVICES says.
+    """
+    listed = parse_numbers(capture(["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]) or "")
+    found = {device: listed.get(str(identity(torch.device("cuda", device)))) for device in sorted(devices)}
+    topology = parse_topology(capture(["nvidia-smi", "topo", "-m"]) or "")
     return DeviceFacts(
         torch=torch.__version__,
-        without_peer_access=pairs_without_peer_access(count),
-        links=parse_topology(capture(["nvidia-smi", "topo", "-m"]) or ""),
+        without_peer_access=tuple(
+            pair for pair in combinations(found, 2) if not torch.cuda.can_device_access_peer(*pair)
+        ),
+        links=links_between({device: number for device, number in found.items() if number is not None}, topology),
     )
+
+
+def links_between(numbers: dict[int, int], topology: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    """Return the link of each pair of torch's devices.
+
+    Args:
+        numbers: nvidia-smi's number of each device. One that it does not list, as a part of a GPU, has no link.
+        topology: Links under nvidia-smi's numbers, the lower one first.
+
+    Example:
+        ``links_between({0: 3, 1: 2}, {(2, 3): "NV18"}) == {(0, 1): "NV18"}``
+    """
+    pairs = {pair: sorted(numbers[device] for device in pair) for pair in combinations(sorted(numbers), 2)}
+    return {pair: topology[one, other] for pair, (one, other) in pairs.items() if (one, other) in topology}
 
 
 def driver_version() -> Version | None:
@@ -115,6 +134,15 @@ def parse_version(text: str | None) -> Version | None:
     """
     found = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(int(part) for part in found[0].split(".")) if found else None
+
+
+def parse_numbers(text: str) -> dict[str, int]:
+    """Return nvidia-smi's number of each GPU, by the UUID as torch writes it.
+
+    Example:
+        A line ``1, GPU-5a1c9d3e-...`` gives ``{"5a1c9d3e-...": 1}``.
+    """
+    return {uuid: int(number) for number, uuid in re.findall(r"^(\d+), GPU-(\S+)$", text, re.MULTILINE)}
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:

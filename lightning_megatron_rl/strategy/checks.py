@@ -79,8 +79,9 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def warn_of_slow_links(device: torch.device, num_processes: int, local_rank: int) -> None:
+def warn_of_slow_links(devices: Sequence[torch.device], local_rank: int) -> None:
     """Warn once, where the GPUs of the first node reach each other slowly; a CPU run has no links."""
-    if device.type == "cuda" and num_processes > 1 and local_rank == 0:
-        for warning in peer_warnings(measure_links(num_processes)):
+    gpus = [device.index for device in devices if device.type == "cuda"]
+    if len(gpus) > 1 and local_rank == 0:
+        for warning in peer_warnings(measure_links(gpus)):
             rank_zero_warn(warning)
