@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import shtab
-import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -24,8 +23,8 @@ from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
-from lightning_megatron_rl.devices.checks import check_cuda, check_device_count
-from lightning_megatron_rl.devices.measure import measure_devices
+from lightning_megatron_rl.devices.checks import check_auto, check_cuda, check_device_count
+from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -108,16 +107,17 @@ class CommandLine(LightningCLI):
         super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse GPUs that are not there before anything is built."""
+        """Refuse GPUs that are not there, or cannot be used, before anything is built."""
         trainer = self._get(self.config, "trainer")
-        if trainer["accelerator"] not in ("gpu", "cuda"):
+        if trainer["accelerator"] not in ("auto", "gpu", "cuda"):
             return
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        check = check_auto if trainer["accelerator"] == "auto" else check_cuda
+        available = count_gpus()
         try:
             if available == 0:
-                check_cuda(measure_devices(imports=False))
-            if isinstance(trainer["devices"], int):
-                check_device_count(trainer["devices"], available)
+                check(measure_devices(imports=False))
+            elif str(trainer["devices"]).isdecimal():  # from the command line it comes as text
+                check_device_count(int(trainer["devices"]), available)
         except (RuntimeError, ValueError) as error:
             self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
 

@@ -14,7 +14,9 @@ import torch
 import yaml
 
 import lightning_megatron_rl
+from lightning_megatron_rl import cli
 from lightning_megatron_rl.cli import explain
+from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, build, changed
 
@@ -94,6 +96,38 @@ def test_absent_gpu_is_refused_with_the_remedy(capsys):
     message = refusal(capsys, "fit", "--config", GRPO, "--trainer.accelerator", "gpu")
     assert "trainer.accelerator=gpu" in message
     assert "--trainer.accelerator cpu" in message
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+def test_driver_that_is_too_old_is_refused_and_cpu_is_the_way_out(capsys, monkeypatch, accelerator):
+    facts = DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=(535, 104, 5))
+    monkeypatch.setattr(cli, "count_gpus", lambda: 0)
+    monkeypatch.setattr(cli, "measure_devices", lambda *, imports: facts)
+    message = refusal(capsys, "fit", "--config", SFT, "--trainer.accelerator", accelerator)
+    assert f"trainer.accelerator={accelerator}: the NVIDIA driver 535.104.5 is too old" in message
+    assert "--trainer.accelerator cpu" in message
+    build("fit", "--config", SFT, "--trainer.accelerator", "cpu")
+
+
+def test_auto_runs_on_the_cpu_where_there_is_no_driver(monkeypatch):
+    monkeypatch.setattr(cli, "count_gpus", lambda: 0)
+    monkeypatch.setattr(cli, "measure_devices", lambda *, imports: DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0)))
+    build("fit", "--config", SFT, "--trainer.accelerator", "auto", "--trainer.devices", "1")
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+def test_more_processes_than_gpus_are_refused(capsys, monkeypatch, tmp_path, accelerator):
+    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    expected = f"trainer.accelerator={accelerator}: 4 processes on this node, on which torch sees 2 GPUs"
+    options = ("--trainer.accelerator", accelerator)
+    assert expected in refusal(capsys, "fit", "--config", SFT, *options, "--trainer.devices", "4")
+    config = changed(SFT, tmp_path / "config.yaml", "trainer.devices", 4)
+    assert expected in refusal(capsys, "fit", "--config", config, *options)
+
+
+def test_gpus_do_not_limit_processes_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    build("fit", "--config", SFT, "--trainer.accelerator", "cpu", "--trainer.devices", "4")
 
 
 def test_debug_switch_shows_where_a_value_was_refused(tmp_path):

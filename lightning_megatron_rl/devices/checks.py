@@ -1,10 +1,13 @@
 """What refuses a run for the machine it is on: one pure function of the measured facts for each reason."""
 
+import re
+
 from lightning_megatron_rl.devices.facts import DeviceFacts, version_text
 
 # the oldest driver that runs programs built with a CUDA of this major version (NVIDIA, CUDA compatibility)
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 BF16_CAPABILITY = (8, 0)  # Ampere; below that bf16 is emulated, and neither Transformer Engine nor vLLM run it
+ENGINE_CAPABILITY = (8, 0)  # Transformer Engine is made for Ampere and newer (its support matrix)
 # per-tensor scales since Ada, of blocks since Hopper, of 32 numbers since Blackwell (Transformer Engine's user guide)
 FP8_CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 FP4_CAPABILITY = (10, 0)
@@ -59,6 +62,29 @@ def check_cuda(facts: DeviceFacts) -> None:
     )
 
 
+def missing_cuda(facts: DeviceFacts) -> str | None:
+    """Return what `check_cuda` says, None where it says nothing."""
+    try:
+        check_cuda(facts)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def check_auto(facts: DeviceFacts) -> None:
+    """Refuse to run on the CPU, unasked, for a driver that is too old; without one, or with GPUs hidden, it is meant.
+
+    Raises:
+        RuntimeError: What `check_driver` says.
+
+    Example:
+        ``check_auto(DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=None))`` passes.
+    """
+    hides_all = facts.hidden is not None and not facts.hidden.strip()[:1].isalnum()  # "" or "-1"
+    if not facts.gpus and not hides_all:
+        check_driver(facts)
+
+
 def check_device_count(requested: int, available: int) -> None:
     """Refuse more processes on a node than it has GPUs.
 
@@ -74,6 +100,39 @@ def check_device_count(requested: int, available: int) -> None:
             f" trainer.devices to at most {available}, show more GPUs with CUDA_VISIBLE_DEVICES, use more nodes, or"
             " lower the parallel sizes."
         )
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels that were compiled for `architecture` run on a GPU of this compute capability.
+
+    Machine code runs within its major version on the same or a later minor one, PTX is compiled for whatever is newer;
+    with the suffix "a" both are for that one capability, with "f" for its family (CUDA C++ programming guide, 3.1).
+
+    Example:
+        ``runs_on("sm_86", (8, 9))``, but neither ``runs_on("sm_86", (8, 0))`` nor ``runs_on("sm_86", (9, 0))``
+    """
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if found is None:
+        return False
+    kind, suffix, least = found[1], found[4], (int(found[2]), int(found[3]))
+    if suffix == "a":
+        return capability == least
+    return capability >= least and (capability[0] == least[0] or (kind == "compute" and not suffix))
+
+
+def check_architecture(facts: DeviceFacts) -> None:
+    """Refuse a GPU that torch has no kernels for.
+
+    Raises:
+        ValueError: Naming the GPU, its compute capability and what torch is compiled for.
+    """
+    for gpu in facts.gpus:
+        if facts.architectures and not any(runs_on(name, gpu.capability) for name in facts.architectures):
+            raise ValueError(
+                f"torch {facts.torch} has no kernels for the GPU {gpu.name}, whose compute capability is"
+                f" {version_text(gpu.capability)}: it is compiled for {' '.join(facts.architectures)}. Leave this GPU"
+                f" out with CUDA_VISIBLE_DEVICES, {ON_CPU}."
+            )
 
 
 def check_precision(facts: DeviceFacts, precision: str) -> None:

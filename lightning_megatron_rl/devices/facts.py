@@ -42,6 +42,7 @@ class DeviceFacts:
 
     torch: str
     torch_cuda: Version | None = None  # CUDA that torch is built for; None for a CPU build
+    architectures: tuple[str, ...] = ()  # that torch has kernels for: "sm_90", or "compute_90" for PTX; (): not known
     driver: Version | None = None  # NVIDIA driver; None if there is none
     gpus: tuple[GPU, ...] = ()
     hidden: str | None = None  # CUDA_VISIBLE_DEVICES, if it is set

@@ -1,5 +1,6 @@
 """Reads the facts off this machine: torch for the devices, nvidia-smi for driver and links, files for the builds."""
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -8,16 +9,19 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import torch
 
+from lightning_megatron_rl.cuda_memory import identity
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
 from lightning_megatron_rl.versions import installed_version
 
 COMMAND_TIMEOUT_S = 30.0
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 IMPORT_ENGINE = "import torch, transformer_engine.pytorch"  # torch first: its libraries are the extension's
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -29,10 +33,11 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
         imports: Whether to import Transformer Engine in a process of its own, which takes seconds, to see if it fits.
     """
     gpus = measure_gpus()
-    links = measure_links(len(gpus)) if len(gpus) > 1 else DeviceFacts(torch.__version__)
+    links = measure_links(range(len(gpus))) if len(gpus) > 1 else DeviceFacts(torch.__version__)
     return DeviceFacts(
         torch=torch.__version__,
         torch_cuda=parse_version(torch.version.cuda),
+        architectures=tuple(torch.cuda.get_arch_list()),
         driver=driver_version(),
         gpus=gpus,
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -45,11 +50,20 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
 
 
 def measure_gpus() -> tuple[GPU, ...]:
-    """Return the devices that torch sees; a driver that is too old is no device, and `check_driver` says so."""
+    """Return the devices that CUDA can use; under a driver that is too old it is none, and `check_driver` says so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about the driver
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = count_gpus()
     return tuple(measure_gpu(index) for index in range(count))
+
+
+def count_gpus() -> int:
+    """Return the number of devices that CUDA can use; it takes no memory on them.
+
+    Lightning has torch ask NVML (PYTORCH_NVML_BASED_CUDA_CHECK=1), which counts devices under a driver that is too old,
+    too.
+    """
+    return torch._C._cuda_getDeviceCount() if torch.cuda.is_available() else 0
 
 
 def measure_gpu(index: int) -> GPU:
@@ -59,30 +73,57 @@ def measure_gpu(index: int) -> GPU:
     return GPU(name, capability, total_bytes=total, free_bytes=free)
 
 
-def pairs_without_peer_access(count: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of devices of which one cannot read the other's memory."""
-    pairs = [(first, second) for first in range(count) for second in range(first + 1, count)]
-    return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+def measure_links(devices: Sequence[int]) -> DeviceFacts:
+    """Return what is known of the links between `devices`, and nothing else: it takes no memory.
 
-
-def measure_links(count: int) -> DeviceFacts:
-    """Return what is known of the links between the first `count` devices, and nothing else: it takes no memory."""
+    Args:
+        devices: Numbers by which torch knows them; nvidia-smi has its own, whatever CUDA_VISIBLE_DEVICES says.
+    """
+    listed = parse_numbers(capture(["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]) or "")
+    found = {device: listed.get(str(identity(torch.device("cuda", device)))) for device in sorted(devices)}
+    topology = parse_topology(capture(["nvidia-smi", "topo", "-m"]) or "")
     return DeviceFacts(
         torch=torch.__version__,
-        without_peer_access=pairs_without_peer_access(count),
-        links=parse_topology(capture(["nvidia-smi", "topo", "-m"]) or ""),
+        without_peer_access=tuple(
+            pair for pair in combinations(found, 2) if not torch.cuda.can_device_access_peer(*pair)
+        ),
+        links=links_between({device: number for device, number in found.items() if number is not None}, topology),
     )
 
 
+def links_between(numbers: dict[int, int], topology: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    """Return the link of each pair of torch's devices.
+
+    Args:
+        numbers: nvidia-smi's number of each device. One that it does not list, as a part of a GPU, has no link.
+        topology: Links under nvidia-smi's numbers, the lower one first.
+
+    Example:
+        ``links_between({0: 3, 1: 2}, {(2, 3): "NV18"}) == {(0, 1): "NV18"}``
+    """
+    pairs = {pair: sorted(numbers[device] for device in pair) for pair in combinations(sorted(numbers), 2)}
+    return {pair: topology[one, other] for pair, (one, other) in pairs.items() if (one, other) in topology}
+
+
 def driver_version() -> Version | None:
-    """Return the version of the NVIDIA driver, None without one."""
+    """Return the version of the NVIDIA driver, None without one that programs here can use."""
     listing = capture(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or ""
     if found := re.search(r"^\d+(\.\d+)+$", listing.strip(), re.MULTILINE):
         return parse_version(found[0])
-    file = Path("/proc/driver/nvidia/version")  # nvidia-smi may be missing in a container
-    if file.exists() and (found := re.search(r"\b(\d{3}(\.\d+)+)\b", file.read_text())):
-        return parse_version(found[1])
+    # nvidia-smi may be missing in a container, whose /proc tells of the host's driver even if it may not use it
+    if DRIVER_FILE.exists() and has_driver_library():
+        found = re.search(r"\b(\d{3}(\.\d+)+)\b", DRIVER_FILE.read_text())
+        return parse_version(found[1]) if found else None
     return None
+
+
+def has_driver_library() -> bool:
+    """Whether the driver's part for programs can be loaded, without which CUDA sees no device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def parse_version(text: str | None) -> Version | None:
@@ -93,6 +134,15 @@ def parse_version(text: str | None) -> Version | None:
     """
     found = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(int(part) for part in found[0].split(".")) if found else None
+
+
+def parse_numbers(text: str) -> dict[str, int]:
+    """Return nvidia-smi's number of each GPU, by the UUID as torch writes it.
+
+    Example:
+        A line ``1, GPU-5a1c9d3e-...`` gives ``{"5a1c9d3e-...": 1}``.
+    """
+    return {uuid: int(number) for number, uuid in re.findall(r"^(\d+), GPU-(\S+)$", text, re.MULTILINE)}
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:

@@ -1,7 +1,8 @@
 """From facts to findings: each line of the report, whether it is well, and what helps if it is not."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from lightning_megatron_rl.devices import checks
@@ -100,10 +101,11 @@ def _cuda(facts: DeviceFacts) -> list[Finding]:
             f"{gpu.name}, compute capability {version_text(gpu.capability)}, {gpu.free_bytes / GIB:.1f} of"
             f" {gpu.total_bytes / GIB:.1f} GiB free, {', '.join(formats) or 'no bf16, no fp8'}"
         )
-        if formats:
-            findings.append(Finding(f"GPU {index}", "ok", text))
-        else:
-            findings.append(Finding(f"GPU {index}", "warning", text, "use precision='16-mixed' or '32-true' on it"))
+        check = partial(checks.check_architecture, replace(facts, gpus=(gpu,)))
+        finding = _checked(f"GPU {index}", text, check)
+        if finding.level == "ok" and not formats:
+            finding = Finding(finding.name, "warning", text, "use precision='16-mixed' or '32-true' on it")
+        findings.append(finding)
     if len(facts.gpus) > 1:
         findings += _links(facts)
     engine = facts.transformer_engine
@@ -126,7 +128,7 @@ def _links(facts: DeviceFacts) -> list[Finding]:
 
 def _sampler(facts: DeviceFacts, device: str) -> Finding:
     def check() -> None:
-        choose_device(device, set(facts.vllm_packages), has_cuda=bool(facts.gpus))
+        choose_device(device, set(facts.vllm_packages), no_gpu=checks.missing_cuda(facts))
         checks.check_vllm(facts)
 
     version = "none" if facts.vllm is None else facts.vllm.version

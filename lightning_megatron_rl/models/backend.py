@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_megatron_rl.devices.checks import ENGINE_CAPABILITY
+
 LayerBackend = Literal["auto", "torch", "transformer_engine"]
 
 
@@ -26,7 +28,8 @@ def resolve_layer_backend(
     installed = importlib.util.find_spec("transformer_engine") is not None
     has_attention = context_parallel_size == 1 or params_dtype != torch.float32
     if layer_backend == "auto":
-        return "transformer_engine" if device.type == "cuda" and installed and has_attention else "torch"
+        runs = device.type == "cuda" and installed and has_attention
+        return "transformer_engine" if runs and _is_made_for(device) else "torch"
     if layer_backend == "torch":
         return layer_backend
     if layer_backend != "transformer_engine":
@@ -48,6 +51,11 @@ def resolve_layer_backend(
             "layer_backend='torch'"
         )
     return layer_backend
+
+
+def _is_made_for(device: torch.device) -> bool:
+    """Whether Transformer Engine is made for this GPU."""
+    return torch.cuda.get_device_capability(device) >= ENGINE_CAPABILITY
 
 
 def torch_block_spec(config: Any, vp_stage: int | None = None, *, post_norm: bool = False) -> Any:

@@ -53,7 +53,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
         frozen_copies: Reference policies that stay on the GPU.
 
     Raises:
-        ValueError: The GPU lacks a number format or memory; with the arithmetic.
+        ValueError: Torch has no kernels for the GPU, or it lacks a number format or memory; with the arithmetic.
         RuntimeError: Transformer Engine or vLLM does not fit the installed torch.
     """
     strategy = module.strategy
@@ -62,13 +62,20 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
         return
     precision = strategy.precision_plugin
     gpu = measure_gpu(device.index)
-    facts = DeviceFacts(torch.__version__, parse_version(torch.version.cuda), gpus=(gpu,), vllm=installed_vllm())
+    facts = DeviceFacts(
+        torch=torch.__version__,
+        torch_cuda=parse_version(torch.version.cuda),
+        architectures=tuple(torch.cuda.get_arch_list()),
+        gpus=(gpu,),
+        vllm=installed_vllm(),
+    )
+    checks.check_architecture(facts)
     checks.check_precision(facts, precision.precision)
     fields = module.model_config
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
     if _backend(module) == "transformer_engine":
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
-    if isinstance(engine, VLLMEngine):
+    if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
         checks.check_vllm(facts)
     plan = make_plan(
         module,

@@ -27,7 +27,7 @@ from lightning_megatron_rl.rollout.engine import (
     check_sleep,
     note_sleep,
 )
-from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
+from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
 from lightning_megatron_rl.rollout.process import named_memory
 from lightning_megatron_rl.rollout.vllm_settings import engine_environment, llm_arguments
 from lightning_megatron_rl.weight_views import WeightBuckets
@@ -146,7 +146,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         """
         if self._worker is not None:
             raise RuntimeError("the engine is already started; close() it before another start()")
-        device = choose_device("auto", installed_packages(), has_cuda=torch.cuda.is_available())
+        device = choose_device("auto", installed_packages(), no_gpu=why_no_gpu())
         if device == "cpu":
             require_library("libnuma.so.1", "apt-get install libnuma1")
         world_size = dist.get_world_size() if dist.is_initialized() else 1

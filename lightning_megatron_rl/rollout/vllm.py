@@ -9,7 +9,7 @@ import torch
 from lightning_megatron_rl.cuda_memory import identity, reach_each_other
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
-from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
+from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
 from lightning_megatron_rl.rollout.process import child_environment
 from lightning_megatron_rl.rollout.shared_weights import SharedWeights
 from lightning_megatron_rl.rollout.vllm_settings import (
@@ -135,7 +135,7 @@ class VLLMEngine(SupervisedEngine):
         """
         if self._shared is not None:
             raise RuntimeError("the engine is already started; close() it before another start()")
-        device = choose_device(self.device, installed_packages(), has_cuda=torch.cuda.is_available())
+        device = choose_device(self.device, installed_packages(), no_gpu=why_no_gpu())
         if device == "cpu":
             require_library("libnuma.so.1", "apt-get install libnuma1")
         self._layout = CheckpointLayout.read(model_path)

@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron_rl.devices.checks import peer_warnings
-from lightning_megatron_rl.devices.measure import measure_links
+from lightning_megatron_rl.devices.checks import check_driver, peer_warnings
+from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 
@@ -18,7 +18,10 @@ def check_trainer(trainer: "pl.Trainer") -> None:
 
     Raises:
         ValueError: Naming the setting, its value and what to use in its place.
+        RuntimeError: The driver is too old for the GPUs that Lightning has chosen.
     """
+    if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
+        check_driver(measure_devices(imports=False))
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: one batch is one mini-batch here, and"
@@ -76,8 +79,9 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def warn_of_slow_links(device: torch.device, num_processes: int, local_rank: int) -> None:
+def warn_of_slow_links(devices: Sequence[torch.device], local_rank: int) -> None:
     """Warn once, where the GPUs of the first node reach each other slowly; a CPU run has no links."""
-    if device.type == "cuda" and num_processes > 1 and local_rank == 0:
-        for warning in peer_warnings(measure_links(num_processes)):
+    gpus = [device.index for device in devices if device.type == "cuda"]
+    if len(gpus) > 1 and local_rank == 0:
+        for warning in peer_warnings(measure_links(gpus)):
             rank_zero_warn(warning)

@@ -211,7 +211,7 @@ class MegatronStrategy(StopsTogether):
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
-        warn_of_slow_links(self.root_device, self.num_processes, self.local_rank)
+        warn_of_slow_links(self.parallel_devices or [], self.local_rank)
         install_cpu_support(self.root_device)
         install_shared_gloo(self.root_device)
         install_adam(self.root_device)

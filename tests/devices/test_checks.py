@@ -9,10 +9,12 @@ from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, ver
 
 H100 = GPU("NVIDIA H100 80GB HBM3", (9, 0), total_bytes=85 * 10**9, free_bytes=84 * 10**9)
 V100 = replace(H100, name="Tesla V100-SXM2-32GB", capability=(7, 0))
+T4 = replace(H100, name="Tesla T4", capability=(7, 5))
 A100 = replace(H100, name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
 GOOD = DeviceFacts(
     "2.11.0+cu130",
     torch_cuda=(13, 0),
+    architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),  # of that wheel
     driver=(580, 159, 4),
     gpus=(H100,),
     transformer_engine=Extension("2.20.2"),
@@ -24,7 +26,10 @@ GOOD = DeviceFacts(
 def test_right_machine_passes_every_check():
     checks.check_driver(GOOD)
     checks.check_cuda(GOOD)
+    checks.check_auto(GOOD)
+    assert checks.missing_cuda(GOOD) is None
     checks.check_device_count(1, available=1)
+    checks.check_architecture(GOOD)
     checks.check_precision(GOOD, "bf16-mixed")
     checks.check_low_precision(GOOD, "hybrid", "blockwise", None)
     checks.check_transformer_engine(GOOD)
@@ -46,6 +51,29 @@ def test_cuda_that_is_not_there_is_refused_with_the_reason(changes, message):
     with pytest.raises(RuntimeError, match=message) as error:
         checks.check_cuda(replace(GOOD, gpus=(), **changes))
     assert "--trainer.accelerator cpu" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"driver": (535, 104, 5)}, True),
+        ({"driver": (535, 104, 5), "hidden": "0,1"}, True),
+        ({"driver": (535, 104, 5), "hidden": ""}, False),
+        ({"driver": (535, 104, 5), "hidden": "-1"}, False),
+        ({"driver": (535, 104, 5), "gpus": (H100,)}, False),  # CUDA's forward compatibility
+        ({"driver": (535, 104, 5), "torch_cuda": None}, False),
+        ({"driver": None}, False),  # a machine without GPUs, whichever torch it has
+        ({}, False),
+    ],
+)
+def test_auto_is_no_way_around_a_driver_that_is_too_old(changes, refused):
+    facts = replace(GOOD, **{"gpus": (), **changes})
+    if not refused:
+        checks.check_auto(facts)
+        return
+    with pytest.raises(RuntimeError, match=r"driver 535\.104\.5 is too old for torch .*accelerator cpu") as error:
+        checks.check_auto(facts)
+    assert str(error.value) == checks.missing_cuda(facts)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +101,36 @@ def test_bf16_needs_ampere(precision):
     with pytest.raises(ValueError, match=rf"'{precision}' on GPU 1 \(Tesla V100.*capability is 7\.0: bf16 needs 8\.0"):
         checks.check_precision(replace(GOOD, gpus=(A100, V100)), precision)
     for other in ("16-mixed", "32-true"):
-        checks.check_precision(replace(GOOD, gpus=(V100,)), other)
+        checks.check_precision(replace(GOOD, gpus=(T4,)), other)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capabilities", "others"),
+    [
+        ("sm_75", [(7, 5)], [(7, 0), (8, 0)]),
+        ("sm_80", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0)]),
+        ("sm_86", [(8, 6), (8, 9)], [(8, 0)]),
+        ("sm_120", [(12, 0), (12, 1)], [(10, 0), (1, 20)]),
+        ("sm_90a", [(9, 0)], [(9, 1)]),
+        ("sm_100f", [(10, 0), (10, 3)], [(12, 0)]),
+        ("compute_80", [(8, 0), (8, 6), (12, 0)], [(7, 5)]),
+        ("compute_90a", [(9, 0)], [(10, 0)]),
+        ("compute_100f", [(10, 3)], [(12, 0)]),
+        ("gfx942", [], [(9, 4)]),
+    ],
+)
+def test_kernels_run_where_cuda_says_they_do(architecture, capabilities, others):
+    assert [runs for runs in capabilities + others if checks.runs_on(architecture, runs)] == capabilities
+
+
+def test_gpu_without_kernels_is_refused():
+    for gpu in (T4, A100, H100):
+        checks.check_architecture(replace(GOOD, gpus=(gpu,)))
+    message = r"no kernels for the GPU Tesla V100.* is 7\.0: it is compiled for sm_75 sm_80 .* sm_120\. .*_DEVICES"
+    with pytest.raises(ValueError, match=message):
+        checks.check_architecture(replace(GOOD, gpus=(A100, V100)))
+    checks.check_architecture(replace(GOOD, gpus=(V100,), architectures=("sm_70", "sm_75")))
+    checks.check_architecture(replace(GOOD, gpus=(V100,), architectures=()))  # not known
 
 
 @pytest.mark.parametrize(

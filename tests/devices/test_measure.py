@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_megatron_rl.devices import measure
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import Extension
 from lightning_megatron_rl.devices.measure import (
+    count_gpus,
+    driver_version,
     import_engine,
     installed_engine,
     installed_vllm,
     measure_devices,
+    measure_gpus,
+    measure_links,
+    parse_numbers,
     parse_topology,
     parse_version,
 )
@@ -34,6 +40,44 @@ Legend:
 def test_topology_gives_the_link_of_each_pair():
     assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
     assert parse_topology("") == {}
+
+
+FOUR_GPUS = """\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
+GPU0\t X \tNV18\tSYS\tSYS\t0-15
+GPU1\tNV18\t X \tSYS\tPHB\t0-15
+GPU2\tSYS\tSYS\t X \tNV12\t16-31
+GPU3\tSYS\tPHB\tNV12\t X \t16-31
+"""
+UUIDS = [f"{number}a1c9d3e-0000-1111-2222-333344445555" for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "links"),
+    [
+        ([0, 1, 2, 3], [0, 1], {(0, 1): "NV18"}),
+        ([0, 1, 2, 3], [2, 3], {(2, 3): "NV12"}),  # Trainer(devices=[2, 3])
+        ([2, 3], [0, 1], {(0, 1): "NV12"}),  # CUDA_VISIBLE_DEVICES=2,3
+        ([3, 1, 0], [2, 0, 1], {(0, 1): "PHB", (0, 2): "SYS", (1, 2): "NV18"}),
+        ([3, None, 2], [0, 1, 2], {(0, 2): "NV12"}),  # one is a part of a GPU, with a UUID of its own
+    ],
+)
+def test_links_are_those_between_the_devices_in_use(monkeypatch, visible, devices, links):
+    listings = {"--query-gpu=index,uuid": "".join(f"{number}, GPU-{uuid}\n" for number, uuid in enumerate(UUIDS))}
+    monkeypatch.setattr(measure, "capture", lambda command: listings.get(command[1], FOUR_GPUS))
+    uuids = ["of a part" if number is None else UUIDS[number] for number in visible]
+    monkeypatch.setattr(measure, "identity", lambda device: uuids[device.index])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: links.get((first, second)) != "SYS")
+    found = measure_links(devices)
+    assert found.links == links
+    assert found.without_peer_access == tuple(pair for pair, link in links.items() if link == "SYS")
+
+
+def test_links_are_not_guessed_where_nvidia_smi_is_missing(monkeypatch):
+    monkeypatch.setattr(measure, "capture", lambda command: None)
+    monkeypatch.setattr(measure, "identity", lambda device: UUIDS[device.index])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: True)
+    assert measure_links([0, 1]).links == {}
+    assert parse_numbers("No devices were found\n") == {}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +116,27 @@ def test_this_machines_facts_agree_with_torch():
     assert facts.torch == torch.__version__
     assert len(facts.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert facts.torch_cuda == parse_version(torch.version.cuda)
+    assert list(facts.architectures) == torch.cuda.get_arch_list()
+    assert bool(facts.architectures) == bool(facts.gpus)
+
+
+def test_devices_that_only_nvml_counts_are_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as Lightning has torch ask
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 0)
+    assert count_gpus() == 0
+    assert measure_gpus() == ()
+
+
+def test_driver_of_the_host_is_none_where_programs_cannot_use_it(monkeypatch, tmp_path):
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(measure, "DRIVER_FILE", file)
+    monkeypatch.setattr(measure, "capture", lambda command: None)
+    monkeypatch.setattr(measure, "has_driver_library", lambda: False)
+    assert driver_version() is None
+    monkeypatch.setattr(measure, "has_driver_library", lambda: True)
+    assert driver_version() == (535, 104, 5)
 
 
 @pytest.fixture

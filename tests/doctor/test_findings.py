@@ -8,7 +8,7 @@ from lightning_megatron_rl.devices.facts import DeviceFacts, Extension
 from lightning_megatron_rl.doctor.command import conclusion, format_finding
 from lightning_megatron_rl.doctor.findings import Finding, examine, wanted_device
 from lightning_megatron_rl.doctor.packages import SystemFacts
-from tests.devices.test_checks import GOOD, H100, V100
+from tests.devices.test_checks import GOOD, H100, T4, V100
 
 VERSIONS = {
     "torch": "2.11.0+cu130",
@@ -84,10 +84,16 @@ def test_what_is_missing_is_named_with_its_remedy(system, facts, name, remedy):
     assert conclusion("cuda", findings).startswith("not ready for runs on cuda: ")
 
 
+def test_gpu_without_kernels_is_missing_and_the_one_beside_it_is_well():
+    missing = levels(examine(SYSTEM, replace(GOOD, gpus=(H100, V100)), "cuda"), "missing")
+    assert missing.keys() == {"GPU 1"}
+    assert "no kernels for the GPU Tesla V100" in missing["GPU 1"].remedy
+
+
 def test_what_only_costs_speed_or_formats_is_a_warning():
     facts = replace(
         GOOD,
-        gpus=(H100, V100),
+        gpus=(H100, T4),
         links={(0, 1): "SYS"},
         without_peer_access=((0, 1),),
         transformer_engine=None,

@@ -13,6 +13,12 @@ WITHOUT_TE = pytest.mark.skipif(
 )
 
 
+def on_gpu_with_engine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Make this machine look like one where Transformer Engine is installed and the GPU is of this capability."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
 def test_the_cpu_always_gets_torch():
     assert resolve_layer_backend("auto", CPU) == "torch"
     assert resolve_layer_backend("torch", CPU) == "torch"
@@ -36,13 +42,22 @@ def test_transformer_engine_needs_cuda():
 
 def test_context_parallelism_in_fp32_is_for_torch(monkeypatch):
     """Transformer Engine stops with "no dot product attention backend" in the first forward pass."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as where it is installed
+    on_gpu_with_engine(monkeypatch, (9, 0))
     assert resolve_layer_backend("auto", CUDA, params_dtype=torch.float32) == "transformer_engine"
     assert resolve_layer_backend("auto", CUDA, context_parallel_size=2) == "transformer_engine"
     split = {"params_dtype": torch.float32, "context_parallel_size": 2}
     assert resolve_layer_backend("auto", CUDA, **split) == "torch"
     with pytest.raises(ValueError, match=r"context_parallel_size=2 in fp32: .*bf16-mixed.*layer_backend='torch'"):
         resolve_layer_backend("transformer_engine", CUDA, **split)
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((7, 5), "torch"), ((8, 0), "transformer_engine"), ((9, 0), "transformer_engine")]
+)
+def test_auto_takes_transformer_engine_on_gpus_that_it_is_made_for(monkeypatch, capability, backend):
+    on_gpu_with_engine(monkeypatch, capability)
+    assert resolve_layer_backend("auto", CUDA) == backend
+    assert resolve_layer_backend("transformer_engine", CUDA) == "transformer_engine"  # the user's own risk
 
 
 def test_a_typo_is_named():

@@ -1,12 +1,16 @@
-"""The memory plan of a module as it is configured; on a CPU nothing is refused."""
+"""The memory plan of a module as it is configured, and what refuses a run for a GPU that is made up."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
-from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING
+from lightning_megatron_rl.devices.facts import GPU, Extension
+from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
+from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
@@ -171,3 +175,43 @@ def expert_plans(model: Path, strategy: dict[str, Any], precision: Any) -> dict[
     if strategy["ddp_config"] is not None:
         strategy["ddp_config"] = DistributedDataParallelConfig(**strategy["ddp_config"])
     return plans(model, 2, strategy, precision=precision)
+
+
+MODULE: Any = SimpleNamespace(  # what is asked of a module before its memory is planned
+    strategy=SimpleNamespace(
+        root_device=torch.device("cuda", 0),
+        precision_plugin=SimpleNamespace(precision="16-mixed", params_dtype=torch.float16),
+        layout=SimpleNamespace(context_parallel_size=1),
+    ),
+    model_config={},
+    layer_backend="torch",
+)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], vllm: Extension | None = None) -> None:
+    """Make this machine look like one with a GPU, and torch like the pinned one for CUDA."""
+    gpu = GPU("a GPU", capability, total_bytes=80 * GIB, free_bytes=80 * GIB)
+    monkeypatch.setattr(start, "measure_gpu", lambda index: gpu)
+    monkeypatch.setattr(start, "installed_vllm", lambda: vllm)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+
+
+def test_gpu_that_torch_has_no_kernels_for_is_refused(monkeypatch):
+    on_gpu(monkeypatch, (7, 0))
+    with pytest.raises(ValueError, match=r"no kernels for the GPU a GPU, .* is 7\.0: .* sm_75 sm_80 sm_90"):
+        start.check_gpu(MODULE, training=True)
+
+
+@pytest.mark.parametrize("name", ["vllm", "within"])
+def test_vllm_of_another_cuda_is_refused_wherever_it_runs(monkeypatch, name):
+    on_gpu(monkeypatch, (9, 0), Extension("0.26.0", cuda_major=12))
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.26\.0 is built for CUDA 12, torch .* for CUDA 13\.0"):
+        start.check_gpu(MODULE, training=True, engine=ENGINES[name]())
+
+
+def test_vllm_of_another_cuda_is_left_alone_without_a_sampler_of_its_own(monkeypatch):
+    on_gpu(monkeypatch, (9, 0), Extension("0.26.0", cuda_major=12))
+    monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
+    monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
+    start.check_gpu(MODULE, training=True, engine=ReplayEngine())

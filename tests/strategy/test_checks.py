@@ -1,0 +1,56 @@
+"""What is refused or said for the GPUs of a run, on machines that are made up."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron_rl.devices.facts import DeviceFacts
+from lightning_megatron_rl.strategy import checks
+
+OLD = DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=(535, 104, 5))
+
+
+def trainer_on(device: str) -> Any:
+    """As much of a Trainer as is asked about its settings."""
+    return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device(device)),
+        accumulate_grad_batches=1,
+        checkpoint_callbacks=[],
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+    )
+
+
+def test_gpus_under_a_driver_that_is_too_old_are_refused(monkeypatch):
+    monkeypatch.setattr(checks, "measure_devices", lambda *, imports: OLD)
+    monkeypatch.setattr(checks, "count_gpus", lambda: 0)
+    checks.check_trainer(trainer_on("cpu"))
+    with pytest.raises(RuntimeError, match=r"the NVIDIA driver 535\.104\.5 is too old for torch"):
+        checks.check_trainer(trainer_on("cuda:0"))
+    monkeypatch.setattr(checks, "count_gpus", lambda: 1)  # CUDA's forward compatibility
+    checks.check_trainer(trainer_on("cuda:0"))
+
+
+def slow_links(devices: Sequence[int]) -> DeviceFacts:
+    """Links over PCIe between the first of these devices and the others."""
+    return DeviceFacts("2.11.0", links={(devices[0], other): "PHB" for other in devices[1:]})
+
+
+def test_slow_links_between_the_gpus_of_the_run_are_warned_about(monkeypatch):
+    monkeypatch.setattr(checks, "measure_links", slow_links)
+    with pytest.warns(UserWarning, match=r"no NVLink between GPUs 2-3 \(PHB\)"):
+        checks.warn_of_slow_links([torch.device("cuda", 2), torch.device("cuda", 3)], local_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_rank"),
+    [(["cuda:2", "cuda:3"], 1), (["cuda:2"], 0), (["cpu", "cpu"], 0)],
+    ids=["another process", "one GPU", "CPU"],
+)
+def test_links_are_looked_at_once_and_where_there_are_some(monkeypatch, devices, local_rank):
+    asked: list[Sequence[int]] = []
+    monkeypatch.setattr(checks, "measure_links", asked.append)
+    checks.warn_of_slow_links([torch.device(name) for name in devices], local_rank)
+    assert asked == []
