@@ -135,8 +135,9 @@ class Watcher(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self._started = time.perf_counter()
-        pid = pl_module.engine.pid  # None: another rank has the sampler's process
-        if self.kill_at == trainer.global_step and pid is not None:
+        if self.kill_at != trainer.global_step:
+            return
+        if (pid := pl_module.engine.pid) is not None:  # else another rank has the sampler's process
             os.kill(pid, signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
