@@ -50,9 +50,9 @@ def main() -> None:
 
 def report(options: argparse.Namespace, model: Path) -> None:
     """Measure each runner in a process of its own; write and print."""
-    names = ("device", "shape", "layers", "prompts", "response_tokens", "cache_gb", "repeats")
+    names = ("shape", "layers", "prompts", "response_tokens", "cache_gb", "repeats")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    passed = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    passed = [f"--{name.replace('_', '-')}={value}" for name, value in {**given, "device": options.device}.items()]
     result: dict[str, Any] = {**facts(options.device), "benchmark": "decoding", **given}
     runs = {name: RUNNERS[name] for name in options.runners} if options.device == "cuda" else {"only": ""}
     for name, value in runs.items():

@@ -122,6 +122,40 @@ def grpo_step(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def handover(results: Path = RESULTS) -> str:
+    """Return the table of memory between phases."""
+    lines = [
+        "| device | model | sampler wakes and falls asleep, s | it leaves, GB | trainer's state away and back, s"
+        " | it leaves, GB | the slowest step's, s | step, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for _, result in load("handover_*.json", results, gpus_only=True):
+        side = result["ours"]
+        moved = side["handover"]
+        lines.append(
+            f"| {result['device']}{split(side)} | {side['shape']} | {moved['time/sleep_s']['median']:.2f}"
+            f" | {moved['perf/sleep_freed_gb']['median']:.1f} | {moved['time/offload_s']['median']:.2f}"
+            f" | {moved['perf/offloaded_gb']['median']:.1f} | {moved['time/offload_s']['max']:.2f}"
+            f" | {side['step_s']['median']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def decoding(results: Path = RESULTS) -> str:
+    """Return the table of decoding."""
+    lines = ["| device | model | sequences | vLLM's model runner | ms per token |", "|---|---|---|---|---|"]
+    for _, result in load("decoding_*.json", results):
+        for name in ("older", "newer", "only"):
+            if name in result:
+                layers = f", {result['layers']} layers" if "layers" in result else ""
+                sequences, runner = 8 * result["prompts"], "the CPU's" if name == "only" else name
+                lines.append(
+                    f"| {result['device']} | {result['shape']}{layers} | {sequences} | {runner}"
+                    f" | {spread(result[name]['ms_per_token'], 1)} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
 def real_run(results: Path = RESULTS) -> str:
     """Return the table of real runs."""
     lines = [
@@ -334,6 +368,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "weight sync": weight_sync,
     "grpo step": grpo_step,
+    "handover": handover,
+    "decoding": decoding,
     "real run": real_run,
     "curves": curves,
     "checkpoint": checkpoint,

@@ -120,7 +120,8 @@ def test_goals_are_reached_or_missed(tmp_path):
 
 
 def test_results_say_where_they_come_from():
-    for name in ("throughput", "weight_sync", "grpo_step", "real_run", "checkpoint", "convert"):
+    names = ("throughput", "weight_sync", "grpo_step", "handover", "decoding", "real_run", "checkpoint", "convert")
+    for name in names:
         for stem, result in tables.load(f"{name}_*.json"):
             for key in ("command", "device", "versions", "python", "date"):
                 assert result[key], f"{stem}: {key}"
@@ -282,7 +283,9 @@ def test_decoding_runs_on_a_cpu(tmp_path: Path):
     out, profile = tmp_path / "decoding.json", tmp_path / "profile.txt"
     sizes = ["--layers=2", "--prompts=2", "--response-tokens=4"]
     shown = run_benchmark("decoding.py", *sizes, "--out", str(out), "--profile", str(profile))
-    found = json.loads(out.read_text())["only"]
+    result = json.loads(out.read_text())
+    assert result["device"].startswith("CPU")
+    found = result["only"]
     assert found["ms_per_token"]["count"] == 4
     assert found["same_responses_again"] == 1  # seeds, and fp32
     assert "ms per token" in shown
