@@ -121,7 +121,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
 
     requests, params = prepare(options)
     on_cuda = options.device == "cuda"
-    os.environ.update(engine_environment(options.device, (), eager=not on_cuda))
+    os.environ.update(engine_environment(options.device, eager=not on_cuda))
     from lightning_megatron_rl.rollout.vllm_worker import Worker
 
     worker = Worker(None)

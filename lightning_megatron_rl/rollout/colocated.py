@@ -171,9 +171,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         )
         with isolated():
             # vLLM reads them where it is imported and where it starts; they are not the trainer's
-            os.environ.update(
-                engine_environment(device, self._layout.architectures, eager=self.enforce_eager) | _ranks()
-            )
+            os.environ.update(engine_environment(device, eager=self.enforce_eager) | _ranks())
             from lightning_megatron_rl.rollout.vllm_worker import Worker
 
             worker = Worker(weights_fd=None)

@@ -17,7 +17,7 @@ CPU_PREFILL_TOKENS = 2048  # per scheduling step
 CUDA_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 # vLLM takes its older model runner for most mixtures, which draws for one sequence with a seed after the other
 NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with
+NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with, in a process of vLLM's own
 
 
 def llm_arguments(
@@ -80,7 +80,7 @@ def llm_arguments(
 
 def engine_environment(
     device: str,
-    architectures: Collection[str],
+    architectures: Collection[str] = (),
     *,
     eager: bool,
     num_threads: int | None = None,
@@ -90,7 +90,7 @@ def engine_environment(
 
     Args:
         device: "cpu" or "cuda".
-        architectures: Of the model, as its config names them.
+        architectures: Of the model, as its config names them; none: vLLM chooses its model runner.
         eager: No compilation.
         num_threads: CPU threads; None: every core that this process may use.
         visible_devices: The CUDA_VISIBLE_DEVICES of the process.
