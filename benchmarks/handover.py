@@ -23,11 +23,11 @@ NAMES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, default_device())
-    parser.set_defaults(steps=3, warmup=2)
+    parser.set_defaults(steps=3, warmup=2, sleep_level=2, offload=True)
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = run_child("ours.py", [*passed_on(options), "--sleep-level=2", "--offload"], options.timeout)
+    found = run_child("ours.py", passed_on(options), options.timeout)
     result: dict[str, Any] = {**facts(options.device), "benchmark": "memory between phases", "ours": found}
     write_json(result_path("handover", options.device, options.out), result)
     sync = found["phases"]["weight_sync"]["median"]
