@@ -1,9 +1,10 @@
 """How fast the sampler decodes: ``python benchmarks/decoding.py --shape 30b-a3b --layers 6``.
 
-256 sequences (32 prompts of 128 random tokens, 8 responses each, every prompt with a seed of its own), EOS ignored:
-milliseconds for one more token of each, prefill included. On CUDA with both of vLLM's model runners, which draw in
-different ways: the older one has a kernel for each sequence with a seed, the newer one for all of them. With --profile
-one more rollout runs under Python's profiler: what vLLM's own Python takes of a step.
+On CUDA 256 sequences, on a CPU 32: prompts of 128 random tokens, 8 responses each, every prompt with a seed of its own,
+EOS ignored: milliseconds for one more token of each. Prompts are in the prefix cache: the first rollout is not counted.
+On CUDA with both of vLLM's model runners, which draw in different ways: the older one has a kernel for each sequence
+with a seed, the newer one for all of them. With --profile one more rollout runs under Python's profiler: what vLLM's
+own Python takes of a step.
 """
 
 import argparse
@@ -76,6 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     requests, params = prepare(options)
     engine = VLLMEngine(
+        device=options.device,
         max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
         max_num_seqs=options.prompts * GENERATIONS,
         kv_cache_memory_gb=options.cache_gb,

@@ -52,14 +52,17 @@ def floor_seconds(work: Work, flops_per_s: float, bytes_per_s: float) -> dict[st
     return {**phases, "step": sum(phases.values())}
 
 
-def optimizer_bytes(moment_bytes: int = 4, weight_bytes: int = 2) -> int:
-    """Return what the optimizer moves of a parameter: gradient, main, moments in; main, moments, the model's out.
+def optimizer_bytes(moments: str = "fp32", weight_bytes: int = 2) -> int:
+    """Return what the optimizer moves of a parameter: gradient, parameter and moments in, the last two out.
+
+    With moments in bf16 the main parameter is the model's and two more bytes; in fp32 it is the model's itself.
 
     Example:
-        ``optimizer_bytes() == 4 + 12 + 12 + 2``
+        ``optimizer_bytes() == (4 + 4 + 8) + (4 + 2 + 8)``
     """
-    state = 4 + 2 * moment_bytes
-    return 4 + 2 * state + weight_bytes
+    main, both = 4, 8 if moments == "fp32" else 4
+    copy = weight_bytes if moments == "fp32" and weight_bytes != main else 0
+    return (4 + main + both) + (main + copy + both)
 
 
 def cache_bytes_per_token(config: Any, element_bytes: int = 2) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import default_device, facts, result_path, run_child, write_json
+from floor import Work, floor_seconds
 from ours import add_arguments, passed_on
 
 NAMES = {
@@ -23,15 +24,24 @@ NAMES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, default_device())
-    parser.set_defaults(steps=3, warmup=2, sleep_level=2, offload=True)
+    parser.set_defaults(steps=3, warmup=2)
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = run_child("ours.py", passed_on(options), options.timeout)
-    result: dict[str, Any] = {**facts(options.device), "benchmark": "memory between phases", "ours": found}
+    found = run_child("ours.py", [*passed_on(options), "--sleep-level=2", "--offload"], options.timeout)
+    rates = (options.devices * found["peaks"][name] for name in ("measured_flops", "measured_bytes_per_s"))
+    floor = floor_seconds(Work(**found["floor_work"]), *rates)
+    result: dict[str, Any] = {
+        **facts(options.device),
+        "benchmark": "memory between phases",
+        "ours": found,
+        "floor_s": floor,
+        "times_floor": found["step_s"]["median"] / floor["step"],
+    }
     write_json(result_path("handover", options.device, options.out), result)
     sync = found["phases"]["weight_sync"]["median"]
-    print(f"{found['shape']}: step {found['step_s']['median']:.3f} s, sync {sync:.4f} s")
+    step = found["step_s"]["median"]
+    print(f"{found['shape']}: step {step:.3f} s, {result['times_floor']:.2f} times the floor, sync {sync:.4f} s")
     for name, meaning in NAMES.items():
         value = found["handover"][name]
         print(f"  {meaning:45s} {value['median']:8.3f} ({value['min']:.3f} to {value['max']:.3f})")

@@ -176,12 +176,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         quadratic_flops=quadratic,
         cache_bytes_per_token=cache_bytes_per_token(config, element),
         weight_bytes=element,
-        optimizer_bytes=optimizer_bytes(2 if options.moments == "bf16" else 4, element),
+        optimizer_bytes=optimizer_bytes(options.moments, element),
     )
     module.close_engine()
     kept = log.steps[options.warmup :]
     step_s = [step["time/step_s"] for step in kept]
-    phases = PHASES + (("sleep", "offload") if options.sleep_level or options.offload else ())
+    phases, handover = PHASES, None
+    if options.offload:
+        phases += ("sleep", "offload")
+        handover = {name: summary([step[name] for step in kept]) for name in HANDOVER}
     return {
         "who": "lightning-megatron-rl",
         "shape": options.shape,
@@ -191,7 +194,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "devices_per_sampler": options.tensor_parallel,  # ranks of a model replica, each of which has a sampler
         "step_s": summary(step_s),
         "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in phases},
-        "handover": {name: summary([step.get(name, 0.0) for step in kept]) for name in HANDOVER},
+        "handover": handover,
         "losses": [step["policy/loss"] for step in log.steps],
         "rewards": [step["reward/mean"] for step in log.steps],
         "mismatch": [step["mismatch/abs_logp_diff"] for step in log.steps],
@@ -242,8 +245,6 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--sampler-parallel", type=int, default=1, help="GPUs that share the sampler's model")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs in the sampler")
-    parser.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
-    parser.add_argument("--offload", action="store_true", help="the trainer's state leaves the GPU for the rollout")
     add_model_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=16 if on_cuda else 8, help="sequences per TRL micro-batch")
 
@@ -252,9 +253,9 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
-    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
-    flags = [f"--{name}" for name in ("eager", "offload") if getattr(options, name)]
-    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + flags + model_arguments(options)
+    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel")
+    eager = ["--eager"] if options.eager else []
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + eager + model_arguments(options)
 
 
 if __name__ == "__main__":
@@ -262,6 +263,8 @@ if __name__ == "__main__":
 
     arguments = argparse.ArgumentParser(description=__doc__)
     add_arguments(arguments, default_device())
+    arguments.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
+    arguments.add_argument("--offload", action="store_true", help="the trainer's state leaves the GPU for the rollout")
     result = measure(arguments.parse_args())
     if rank_zero_only.rank == 0:
         print(json.dumps(result))

@@ -41,8 +41,8 @@ def test_floor_by_hand():
 
 def test_bytes_of_the_optimizer_by_hand():
     assert floor.optimizer_bytes() == floor.Work.optimizer_bytes == 4 + 12 + 12 + 2
-    assert floor.optimizer_bytes(moment_bytes=2) == 4 + 8 + 8 + 2
-    assert floor.optimizer_bytes(weight_bytes=4) == 32
+    assert floor.optimizer_bytes("bf16") == (4 + 2 + 2 + 4) + (2 + 2 + 4)  # the model's bf16 and two bytes beside it
+    assert floor.optimizer_bytes(weight_bytes=4) == (4 + 4 + 8) + (4 + 8)
 
 
 def test_floor_of_decoding_is_what_takes_longer():

@@ -80,8 +80,9 @@ def check_auto(facts: DeviceFacts) -> None:
     Example:
         ``check_auto(DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=None))`` passes.
     """
-    hides_all = facts.hidden is not None and not facts.hidden.strip()[:1].isalnum()  # "" or "-1"
-    if not facts.gpus and not hides_all:
+    # "", "-1", or words such as SLURM's "NoDevFiles" show none
+    shows = facts.hidden is None or re.match(r"\s*(\+?\d|GPU-|MIG-)", facts.hidden)
+    if not facts.gpus and shows:
         check_driver(facts)
 
 

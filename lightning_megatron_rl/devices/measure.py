@@ -51,10 +51,7 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
 
 def measure_gpus() -> tuple[GPU, ...]:
     """Return the devices that CUDA can use; under a driver that is too old it is none, and `check_driver` says so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about the driver
-        count = count_gpus()
-    return tuple(measure_gpu(index) for index in range(count))
+    return tuple(measure_gpu(index) for index in range(count_gpus()))
 
 
 def count_gpus() -> int:
@@ -63,7 +60,9 @@ def count_gpus() -> int:
     Lightning has torch ask NVML (PYTORCH_NVML_BASED_CUDA_CHECK=1), which counts devices under a driver that is too old,
     too.
     """
-    return torch._C._cuda_getDeviceCount() if torch.cuda.is_available() else 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about the driver
+        return torch._C._cuda_getDeviceCount() if torch.cuda.is_available() else 0
 
 
 def measure_gpu(index: int) -> GPU:

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron_rl.devices.checks import check_driver, peer_warnings
+from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
@@ -18,10 +18,10 @@ def check_trainer(trainer: "pl.Trainer") -> None:
 
     Raises:
         ValueError: Naming the setting, its value and what to use in its place.
-        RuntimeError: The driver is too old for the GPUs that Lightning has chosen.
+        RuntimeError: CUDA can use none of the GPUs that Lightning has chosen; with the reason.
     """
     if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
-        check_driver(measure_devices(imports=False))
+        check_cuda(measure_devices(imports=False))
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: one batch is one mini-batch here, and"

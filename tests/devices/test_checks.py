@@ -60,6 +60,8 @@ def test_cuda_that_is_not_there_is_refused_with_the_reason(changes, message):
         ({"driver": (535, 104, 5), "hidden": "0,1"}, True),
         ({"driver": (535, 104, 5), "hidden": ""}, False),
         ({"driver": (535, 104, 5), "hidden": "-1"}, False),
+        ({"driver": (535, 104, 5), "hidden": "NoDevFiles"}, False),
+        ({"driver": (535, 104, 5), "hidden": "GPU-5a1c9d3e"}, True),
         ({"driver": (535, 104, 5), "gpus": (H100,)}, False),  # CUDA's forward compatibility
         ({"driver": (535, 104, 5), "torch_cuda": None}, False),
         ({"driver": None}, False),  # a machine without GPUs, whichever torch it has

@@ -1,6 +1,7 @@
 """What is refused or said for the GPUs of a run, on machines that are made up."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,14 @@ def trainer_on(device: str) -> Any:
     )
 
 
-def test_gpus_under_a_driver_that_is_too_old_are_refused(monkeypatch):
+def test_gpus_that_cuda_cannot_use_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(checks, "measure_devices", lambda *, imports: OLD)
     monkeypatch.setattr(checks, "count_gpus", lambda: 0)
     checks.check_trainer(trainer_on("cpu"))
     with pytest.raises(RuntimeError, match=r"the NVIDIA driver 535\.104\.5 is too old for torch"):
+        checks.check_trainer(trainer_on("cuda:0"))
+    monkeypatch.setattr(checks, "measure_devices", lambda *, imports: replace(OLD, driver=(580, 95)))
+    with pytest.raises(RuntimeError, match=r"no CUDA device, and the driver is 580\.95\. See what nvidia-smi"):
         checks.check_trainer(trainer_on("cuda:0"))
     monkeypatch.setattr(checks, "count_gpus", lambda: 1)  # CUDA's forward compatibility
     checks.check_trainer(trainer_on("cuda:0"))
