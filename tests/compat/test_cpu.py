@@ -177,6 +177,7 @@ def fit_on_cuda_after_cpu(model: Path) -> str:
     with (
         patch.object(MegatronStrategy, "root_device", device),
         patch("lightning.pytorch.accelerators.CPUAccelerator.setup_device"),
+        patch("lightning_megatron_rl.strategy.checks.count_gpus", return_value=1),
         patch.object(HFModel, "build_chunks", side_effect=AssertionError("weights are loaded")),
         pytest.raises(RuntimeError) as refused,
     ):
