@@ -116,8 +116,12 @@ def test_this_machines_facts_agree_with_torch():
     assert facts.torch == torch.__version__
     assert len(facts.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert facts.torch_cuda == parse_version(torch.version.cuda)
-    assert list(facts.architectures) == torch.cuda.get_arch_list()
     assert bool(facts.architectures) == bool(facts.gpus)
+
+
+def test_architectures_are_those_of_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90", "compute_90"])
+    assert measure_devices(imports=False).architectures == ("sm_90", "compute_90")
 
 
 def test_devices_that_only_nvml_counts_are_none(monkeypatch):
