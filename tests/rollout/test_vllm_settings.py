@@ -44,11 +44,6 @@ def test_mixtures_that_were_tested_get_the_newer_runner(device, architecture, ex
     assert engine_environment(device, [architecture], eager=True).get(RUNNER) == expected
 
 
-def test_runner_of_several_gpus_is_vllms_choice(monkeypatch):
-    monkeypatch.delenv(RUNNER, raising=False)
-    assert RUNNER not in engine_environment("cuda", ["Qwen3MoeForCausalLM"], eager=True, tensor_parallel_size=2)
-
-
 def test_runner_that_somebody_chose_is_kept(monkeypatch):
     monkeypatch.setenv(RUNNER, "0")
     assert engine_environment("cuda", ["Qwen3MoeForCausalLM"], eager=True)[RUNNER] == "0"
