@@ -114,6 +114,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         precision=options.precision,
         use_distributed_optimizer=options.precision != "bf16-true",
         tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
         sequence_parallel=options.tensor_parallel > 1,
         expert_model_parallel_size=options.expert_parallel,
         expert_tensor_parallel_size=1 if options.expert_parallel > 1 else None,
@@ -180,6 +181,7 @@ def main() -> None:
     add_model_arguments(parser)
     parser.add_argument("--devices", type=int, default=1, help="processes, one GPU each")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
@@ -209,6 +211,7 @@ def main() -> None:
         "max-tokens",
         "devices",
         "tensor-parallel",
+        "pipeline-parallel",
         "expert-parallel",
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
