@@ -130,11 +130,13 @@ def tiny_config(family: str) -> PretrainedConfig:
     raise ValueError(f"unknown family {family!r}")
 
 
-def save_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
+def save_tiny_model(directory: Path, family: str, seed: int = 0, vocab_size: int | None = None) -> Path:
     """Write a random fp32 model of `family` and the tokenizer into `directory`; norms are made distinct from one."""
+    config = tiny_config(family)
+    config.vocab_size = vocab_size or config.vocab_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name or name.endswith(("bias", "sinks")):

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 SMALLEST_BUCKET = 32  # tokens; shorter sequences share a batch: a call costs more than their padding
 
@@ -60,6 +61,8 @@ def _visible(query_positions: Tensor, key_positions: Tensor, window: int | None)
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, softmax: Softmax) -> Tensor:
     """Attention of `query` [q, b, heads, d] to `key`, `value` [k, b, groups, d] by mask `visible`; None means causal.
+
+    Of a sequence's last queries, `causal_lower_right` means causal.
 
     A sink is one more key at the end, whose score does not depend on the query and whose value is zero.
     """
@@ -163,10 +166,25 @@ def zigzag_attention(query: Tensor, key: Tensor, value: Tensor, cp_rank: int, so
     """
     cp_size = key.size(0)
     length = query.size(0) * cp_size
+    if softmax.sink is None and (softmax.window is None or softmax.window >= length):
+        return _chunks_attention(query, key, value, cp_rank, softmax)
     query_positions = zigzag_positions(length, cp_size, cp_rank)
     key_positions = torch.cat([zigzag_positions(length, cp_size, rank) for rank in range(cp_size)])
     visible = _visible(query_positions, key_positions, softmax.window).to(query.device)
     return _attend(query, key.flatten(0, 1), value.flatten(0, 1), visible, softmax)
+
+
+def _chunks_attention(query: Tensor, key: Tensor, value: Tensor, cp_rank: int, softmax: Softmax) -> Tensor:
+    """Each of this rank's two chunks sees the keys up to its own end, so torch's flash kernels need no mask."""
+    cp_size, chunk = key.size(0), query.size(0) // 2
+    # rank r holds chunks r and 2 x cp_size - 1 - r: the first halves in order, then the second ones from the end
+    key, value = (torch.cat([tensor[:, :chunk], tensor[:, chunk:].flip(0)]).flatten(0, 1) for tensor in (key, value))
+    outs = []
+    for part, number in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
+        end = (number + 1) * chunk
+        rows = query[part * chunk : (part + 1) * chunk]
+        outs.append(_attend(rows, key[:end], value[:end], causal_lower_right(chunk, end), softmax))
+    return torch.cat(outs)
 
 
 def packed_zigzag_attention(

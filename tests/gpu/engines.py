@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
 
 from lightning_megatron_rl.rollout.engine import (
@@ -126,6 +127,7 @@ class Watcher(pl.Callback):
 
     def __init__(self, kill_at: int | None = None) -> None:
         self.used: list[int] = []
+        self.resident: list[int] = []
         self.reports: list[SyncReport] = []
         self.freed: list[int] = []
         self.offloaded: list[int] = []
@@ -144,6 +146,7 @@ class Watcher(pl.Callback):
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         self.used.append(total - free)
+        self.resident.append(psutil.Process().memory_info().rss)
         self.reports.append(pl_module.last_sync)
         self.freed.append(pl_module.sampling_phase.freed_bytes)
         self.offloaded.append(pl_module.sampling_phase.offloaded_bytes)
@@ -156,6 +159,7 @@ class GPURun:
 
     steps: list[dict[str, float]]
     used: list[int]  # bytes in use on the GPU after each step
+    resident: list[int]  # of the host's memory, by the trainer
     reports: list[SyncReport]
     freed: list[int]
     offloaded: list[int]
@@ -208,6 +212,7 @@ def fit_grpo(
     return GPURun(
         recorder.steps,
         watcher.used,
+        watcher.resident,
         watcher.reports,
         watcher.freed,
         watcher.offloaded,

@@ -77,9 +77,11 @@ def test_packed_sequences_see_only_themselves(variant: str, lengths: list[int]):
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_the_ranks_of_context_parallelism_together_make_the_whole(cp_size: int, variant: str):
     lengths = [16, 8, 24]
-    tensors = [tensor.detach() for tensor in inputs(sum(lengths))]
+    tensors = inputs(sum(lengths))
     softmax = softmax_of(variant)
     expected = masked_attention(*tensors, lengths, softmax)
+    out_grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected_grads = torch.autograd.grad(expected, tensors, out_grad)
     starts = boundaries(lengths)[:-1].tolist()
     held = [  # tokens of each rank
         torch.cat(
@@ -89,9 +91,13 @@ def test_the_ranks_of_context_parallelism_together_make_the_whole(cp_size: int, 
     ]
     query, key, value = tensors
     keys, values = (torch.stack([tensor[tokens] for tokens in held]) for tensor in (key, value))
+    results = []
     for rank, tokens in enumerate(held):
-        result = packed_zigzag_attention(query[tokens], keys, values, boundaries(lengths), rank, softmax)
-        torch.testing.assert_close(result, expected[tokens], atol=TOLERANCE, rtol=TOLERANCE)
+        results.append(packed_zigzag_attention(query[tokens], keys, values, boundaries(lengths), rank, softmax))
+        torch.testing.assert_close(results[-1], expected[tokens], atol=TOLERANCE, rtol=TOLERANCE)
+    grads = torch.autograd.grad(torch.cat(results), tensors, out_grad[torch.cat(held)])
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_positions_restart_in_each_sequence():
