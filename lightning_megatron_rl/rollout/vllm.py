@@ -158,6 +158,7 @@ class VLLMEngine(SupervisedEngine):
             device,
             self._layout.architectures,
             eager=eager,
+            tensor_parallel_size=self.tensor_parallel_size,
             num_threads=self.num_threads,
             visible_devices=visible,
         )

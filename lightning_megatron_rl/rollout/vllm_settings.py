@@ -17,7 +17,8 @@ CPU_PREFILL_TOKENS = 2048  # per scheduling step
 CUDA_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 # vLLM takes its older model runner for most mixtures, which draws for one sequence with a seed after the other
 NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with, on one and two GPUs
+NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with
+MOST_TESTED = 2  # processes that shared one of them
 
 
 def llm_arguments(
@@ -83,6 +84,7 @@ def engine_environment(
     architectures: Collection[str] = (),
     *,
     eager: bool,
+    tensor_parallel_size: int = 1,
     num_threads: int | None = None,
     visible_devices: str | None = None,
 ) -> dict[str, str]:
@@ -92,6 +94,7 @@ def engine_environment(
         device: "cpu" or "cuda".
         architectures: Of the model, as its config names them; none: vLLM chooses its model runner.
         eager: No compilation.
+        tensor_parallel_size: Processes that share the model.
         num_threads: CPU threads; None: every core that this process may use.
         visible_devices: The CUDA_VISIBLE_DEVICES of the process.
     """
@@ -111,8 +114,9 @@ def engine_environment(
             environment["TORCHDYNAMO_DISABLE"] = "1"  # enforce_eager alone still compiles while warming up
     else:
         defaults = dict(CUDA_ENVIRONMENT)
+        tested = tensor_parallel_size <= MOST_TESTED and NEWER_RUNNER_MIXTURES.intersection(architectures)
         # it refuses to start where somebody has installed processors of logits
-        if NEWER_RUNNER_MIXTURES.intersection(architectures) and not entry_points(group="vllm.logits_processors"):
+        if tested and not entry_points(group="vllm.logits_processors"):
             defaults |= NEWER_RUNNER
         environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
         if visible_devices is not None:
