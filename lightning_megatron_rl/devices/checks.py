@@ -157,6 +157,27 @@ def check_precision(facts: DeviceFacts, precision: str) -> None:
             )
 
 
+def check_engine_precision(facts: DeviceFacts, dtype: str) -> None:
+    """Refuse a sampler in bf16 on GPUs that vLLM does not run it on.
+
+    Args:
+        facts: The machine's, with the GPUs that the engine is on.
+        dtype: Of the engine's weights.
+
+    Raises:
+        ValueError: Naming the GPU, its compute capability and the one that is needed.
+    """
+    if dtype != "bfloat16":
+        return
+    for gpu in facts.gpus:
+        if gpu.capability < BF16_CAPABILITY:
+            raise ValueError(
+                f"the engine samples in {dtype} on the GPU {gpu.name}, whose compute capability is"
+                f" {version_text(gpu.capability)}: bf16 needs {version_text(BF16_CAPABILITY)} (Ampere) or newer. Set"
+                " the engine's dtype='float16' ('auto' is the checkpoint's), or 'float32', or use another GPU."
+            )
+
+
 def check_low_precision(facts: DeviceFacts, fp8: object, fp8_recipe: str, fp4: object) -> None:
     """Refuse fp8 and fp4 on GPUs that have no units for them.
 

@@ -72,6 +72,15 @@ def measure_gpu(index: int) -> GPU:
     return GPU(name, capability, total_bytes=total, free_bytes=free)
 
 
+def measure_unused_gpu(index: int) -> GPU:
+    """Return one device that this process does not use: asked for its free memory, CUDA would take some of it."""
+    found = torch.cuda.get_device_properties(index)
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    listed = parse_free(capture(query) or "").get(str(identity(torch.device("cuda", index))))
+    free = torch.cuda.mem_get_info(index)[0] if listed is None else listed
+    return GPU(found.name, (found.major, found.minor), total_bytes=found.total_memory, free_bytes=free)
+
+
 def measure_links(devices: Sequence[int]) -> DeviceFacts:
     """Return what is known of the links between `devices`, and nothing else: it takes no memory.
 
@@ -142,6 +151,16 @@ def parse_numbers(text: str) -> dict[str, int]:
         A line ``1, GPU-5a1c9d3e-...`` gives ``{"5a1c9d3e-...": 1}``.
     """
     return {uuid: int(number) for number, uuid in re.findall(r"^(\d+), GPU-(\S+)$", text, re.MULTILINE)}
+
+
+def parse_free(text: str) -> dict[str, int]:
+    """Return the bytes that nvidia-smi finds free on each GPU, by the UUID as torch writes it.
+
+    Example:
+        A line ``GPU-5a1c9d3e-..., 2048`` (in MiB) gives ``{"5a1c9d3e-...": 2147483648}``.
+    """
+    found = re.findall(r"^GPU-(\S+), (\d+)$", text, re.MULTILINE)
+    return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in found}
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:

@@ -85,6 +85,10 @@ _SPLIT = "raise tensor_model_parallel_size or pipeline_model_parallel_size"
 _ADAPTERS = "train adapters (lora)"
 _SHARD = "use_distributed_optimizer=True on more GPUs, or an optimizer with less on the GPU (docs/precision.md)"
 _SHARD_EXPERTS = "more GPUs than pipeline x expert x expert-tensor parallel size, over which experts' state is sharded"
+_APART = (
+    "keep the engines of several replicas on GPUs of their own: no `devices`, and a tensor_parallel_size of the engine"
+    " of at most the trainer's tensor x context parallel size"
+)
 _RECOMPUTE = "model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
 
 
@@ -284,6 +288,7 @@ def sampler_parts(
     cache_bytes: int | None,
     element_bytes: int,
     own_process: bool = True,
+    engines: int = 1,
 ) -> tuple[Part, ...]:
     """Return what vLLM takes of a GPU.
 
@@ -295,21 +300,24 @@ def sampler_parts(
         cache_bytes: Size of the key/value cache, if it is given.
         element_bytes: Of a weight.
         own_process: Whether the engine has a CUDA context of its own.
+        engines: Engines that are on the GPU, all alike.
     """
     weights = (size.dense + size.embeddings + size.experts) * element_bytes / tensor
-    process = (Part(SAMPLER_PROCESS, PROCESS_BYTES, "CUDA context and workspaces", ""),) if own_process else ()
+    apart = _APART if engines > 1 else ""
+    process = (Part(SAMPLER_PROCESS, PROCESS_BYTES, "CUDA context and workspaces", apart),) if own_process else ()
     if cache_bytes is not None:
         arithmetic, lower = "kv_cache_memory_gb", "lower the engine's kv_cache_memory_gb"
-        return (
+        parts = (
             *process,
             Part(
                 "sampler: weights",
                 weights,
                 f"x {element_bytes} bytes / {tensor}",
-                "raise the engine's tensor_parallel_size",
+                apart or "raise the engine's tensor_parallel_size",
             ),
             Part("sampler: key/value cache", cache_bytes, arithmetic, lower, pushed=0),
         )
+        return tuple(_of_engines(part, engines) for part in parts)
     filled = Part(
         "sampler: weights and cache",
         max(utilization * total, weights),
@@ -317,4 +325,12 @@ def sampler_parts(
         "lower the engine's gpu_memory_utilization, or set its kv_cache_memory_gb",
         pushed=weights,
     )
-    return (*process, filled)
+    return tuple(_of_engines(part, engines) for part in (*process, filled))
+
+
+def _of_engines(part: Part, engines: int) -> Part:
+    """One engine's part as that of all engines on the GPU."""
+    if engines == 1:
+        return part
+    pushed = None if part.pushed is None else part.pushed * engines
+    return Part(part.name, part.size * engines, f"({part.arithmetic}) x {engines} engines", part.remedy, pushed)

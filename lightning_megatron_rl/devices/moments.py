@@ -50,6 +50,7 @@ class MemoryPlan:
     free: int  # bytes, before the run has taken any
     apart: bool = False  # the sampler sleeps while the trainer works: its memory is free then
     offloads: tuple[str, ...] = ()  # what the trainer moves away while the sampler works
+    gpu: str = "a GPU"  # which, in a refusal
 
     @property
     def moments(self) -> dict[str, dict[Part, float]]:
@@ -123,13 +124,15 @@ class MemoryPlan:
         parts = sorted((part for part in there if there[part]), key=lambda part: there[part], reverse=True)
         remedies = [*dict.fromkeys(part.remedy for part in parts if part.remedy), *self._handing_over()]
         raise ValueError(
-            f"this run needs {self.needed / GIB:.1f} GiB of a GPU that has {self.free / GIB:.1f} GiB free:\n"
+            f"this run needs {self.needed / GIB:.1f} GiB of {self.gpu} that has {self.free / GIB:.1f} GiB free:\n"
             f"{self.describe()}\nWhat lowers it, the largest part first:\n"
             + "\n".join(f"- {remedy}" for remedy in remedies)
         )
 
     def _handing_over(self) -> list[str]:
         """What trainer and sampler could leave each other and do not."""
+        if not self.trainer:
+            return []
         if self.sampler and not self.apart:
             return ["set the engine's sleep_level: its memory is the trainer's then while the trainer works"]
         kept = [name for name in _OFFLOADED if name not in self.offloads]

@@ -1,13 +1,21 @@
 """What is checked on a GPU before a run loads anything: capability, builds, and whether trainer and sampler fit."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lightning_megatron_rl.devices import checks
-from lightning_megatron_rl.devices.facts import DeviceFacts
-from lightning_megatron_rl.devices.measure import import_engine, installed_vllm, measure_gpu, parse_version
+from lightning_megatron_rl.devices.facts import GPU, DeviceFacts
+from lightning_megatron_rl.devices.measure import (
+    count_gpus,
+    import_engine,
+    installed_vllm,
+    measure_gpu,
+    measure_unused_gpu,
+    parse_version,
+)
 from lightning_megatron_rl.devices.memory import ModelSize, Split, StateBytes, sampler_parts, trainer_parts
 from lightning_megatron_rl.devices.moments import MemoryPlan, Part
 from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend
@@ -44,7 +52,7 @@ class Starts(Protocol):
 
 
 def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = None, frozen_copies: int = 0) -> None:
-    """Refuse a run that this rank's GPU cannot do or cannot hold; on a CPU there is nothing to refuse.
+    """Refuse a run that this rank's GPU, or one of its samplers, cannot do or cannot hold; a CPU refuses nothing.
 
     Args:
         module: The module that is about to load its weights.
@@ -75,8 +83,13 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
     if _backend(module) == "transformer_engine":
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
+    plans: list[MemoryPlan] = []
     if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
         checks.check_vllm(facts)
+        others = _gpus_of_samplers(engine, strategy)
+        used = (*others.values(), gpu) if engines_on(engine, strategy)[device.index] else tuple(others.values())
+        checks.check_engine_precision(replace(facts, gpus=used), _dtype(module, engine))
+        plans += [plan_sampler(module, engine, number, other) for number, other in others.items()]
     plan = make_plan(
         module,
         training=training,
@@ -85,7 +98,12 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
         free=gpu.free_bytes,
         total=gpu.total_bytes,
     )
-    run_on_all_ranks(plan.check)  # a GPU that is fuller than the others must not leave their ranks waiting
+
+    def check() -> None:
+        for found in (plan, *plans):
+            found.check()
+
+    run_on_all_ranks(check)  # a GPU that is fuller than the others must not leave their ranks waiting
 
 
 def make_plan(
@@ -93,7 +111,8 @@ def make_plan(
 ) -> MemoryPlan:
     """Return what `module` and its engine take of a GPU with so many bytes in `total`, `free` before they start.
 
-    Of the engine that is what it takes of this rank's GPU: nothing if it is on others.
+    Of the engine that is what it takes of this rank's GPU, and so do those of other replicas: nothing if all are on
+    other GPUs, whose memory `plan_sampler` plans.
     """
     strategy = module.strategy
     checkpoint = CheckpointLayout.read(module.hf_model.path)
@@ -113,8 +132,19 @@ def make_plan(
         push_bucket=BUCKET_BYTES if _puts_together(module, engine) else 0,
     )
     sleeps = engine is not None and engine.sleep_level > 0
-    sampler = _sampler(engine, strategy, size, checkpoint.dtype, total)
+    engines = engines_on(engine, strategy)[_numbers(strategy)[strategy.local_rank]]
+    sampler = _sampler(engine, engines, size, checkpoint.dtype, total)
     return MemoryPlan(parts, sampler, free=free, apart=sleeps, offloads=strategy.offloads)
+
+
+def plan_sampler(module: Starts, engine: RolloutEngine, number: int, gpu: GPU) -> MemoryPlan:
+    """Return what the engines of this machine take of a GPU that no trainer is on."""
+    checkpoint = CheckpointLayout.read(module.hf_model.path)
+    size = model_size(module.hf_model.config, checkpoint.shapes)
+    engines = engines_on(engine, module.strategy)[number]
+    sampler = _sampler(engine, engines, size, checkpoint.dtype, gpu.total_bytes)
+    apart = engine.sleep_level > 0
+    return MemoryPlan((), sampler, free=gpu.free_bytes, apart=apart, gpu=f"a GPU (number {number}, the sampler's)")
 
 
 def _puts_together(module: Starts, engine: RolloutEngine | None) -> bool:
@@ -171,37 +201,53 @@ def _backend(module: Starts) -> LayerBackend:
     )
 
 
-def _sampler(
-    engine: RolloutEngine | None, strategy: "MegatronStrategy", size: ModelSize, stored: str, total: int
-) -> tuple[Part, ...]:
-    """What vLLM takes of this rank's GPU; `stored` is the dtype of the checkpoint, which "auto" stands for."""
-    if isinstance(engine, VLLMEngine) and _is_here(engine, strategy):
-        utilization, own_process = engine.gpu_memory_utilization, True
-    elif isinstance(engine, ColocatedVLLMEngine):
-        utilization, own_process = 0.0, False  # its cache has a size
-    else:
+def _sampler(engine: RolloutEngine | None, engines: int, size: ModelSize, stored: str, total: int) -> tuple[Part, ...]:
+    """What vLLM takes of a GPU that so many `engines` are on; `stored` is the checkpoint's dtype ("auto")."""
+    if not engines or not isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
         return ()
     cache_gb = engine.kv_cache_memory_gb
     return sampler_parts(
         size,
         tensor=engine.tensor_parallel_size,
         total=total,
-        utilization=utilization,
+        utilization=engine.gpu_memory_utilization if isinstance(engine, VLLMEngine) else 0.0,  # its cache has a size
         cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
         element_bytes=4 if (stored if engine.dtype == "auto" else engine.dtype) == "float32" else 2,
-        own_process=own_process,
+        own_process=isinstance(engine, VLLMEngine),
+        engines=engines,
     )
 
 
-def _is_here(engine: VLLMEngine, strategy: "MegatronStrategy") -> bool:
-    """Whether the engine, which the first rank of this replica starts, has a worker on this rank's GPU."""
-    assert strategy.replica is not None
+def _dtype(module: Starts, engine: VLLMEngine | ColocatedVLLMEngine) -> str:
+    return CheckpointLayout.read(module.hf_model.path).dtype if engine.dtype == "auto" else engine.dtype
+
+
+def _numbers(strategy: "MegatronStrategy") -> list[int]:
+    """The GPU of each rank of this machine."""
     assert strategy.parallel_devices is not None
-    numbers = [
-        place if device.index is None else device.index for place, device in enumerate(strategy.parallel_devices)
-    ]
-    first = strategy.replica.ranks[0] - (strategy.global_rank - strategy.local_rank)
-    if engine.device == "cpu" or first < 0:  # the first rank is on another node
-        return False
-    devices = engine.devices or range(numbers[first], numbers[first] + engine.tensor_parallel_size)
-    return numbers[strategy.local_rank] in devices
+    return [place if device.index is None else device.index for place, device in enumerate(strategy.parallel_devices)]
+
+
+def engines_on(engine: RolloutEngine | None, strategy: "MegatronStrategy") -> Counter[int]:
+    """Return how many engines of the run have a worker on each GPU of this machine, by the GPU's number.
+
+    The first rank of each replica starts one, on its own GPU and those behind it unless `devices` names others.
+    """
+    numbers = _numbers(strategy)
+    if isinstance(engine, ColocatedVLLMEngine):
+        return Counter(numbers)
+    if not isinstance(engine, VLLMEngine) or engine.device == "cpu":
+        return Counter()
+    assert strategy.replica is not None
+    before = strategy.global_rank - strategy.local_rank  # ranks of the nodes before this one
+    here = [numbers[leader - before] for leader in strategy.replica.leaders if 0 <= leader - before < len(numbers)]
+    size = engine.tensor_parallel_size
+    return Counter(device for first in here for device in (engine.devices or range(first, first + size)))
+
+
+def _gpus_of_samplers(engine: RolloutEngine, strategy: "MegatronStrategy") -> dict[int, GPU]:
+    """The GPUs that have samplers and no trainer, on the first rank of a machine; the engine names missing ones."""
+    if strategy.local_rank > 0:
+        return {}
+    alone = sorted(engines_on(engine, strategy).keys() - set(_numbers(strategy)))
+    return {number: measure_unused_gpu(number) for number in alone if 0 <= number < count_gpus()}

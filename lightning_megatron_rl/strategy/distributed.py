@@ -42,6 +42,7 @@ class ReplicaGroup:
             group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="REPLICA_GROUP_GLOO")
             if rank in ranks:
                 self._group, self.ranks = group, ranks
+        self.leaders = [replicas.index(replica) for replica in sorted(set(replicas))]  # of all replicas
         self.is_leader = rank == self.ranks[0]
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:

@@ -31,6 +31,7 @@ def test_right_machine_passes_every_check():
     checks.check_device_count(1, available=1)
     checks.check_architecture(GOOD)
     checks.check_precision(GOOD, "bf16-mixed")
+    checks.check_engine_precision(GOOD, "bfloat16")
     checks.check_low_precision(GOOD, "hybrid", "blockwise", None)
     checks.check_transformer_engine(GOOD)
     checks.check_vllm(GOOD)
@@ -104,6 +105,15 @@ def test_bf16_needs_ampere(precision):
         checks.check_precision(replace(GOOD, gpus=(A100, V100)), precision)
     for other in ("16-mixed", "32-true"):
         checks.check_precision(replace(GOOD, gpus=(T4,)), other)
+
+
+def test_engine_in_bf16_needs_ampere():
+    checks.check_engine_precision(replace(GOOD, gpus=(A100,)), "bfloat16")
+    message = r"samples in bfloat16 on the GPU Tesla T4.*is 7\.5: bf16 needs 8\.0.*dtype='float16'"
+    with pytest.raises(ValueError, match=message):
+        checks.check_engine_precision(replace(GOOD, gpus=(A100, T4)), "bfloat16")
+    for other in ("float16", "float32"):
+        checks.check_engine_precision(replace(GOOD, gpus=(T4,)), other)
 
 
 @pytest.mark.parametrize(

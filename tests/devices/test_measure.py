@@ -4,13 +4,14 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_megatron_rl.devices import measure
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
-from lightning_megatron_rl.devices.facts import Extension
+from lightning_megatron_rl.devices.facts import GPU, Extension
 from lightning_megatron_rl.devices.measure import (
     count_gpus,
     driver_version,
@@ -78,6 +79,20 @@ def test_links_are_not_guessed_where_nvidia_smi_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: True)
     assert measure_links([0, 1]).links == {}
     assert parse_numbers("No devices were found\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("listing", "free"), [(f"GPU-{UUIDS[1]}, 2048\n", 2 * 2**30), ("", 7), (f"GPU-{UUIDS[1]}, [N/A]\n", 7)]
+)
+def test_free_memory_of_an_unused_gpu_is_read_without_taking_some(monkeypatch, listing, free):
+    asked = []
+    properties = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80)
+    monkeypatch.setattr(measure, "capture", lambda command: f"GPU-{UUIDS[0]}, 1\n{listing}")
+    monkeypatch.setattr(measure, "identity", lambda device: UUIDS[device.index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: asked.append(index) or (7, 80))
+    assert measure.measure_unused_gpu(1) == GPU("a GPU", (9, 0), total_bytes=80, free_bytes=free)
+    assert asked == ([1] if free == 7 else [])  # where nvidia-smi does not list it
 
 
 @pytest.mark.parametrize(

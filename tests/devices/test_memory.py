@@ -252,6 +252,19 @@ def test_sampler_has_its_weights_alone_while_they_are_pushed():
         assert plan.totals == {SAMPLING: GIB + whole, PUSHING: GIB + weights, COMPUTING: GIB}
 
 
+@pytest.mark.parametrize("cache_bytes", [4 * GIB, None])
+def test_engines_that_share_a_gpu_are_counted_each(cache_bytes):
+    options = {"tensor": 2, "total": 80 * GIB, "utilization": 0.3, "element_bytes": 2, "cache_bytes": cache_bytes}
+    plan = MemoryPlan((), sampler_parts(SMALL, **options), free=0, apart=True)
+    two = MemoryPlan((), sampler_parts(SMALL, **options, engines=2), free=0, apart=True)
+    assert two.totals == {moment: 2 * size for moment, size in plan.totals.items()}
+    assert all("x 2 engines" in part.arithmetic for part in two.sampler)
+    with pytest.raises(ValueError, match="keep the engines of several replicas on GPUs of their own") as error:
+        two.check()
+    assert "raise the engine's tensor_parallel_size" not in str(error.value)
+    assert "lower the engine's " in str(error.value)
+
+
 def test_sampler_in_the_trainers_process_has_no_context_of_its_own():
     options = {"tensor": 1, "total": 80 * GIB, "utilization": 0.9, "cache_bytes": 4 * GIB, "element_bytes": 2}
     apart = sampler_parts(SMALL, **options)

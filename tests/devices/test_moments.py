@@ -131,3 +131,12 @@ def test_refusal_lists_what_lowers_the_fullest_moment():
     with pytest.raises(ValueError, match=r"needs 87\.0 GiB") as error:
         replace(plan, apart=True, offloads=("optimizer",)).check()
     assert "offload_while_sampling" not in str(error.value)  # it would not help
+
+
+def test_refusal_of_a_gpu_without_a_trainer_names_it_and_asks_nothing_of_trainers():
+    plan = MemoryPlan((), SAMPLER, free=20 * GIB, gpu="a GPU (number 2, the sampler's)")
+    for apart in (False, True):
+        with pytest.raises(ValueError, match=r"a GPU \(number 2, the sampler's\) that has 20\.0 GiB free") as error:
+            replace(plan, apart=apart).check()
+        assert "sleep_level" not in str(error.value)
+        assert "offload_while_sampling" not in str(error.value)

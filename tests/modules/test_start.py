@@ -1,5 +1,7 @@
 """The memory plan of a module as it is configured, and what refuses a run for a GPU that is made up."""
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +133,14 @@ def test_sampler_counts_on_the_gpus_that_it_is_on(worker_pool, qwen3_dir):
     assert first["moments"]["sleeps"] == {COMPUTING, WRAPPING, PUSHING, SAMPLING}
 
 
+def test_engines_of_two_replicas_count_where_they_meet(worker_pool, qwen3_dir):
+    first, second = worker_pool.run(plans, qwen3_dir, 2, {}, world_size=2, init_process_group=False)
+    process = "sampler: process"
+    assert (first["on both"][process], second["on both"][process]) == (GIB, 2 * GIB)  # on 0 and 1, and on 1 and 2
+    assert (first["second"].get(process), second["second"][process]) == (None, 2 * GIB)  # both engines are on 1
+    assert first["vllm"][process] == second["vllm"][process] == GIB
+
+
 @pytest.mark.parametrize(
     ("precision", "ddp_config", "gradients", "optimizer"),
     [("32-true", None, 4, 8), ("bf16-mixed", None, 4, 12), ("bf16-mixed", {"grad_reduce_in_fp32": False}, 2, 12)],
@@ -215,3 +225,113 @@ def test_vllm_of_another_cuda_is_left_alone_without_a_sampler_of_its_own(monkeyp
     monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
     monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
     start.check_gpu(MODULE, training=True, engine=ReplayEngine())
+
+
+def ranks(local_rank: int = 0, *, leaders: list[int], gpus: int = 2, before: int = 0) -> Any:
+    """A strategy's numbers, on a machine with so many ranks that comes after `before` others."""
+    return SimpleNamespace(
+        parallel_devices=[torch.device("cuda", number) for number in range(gpus)],
+        local_rank=local_rank,
+        global_rank=before + local_rank,
+        replica=SimpleNamespace(leaders=leaders),
+        offloads=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "found"),
+    [
+        ({"tensor_parallel_size": 2}, {"leaders": [0, 1]}, {0: 1, 1: 2, 2: 1}),
+        ({"tensor_parallel_size": 2}, {"leaders": [0, 2], "gpus": 4}, {0: 1, 1: 1, 2: 1, 3: 1}),
+        ({}, {"leaders": [0, 1]}, {0: 1, 1: 1}),
+        ({"devices": [3]}, {"leaders": [0, 1]}, {3: 2}),
+        ({"devices": [3]}, {"leaders": [0, 2], "before": 2}, {3: 1}),  # the other's is on the other machine
+        ({}, {"leaders": [0, 1, 2, 3], "before": 2}, {0: 1, 1: 1}),
+        ({}, {"leaders": [0], "before": 2}, {}),
+        ({"device": "cpu"}, {"leaders": [0, 1]}, {}),
+    ],
+)
+def test_engines_of_all_replicas_are_counted_on_each_gpu(engine, options, found):
+    for local_rank in range(2):
+        assert start.engines_on(VLLMEngine(**engine), ranks(local_rank, **options)) == found
+
+
+def test_engines_in_the_trainers_are_one_for_each():
+    assert start.engines_on(ENGINES["within"](), ranks(leaders=[0])) == {0: 1, 1: 1}
+    assert start.engines_on(ReplayEngine(), ranks(leaders=[0])) == {}
+
+
+def on_two_gpus(
+    monkeypatch: pytest.MonkeyPatch, model: Path, *, free: dict[int, int], capability: tuple[int, int] = (9, 0)
+) -> Any:
+    """Make this machine look like one with 4 GPUs, and return a module on its first; all engines' weights are 16-bit.
+
+    Args:
+        monkeypatch: Pytest's.
+        model: A model's directory.
+        free: GiB that are free on GPUs that have fewer than 80.
+        capability: Of GPUs without a trainer.
+    """
+    from transformers import AutoConfig
+
+    on_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(start, "count_gpus", lambda: 4)
+    monkeypatch.setattr(
+        start, "measure_unused_gpu", lambda index: GPU("another", capability, 80 * GIB, free.get(index, 80) * GIB)
+    )
+    monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
+    monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
+    fields = {**vars(MODULE.strategy), **vars(ranks(leaders=[0, 1]))}
+    hf_model = SimpleNamespace(path=model, config=AutoConfig.from_pretrained(model))
+    return SimpleNamespace(**{**vars(MODULE), "strategy": SimpleNamespace(**fields), "hf_model": hf_model})
+
+
+def test_gpu_of_samplers_alone_that_is_too_small_is_refused(monkeypatch, qwen3_dir):
+    module = on_two_gpus(monkeypatch, qwen3_dir, free={2: 40, 3: 70})
+    start.check_gpu(module, training=True, engine=VLLMEngine())  # on the trainers' GPUs
+    start.check_gpu(module, training=True, engine=VLLMEngine(devices=[2], gpu_memory_utilization=0.2))
+    start.check_gpu(module, training=True, engine=VLLMEngine(devices=[7]))  # the engine says that there is none
+    start.check_gpu(module, training=True, engine=VLLMEngine(tensor_parallel_size=2, kv_cache_memory_gb=38.0))
+    message = r"needs 41\.0 GiB of a GPU \(number 2, the sampler's\) that has 40\.0 GiB free"
+    with pytest.raises(ValueError, match=message) as error:
+        start.check_gpu(module, training=True, engine=VLLMEngine(tensor_parallel_size=2))
+    assert "lower the engine's gpu_memory_utilization" in str(error.value)
+    with pytest.raises(
+        ValueError, match=r"(?s)needs 82\.0 GiB of a GPU \(number 3.*x 2 engines"
+    ):  # one of each replica
+        start.check_gpu(module, training=True, engine=VLLMEngine(devices=[3]))
+    module.strategy.local_rank = module.strategy.global_rank = 1
+    start.check_gpu(module, training=True, engine=VLLMEngine(devices=[3]))  # the first rank of the machine looks
+
+
+@pytest.mark.parametrize("name", ["within", "vllm"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_engine_in_bf16_is_refused_on_gpus_without_it(monkeypatch, qwen3_dir, tmp_path, name, dtype):
+    module = on_two_gpus(monkeypatch, in_bf16(qwen3_dir, tmp_path), free={})
+    on_gpu(monkeypatch, (7, 5))
+    engine = ENGINES[name]()
+    engine.dtype = dtype
+    with pytest.raises(ValueError, match=r"samples in bfloat16 on the GPU a GPU, .* is 7\.5.*dtype='float16'"):
+        start.check_gpu(module, training=True, engine=engine)
+    for other in ("float16", "float32"):
+        engine.dtype = other
+        start.check_gpu(module, training=True, engine=engine)
+    engine.dtype, module.hf_model.path = "auto", qwen3_dir  # in fp32
+    start.check_gpu(module, training=True, engine=engine)
+    start.check_gpu(module, training=True, engine=VLLMEngine(device="cpu", dtype="bfloat16"))
+
+
+def test_engine_in_bf16_is_refused_on_a_gpu_without_a_trainer(monkeypatch, qwen3_dir):
+    module = on_two_gpus(monkeypatch, qwen3_dir, free={}, capability=(7, 5))
+    start.check_gpu(module, training=True, engine=VLLMEngine(dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"samples in bfloat16 on the GPU another, .* is 7\.5"):
+        start.check_gpu(module, training=True, engine=VLLMEngine(dtype="bfloat16", devices=[2]))
+
+
+def in_bf16(model: Path, directory: Path) -> Path:
+    """Return a model's directory whose config says that its weights are in bf16."""
+    shutil.copytree(model, directory / "bf16")
+    file = directory / "bf16" / "config.json"
+    config = {name: value for name, value in json.loads(file.read_text()).items() if name != "torch_dtype"}
+    file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return directory / "bf16"
