@@ -84,11 +84,11 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     if _backend(module) == "transformer_engine":
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
     plans: list[MemoryPlan] = []
+    samplers: tuple[GPU, ...] = ()
     if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
         checks.check_vllm(facts)
         others = _gpus_of_samplers(engine, strategy)
-        used = (*others.values(), gpu) if engines_on(engine, strategy)[device.index] else tuple(others.values())
-        checks.check_engine_precision(replace(facts, gpus=used), _dtype(module, engine))
+        samplers = (*others.values(), gpu) if engines_on(engine, strategy)[device.index] else tuple(others.values())
         plans += [plan_sampler(module, engine, number, other) for number, other in others.items()]
     plan = make_plan(
         module,
@@ -100,6 +100,8 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     )
 
     def check() -> None:
+        if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
+            checks.check_engine_precision(replace(facts, gpus=samplers), _dtype(module, engine))
         for found in (plan, *plans):
             found.check()
 
