@@ -3,7 +3,7 @@
 Not what either side was asked for: an option that does not arrive would make the comparison unfair and go unnoticed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ def optimizer_work(optimizers: Sequence[Any]) -> dict[str, str]:
     Example:
         ``{"main_parameters": "float32", "moments": "bf16", "optimizer": "adam"}``
     """
-    main, moments = set(), set()
+    main: set[str] = set()
+    moments: set[str] = set()
     for optimizer in optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             state = optimizer.state.get(parameter)
@@ -115,7 +116,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__
 
 
-def _joined(names: Iterable[str], absent: str) -> str:
+def _joined(names: set[str], absent: str) -> str:
     """All of them, which is one where the run is right."""
     if not names:
         raise RuntimeError(absent)
