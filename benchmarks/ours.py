@@ -31,6 +31,7 @@ from common import (
 )
 from floor import Work, cache_bytes_per_token, optimizer_bytes
 from lightning.pytorch.utilities import rank_zero_only
+from work_done import MEGATRON_PROJECTION, ComputeDtype, megatron_work
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
 HANDOVER = ("time/sleep_s", "time/offload_s", "perf/sleep_freed_gb", "perf/offloaded_gb")
@@ -100,6 +101,19 @@ class Samples(pl.Callback):
             self.device_bytes = max(self.device_bytes, total - free)
 
 
+class Numbers(pl.Callback):
+    """Takes note of dtypes and the optimizer of the run, for the comparison of work."""
+
+    def __init__(self) -> None:
+        self.work: dict[str, str] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.compute = ComputeDtype(pl_module.model[0], MEGATRON_PROJECTION)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.work = {"compute_dtype": self.compute.name(), **megatron_work(trainer.strategy.optimizers[0])}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run and return times, losses and the work that was done."""
     from megatron.core.utils import get_model_config
@@ -116,7 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     peaks = measure_peaks(device)
     steps = options.warmup + options.steps
     vocab_size = SHAPES[options.shape]["vocab_size"]
-    log, sampled = StepLog(device), Samples()
+    log, sampled, numbers = StepLog(device), Samples(), Numbers()
     syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
     directory = options.model or Path(tempfile.mkdtemp()) / "model"
     write_model(directory, options.shape)
@@ -148,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         add_special_tokens=False,
         shuffle=False,
     )
-    callbacks = [log, sampled, *([syncs] if syncs else [])]
+    callbacks = [log, sampled, numbers, *([syncs] if syncs else [])]
     trainer = make_trainer(
         options.device,
         devices=options.devices,
@@ -215,10 +229,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "prompt_tokens": options.prompt_tokens,
             "prompts_sha256": sampled.prompts.hexdigest(),
             "optimizer_steps": trainer.global_step,
-            "compute_dtype": "bfloat16" if options.precision == "bf16-mixed" else "float32",
-            "main_parameters": "float32",
-            "moments": options.moments,
-            "optimizer": "adam",
+            **numbers.work,
         },
         "floor_work": vars(work),
         "peaks": peaks,

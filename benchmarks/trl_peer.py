@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from common import SHAPES, TokenPrompts, default_device, summary, synchronize, timed, token_reward, write_model
 from ours import add_arguments
+from work_done import TRANSFORMERS_PROJECTION, ComputeDtype, optimizer_work
 
 
 class Phase:
@@ -142,6 +143,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             sync = {"seconds": summary(seconds), "bytes": count, "extra_bytes": extra}
         phases["weight_sync"] = engine.sync_weights = Phase(engine.sync_weights, device)
         phases["rollout"] = engine.generate = Phase(engine.generate, device)
+    compute = ComputeDtype(trainer.model, TRANSFORMERS_PROJECTION)
     trainer.train()
     kept = times[options.warmup :]
     rest = [row["step"] - sum(row[name] for name in phases) for row in kept]
@@ -163,17 +165,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "prompt_tokens": options.prompt_tokens,
             "prompts_sha256": digest.hexdigest(),
             "optimizer_steps": trainer.state.global_step,
-            "compute_dtype": "bfloat16" if options.precision == "bf16-mixed" else "float32",
-            "main_parameters": str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
-            "moments": {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(_moment_dtype(trainer.optimizer)),
-            "optimizer": "adam" if "adamw" in config.optim and config.weight_decay == 0 else str(config.optim),
+            "compute_dtype": compute.name(),
+            **optimizer_work([getattr(trainer.optimizer, "optimizer", trainer.optimizer)]),  # Accelerate wraps it
         },
     }
-
-
-def _moment_dtype(optimizer: Any) -> torch.dtype | None:
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    return next((state["exp_avg"].dtype for state in optimizer.state.values() if "exp_avg" in state), None)
 
 
 def _load(directory: Path) -> Any:

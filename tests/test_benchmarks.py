@@ -10,12 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.command_line import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "scripts"))
 floor: Any = importlib.import_module("floor")
+work_done: Any = importlib.import_module("work_done")
 tables: ModuleType = importlib.import_module("performance_table")
 
 ONE_TOKEN = floor.Work(
@@ -68,6 +70,73 @@ def test_work_that_differs_is_named():
     assert compare.different_work(same, dict(same)) == []
     assert compare.different_work(same, {**same, "samples": 128}) == ["samples: 256 and 128"]
     assert compare.different_work(same, {"samples": 256}) == ["prompts_sha256: ab and not told"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtype_of_products_is_read_from_training(autocast):
+    """Under autocast the residual stream is fp32, which would say nothing."""
+    model = torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({"o_proj": torch.nn.Linear(2, 2)})})
+    model = torch.nn.ModuleList([model])
+    compute = work_done.ComputeDtype(model, work_done.TRANSFORMERS_PROJECTION)
+    layer = model[0]["self_attn"]["o_proj"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not autocast):  # sampling
+        layer(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="nothing was trained"):
+        compute.name()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        layer(torch.ones(1, 2))
+    assert compute.name() == ("bfloat16" if autocast else "float32")
+    layer.bfloat16()(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert compute.name() == ("bfloat16" if autocast else "bfloat16 and float32")
+    with pytest.raises(ValueError, match="linear_proj"):
+        work_done.ComputeDtype(model, work_done.MEGATRON_PROJECTION)
+
+
+def stepped(dtype: torch.dtype, **state: torch.dtype) -> torch.optim.Optimizer:
+    """Return an AdamW that took a step, with further state or state in another dtype."""
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter, unused], weight_decay=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[parameter].update({name: torch.zeros(2, dtype=kind) for name, kind in state.items()})
+    return optimizer
+
+
+def test_dtypes_of_the_optimizer_are_read_from_its_state():
+    half, full, bits = torch.bfloat16, torch.float32, torch.int16
+    right = {"main_parameters": "float32", "moments": "fp32", "optimizer": "adam"}
+    wide, narrow = {"exp_avg": full, "exp_avg_sq": full}, {"exp_avg": half, "exp_avg_sq": half}
+    work = work_done.optimizer_work
+    assert work([stepped(full)]) == right
+    assert work([stepped(full, **narrow)]) == {**right, "moments": "bf16"}
+    assert work([stepped(full, exp_avg=half)])["moments"] == "bf16 and fp32"
+    assert work([stepped(half)]) == {**right, "main_parameters": "bfloat16", "moments": "bf16"}
+    # Transformer Engine's: the main parameter is in the state, whole or the lower half of it
+    assert work([stepped(half, master_param=bits, **narrow)]) == {**right, "moments": "bf16"}
+    assert work([stepped(half, master_param=full, **wide)]) == right
+    assert work([stepped(half, master_param=torch.float16, **wide)])["main_parameters"] == "float16"
+    assert work([stepped(full), stepped(half, **wide)])["main_parameters"] == "bfloat16 and float32"
+    with pytest.raises(ValueError, match="no half"):
+        work([stepped(torch.float16, master_param=bits)])
+
+
+def test_an_optimizer_without_adams_state_is_not_taken_for_one():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="no step"):
+        work_done.optimizer_work([torch.optim.AdamW([parameter])])
+    with pytest.raises(RuntimeError):
+        work_done.optimizer_work([])
+    decaying, other = stepped(torch.float32), torch.optim.NAdam([parameter])
+    decaying.param_groups[0]["weight_decay"] = 0.1
+    parameter.grad = torch.ones(2)
+    other.step()
+    assert work_done.optimizer_work([decaying])["optimizer"] == "AdamW decay=0.1"
+    assert work_done.optimizer_work([other])["optimizer"] == "NAdam"
+    momentum = torch.optim.SGD([parameter], momentum=0.9)
+    momentum.step()
+    with pytest.raises(ValueError, match="SGD has no"):
+        work_done.optimizer_work([momentum])
 
 
 def test_a_side_that_takes_too_long_leaves_its_last_lines(monkeypatch, tmp_path):
@@ -258,6 +327,8 @@ def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
     run_benchmark(script, *sizes, "--peer=none", "--out", str(out))
     result = json.loads(out.read_text())
     assert result["ours"]["work"]["response_tokens_per_step"] == [16, 16]  # EOS is ignored
+    numbers = {"compute_dtype": "float32", "main_parameters": "float32", "moments": "fp32", "optimizer": "adam"}
+    assert {name: result["ours"]["work"][name] for name in numbers} == numbers
     assert max(result["ours"]["mismatch"]) < 1e-3  # the weights arrived
     if script == "weight_sync.py":
         assert result["rates"]["ours"]["share_of_limit"] < 1
