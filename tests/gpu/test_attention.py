@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_megatron_rl.devices.measure import import_engine
 from lightning_megatron_rl.models.packed_attention import (
     Softmax,
     packed_attention,
@@ -27,6 +28,7 @@ def problem() -> tuple[list[Tensor], Tensor]:
 
 def attend_by_flash(cp_size: int) -> list[Tensor]:
     """Output and gradients of all ranks together, with no other kernel allowed than flash attention."""
+    import_engine()  # as in a run: after torch's cuDNN, Transformer Engine would take its parts from elsewhere
     tensors, out_grad = problem()
     tensors = [tensor.cuda().bfloat16().requires_grad_() for tensor in tensors]
     query, key, value = tensors

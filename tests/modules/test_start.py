@@ -324,8 +324,9 @@ def test_engine_in_bf16_is_refused_on_gpus_without_it(monkeypatch, qwen3_dir, tm
 def test_engine_in_bf16_is_refused_on_a_gpu_without_a_trainer(monkeypatch, qwen3_dir):
     module = on_two_gpus(monkeypatch, qwen3_dir, free={}, capability=(7, 5))
     start.check_gpu(module, training=True, engine=VLLMEngine(dtype="bfloat16"))
-    with pytest.raises(ValueError, match=r"samples in bfloat16 on the GPU another, .* is 7\.5"):
-        start.check_gpu(module, training=True, engine=VLLMEngine(dtype="bfloat16", devices=[2]))
+    for places in ({"devices": [2]}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ValueError, match=r"samples in bfloat16 on the GPU another, .* is 7\.5"):
+            start.check_gpu(module, training=True, engine=VLLMEngine(dtype="bfloat16", **places))
 
 
 def in_bf16(model: Path, directory: Path) -> Path:
