@@ -8,6 +8,7 @@ trainer and sampler, and seconds per phase as JSON with a picture. On a CPU ever
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -128,12 +129,16 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     )
     trainer.fit(module, data)
     module.save_pretrained(work / "warm")
+    digest = hashlib.sha256()
+    for part in sorted((work / "warm").glob("*.safetensors")):
+        digest.update(part.read_bytes())
     losses = column(read_metrics(Path(logger.log_dir) / "metrics.csv"), "val/loss")
     return {
         "steps": trainer.global_step,
         "seconds": time.perf_counter() - started,
         "val_loss": losses[1][-1] if losses[1] else None,
         "parameters": num_weights(work / "warm"),  # of the whole model, of which a rank has a part
+        "sha256": digest.hexdigest(),  # of the weights that GRPO starts from: runs with the same are comparable from there
     }
 
 

@@ -152,12 +152,17 @@ def test_sampler_in_process_leaves_random_numbers_alone(fresh_pool, models):
     assert after == before
 
 
-def test_sampler_in_two_trainers_processes(fresh_pool, models):
-    gpus(2)
-    strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    options: dict[str, Any] = {"engine": {"tensor_parallel_size": 2, "sleep_level": 2}, "strategy": strategy}
-    both = {**ONE, "world_size": 2}
-    for run in fresh_pool.run(fit_grpo, models["dense"], 2, kind="colocated", steps=4, **options, **both):
+@pytest.mark.parametrize("size", [2, 4])
+def test_sampler_in_several_trainers_processes(fresh_pool, models, size):
+    gpus(size)
+    strategy = {
+        "tensor_model_parallel_size": 2,  # the model has two groups of keys
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": size // 2,
+    }
+    options: dict[str, Any] = {"engine": {"tensor_parallel_size": size, "sleep_level": 2}, "strategy": strategy}
+    world = {**ONE, "world_size": size}
+    for run in fresh_pool.run(fit_grpo, models["dense"], size, kind="colocated", steps=4, **options, **world):
         check_parity(run, 4)
 
 
