@@ -138,7 +138,7 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "val_loss": losses[1][-1] if losses[1] else None,
         "parameters": num_weights(work / "warm"),  # of the whole model, of which a rank has a part
-        "sha256": digest.hexdigest(),  # of the weights that GRPO starts from: runs with the same are comparable from there
+        "sha256": digest.hexdigest(),  # of what GRPO starts from: runs with the same are comparable
     }
 
 
