@@ -101,7 +101,8 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
 
     def check() -> None:
         if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
-            checks.check_engine_precision(replace(facts, gpus=samplers), _dtype(module, engine))
+            stored = CheckpointLayout.read(module.hf_model.path).dtype
+            checks.check_engine_precision(replace(facts, gpus=samplers), _dtype(engine, stored))
         for found in (plan, *plans):
             found.check()
 
@@ -204,7 +205,7 @@ def _backend(module: Starts) -> LayerBackend:
 
 
 def _sampler(engine: RolloutEngine | None, engines: int, size: ModelSize, stored: str, total: int) -> tuple[Part, ...]:
-    """What vLLM takes of a GPU that so many `engines` are on; `stored` is the checkpoint's dtype ("auto")."""
+    """What vLLM takes of a GPU that so many `engines` are on; `stored` is the checkpoint's dtype."""
     if not engines or not isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
         return ()
     cache_gb = engine.kv_cache_memory_gb
@@ -214,14 +215,15 @@ def _sampler(engine: RolloutEngine | None, engines: int, size: ModelSize, stored
         total=total,
         utilization=engine.gpu_memory_utilization if isinstance(engine, VLLMEngine) else 0.0,  # its cache has a size
         cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
-        element_bytes=4 if (stored if engine.dtype == "auto" else engine.dtype) == "float32" else 2,
+        element_bytes=4 if _dtype(engine, stored) == "float32" else 2,
         own_process=isinstance(engine, VLLMEngine),
         engines=engines,
     )
 
 
-def _dtype(module: Starts, engine: VLLMEngine | ColocatedVLLMEngine) -> str:
-    return CheckpointLayout.read(module.hf_model.path).dtype if engine.dtype == "auto" else engine.dtype
+def _dtype(engine: VLLMEngine | ColocatedVLLMEngine, stored: str) -> str:
+    """The dtype that the engine samples in, of a checkpoint that is `stored` in one."""
+    return stored if engine.dtype == "auto" else engine.dtype
 
 
 def _numbers(strategy: "MegatronStrategy") -> list[int]:

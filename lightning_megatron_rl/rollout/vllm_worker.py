@@ -199,8 +199,8 @@ def to_generations(output: "RequestOutput") -> list[Generation]:
 def serve(connection: Connection, calls: dict[str, Callable[..., Any]]) -> None:
     """Answer messages, one at a time, until the other end is closed.
 
-    Nothing of a message is held while the next is waited for: to drop the tokens of a rollout takes 10 ms, which the
-    weight sync after it would take longer.
+    Nothing of a message is held while the next is waited for: to drop the tokens of a rollout takes some 10 ms, by
+    which the weight sync after it would be longer.
     """
     while True:
         try:

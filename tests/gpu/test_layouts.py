@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.pool import WorkerPool
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
+from tests.gpu.machine import gpus
+from tests.gpu.test_backends import EXPERTS_RELATIVE
 from tests.gpu.test_training import BF16_RELATIVE, backend, relative_steps
 from tests.strategy.test_invariance import BUDGETS, LENGTHS, ragged_batch
 from tests.strategy.test_megatron import LAYOUTS
@@ -21,14 +22,12 @@ from tests.verify import subjects
 
 pytestmark = pytest.mark.deadline(300)
 RELATIVE = 1e-4  # fp32 sums in another order, and atomics
-EXPERTS_RELATIVE = 5e-2  # bf16 rounds otherwise, and tokens of which two experts score alike go elsewhere
 
 
 def verify(pool: WorkerPool, build: Any, layout: str) -> Report:
     """Torch's layers in fp32: one layout against one GPU."""
     processes = parse_layout(layout).world_size
-    if processes > torch.cuda.device_count():
-        pytest.skip(f"needs {processes} GPUs, this machine has {torch.cuda.device_count()}")
+    gpus(processes)
     return verify_layouts(
         partial(build, layer_backend="torch", max_tokens_per_microbatch=max(BUDGETS)),
         [layout],
@@ -90,8 +89,7 @@ def te_on_one_gpu(gpu_pool, qwen3_dir) -> Run:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, layout):
     world_size, strategy = LAYOUTS[layout]
-    if world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
+    gpus(world_size)
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **options)[0]
     assert relative_steps(run, te_on_one_gpu) < BF16_RELATIVE
@@ -100,8 +98,7 @@ def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, 
 def test_context_parallelism_by_all_to_all_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu):
     """The default, from neighbour to neighbour (p2p), is in the layouts above."""
     world_size, strategy = LAYOUTS["cp2"]
-    if world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
+    gpus(world_size)
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
     changed = {"model_config": {"cp_comm_type": "a2a"}}
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **changed, **options)[0]
@@ -111,8 +108,7 @@ def test_context_parallelism_by_all_to_all_follows_one_gpu(gpu_pool, qwen3_dir, 
 def test_context_parallelism_of_torch_layers_follows_one_gpu(gpu_pool, qwen3_dir):
     """In bf16, where torch attends by its flash kernels."""
     world_size, strategy = LAYOUTS["cp2"]
-    if world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
+    gpus(world_size)
     options = {"layers": "torch", "init_process_group": False, "timeout": 250}
     single = gpu_pool.run(fit_te, qwen3_dir, {}, 1, world_size=1, **options)[0]
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **{**options, "world_size": world_size})[0]
@@ -123,8 +119,7 @@ def test_context_parallelism_of_torch_layers_follows_one_gpu(gpu_pool, qwen3_dir
 def test_transformer_engines_experts_follow_one_gpu(gpu_pool, moe_dir, layout):
     """Their grouped products, with tokens that come from other GPUs; without router losses, as above."""
     parsed = parse_layout(layout)
-    if parsed.world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {parsed.world_size} GPUs, this machine has {torch.cuda.device_count()}")
+    gpus(parsed.world_size)
     options = {"moe": MoESettings(aux_loss_coeff=0.0), "init_process_group": False, "timeout": 250}
     single = gpu_pool.run(fit_te, moe_dir, {}, 1, world_size=1, **options)[0]
     run = gpu_pool.run(
