@@ -3,41 +3,18 @@
 Every figure comes from a JSON file in benchmarks/results; a test holds the documents to what this writes.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
+from results import RESULTS, ROOT, Result, load, share, split, spread
+
 DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
 CURVE_BLOCK = 25  # rollouts
-Result = dict[str, Any]
-
-
-def load(pattern: str, results: Path = RESULTS, *, gpus_only: bool = False) -> list[tuple[str, Result]]:
-    """Return the results whose file names match, by name: GPUs before CPUs."""
-    files = sorted(results.glob(pattern), key=lambda file: ("cpu" in file.stem, file.stem))
-    return [(file.stem, json.loads(file.read_text())) for file in files if not (gpus_only and "cpu" in file.stem)]
-
-
-def share(value: dict[str, Any] | None) -> str:
-    """Return a share as per cent, a dash where there is none."""
-    return "–" if value is None else f"{value['median']:.1%}"
-
-
-def spread(value: dict[str, Any], digits: int, scale: float = 1.0) -> str:
-    """Return a median, times `scale`, with the half-width of the measurements' range as a share of it."""
-    return f"{value['median'] * scale:,.{digits}f} ± {value['spread']:.0%}"
-
-
-def split(measured: dict[str, Any]) -> str:
-    """Return the layout, to stand behind the device, if it is of several GPUs."""
-    layout = measured.get("layout", "world 1 ")
-    return "" if layout.startswith("world 1 ") else f", {layout}"
 
 
 def moments(measured: dict[str, Any]) -> str:
@@ -177,41 +154,28 @@ def real_run(results: Path = RESULTS) -> str:
 
 def curves(results: Path = RESULTS) -> str:
     """Return the mean rewards of the real runs, and how far they are apart."""
-    runs = {
-        f"{result['parameters'] / 1e6:.0f} M, {result['layout']}": result["curves"]["reward/mean"]
-        for _, result in load("real_run_*.json", results)
-    }
-    length = min((len(values) for _, values in runs.values()), default=0)
+    found = load("real_run_*.json", results)
+    names = [f"{result['parameters'] / 1e6:.0f} M, {result['device']}, {result['layout']}" for _, result in found]
+    curves = [result["curves"]["reward/mean"][1] for _, result in found]
+    length = min(map(len, curves), default=0)
     blocks = [slice(first, first + CURVE_BLOCK) for first in range(0, length - CURVE_BLOCK + 1, CURVE_BLOCK)]
-    means = {name: [statistics.fmean(values[block]) for block in blocks] for name, (_, values) in runs.items()}
+    means = [[statistics.fmean(values[block]) for block in blocks] for values in curves]
+    starts = [result["sft"].get("sha256") for _, result in found]
+    apart = {"largest difference": means}
+    for start in sorted({start for start in starts if start and starts.count(start) > 1}):
+        same = [row for row, own in zip(means, starts, strict=True) if own == start]
+        apart[f"largest difference of those from warm start {start[:6]}"] = same
     lines = [
-        "| rollouts | " + " | ".join(f"{block.start + 1}–{block.stop}" for block in blocks) + " |",
-        "|---|" + "---|" * len(blocks),
-        *(f"| {name} | " + " | ".join(f"{value:.3f}" for value in row) + " |" for name, row in means.items()),
+        "| rollouts | warm start | " + " | ".join(f"{block.start + 1}–{block.stop}" for block in blocks) + " |",
+        "|---|---|" + "---|" * len(blocks),
     ]
-    if means:
-        apart = [max(column) - min(column) for column in zip(*means.values(), strict=True)]
-        lines.append("| largest difference | " + " | ".join(f"{value:.3f}" for value in apart) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def checkpoint(results: Path = RESULTS) -> str:
-    """Return the table of B5."""
-    lines = [
-        "| device | load before | model | size, GB | waited for, s | blocked, s | share"
-        " | first blocked, s | steps longer, s | waited for, GB/s | beside, GB/s | verify, s | load, s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    lines += [
+        f"| {name} | {start[:6] if start else 'its own'} | " + " | ".join(f"{value:.3f}" for value in row) + " |"
+        for name, start, row in zip(names, starts, means, strict=True)
     ]
-    for _, result in load("checkpoint_*.json", results):
-        sync, beside = result["sync"], result["async"]
-        where = f"{result['device']}, {result['cpu_cores']} cores | {result['load_before']:.1f}"
-        lines.append(
-            f"| {where} | {beside['shape']}, {beside['precision']} | {beside['bytes'] / 1e9:.2f}"
-            f" | {spread(sync['blocked_s'], 2)} | {spread(beside['blocked_s'], 2)} | {result['blocked_share']:.1%}"
-            f" | {beside['first_blocked_s']:.2f} | {beside['slowed_s_per_save']:.2f}"
-            f" | {result['sync_gb_per_s']:.2f} | {result['async_gb_per_s']:.2f}"
-            f" | {spread(beside['verify_s'], 2)} | {spread(beside['load_s'], 2)} |"
-        )
+    for name, rows in apart.items() if means else ():
+        differences = [max(column) - min(column) for column in zip(*rows, strict=True)]
+        lines.append(f"| {name} | – | " + " | ".join(f"{value:.3f}" for value in differences) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -262,7 +226,7 @@ def goals(results: Path = RESULTS) -> str:
             for place, rate in rates
         ],
         ("B1, rate over TRL's", "10"): [
-            (place, f"{ratio:.1f}", ratio >= 10)
+            (place, f"{ratio:.2f}", ratio >= 10)
             for place, rate in rates
             if "trl" in rate
             for ratio in [rate["ours"]["gb_per_s"] / rate["trl"]["gb_per_s"]]
@@ -310,58 +274,6 @@ def _without_sampling(side: dict[str, Any]) -> float:
 def _place(result: Result, measured: dict[str, Any]) -> str:
     """Return model, GPU and layout in a few words."""
     return f"{measured['shape']}, {result['device'].removeprefix('NVIDIA ').split()[0]}{split(measured)}"
-
-
-def kill_drill(results: Path = RESULTS) -> str:
-    """Return the table of the kill drills."""
-    lines = [
-        "| killed at | ranks | steps done again | others ended after, s | differences |",
-        "|---|---|---|---|---|",
-    ]
-    for _, result in load("kill_drill*.json", results):
-        for drill in result["drills"]:
-            ranks = "both" if len(drill["ranks"]) == result["ranks"] else ", ".join(map(str, drill["ranks"]))
-            waited = "–" if ranks == "both" else f"{drill['others_ended_after_s']:.1f}"
-            found = len(drill["problems"]) or "none"
-            lines.append(f"| {drill['point']} | {ranks} | {drill['steps_done_again']} | {waited} | {found} |")
-    return "\n".join(lines) + "\n"
-
-
-def resharding(results: Path = RESULTS) -> str:
-    """Return the table of the resharding matrix."""
-    lines = [
-        "| tiny model of | layouts | pairs | largest difference | what the run moved a weight by | not equal |",
-        "|---|---|---|---|---|---|",
-    ]
-    for _, result in load("resharding.json", results):
-        for row in result["families"]:
-            lines.append(
-                f"| {row['family']} | {', '.join(row['layouts'])} | {len(row['layouts']) ** 2} | {row['worst']:.1e}"
-                f" | {row['largest_step']:.1e} | {len(row['problems']) or 'none'} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def conversion(results: Path = RESULTS) -> str:
-    """Return the table of `convert`."""
-    lines = [
-        "| device | model, bf16 | GB | largest tensor, GB | to a checkpoint: s, CPU s, peak GB |"
-        " to Hugging Face: s, CPU s, peak GB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for _, result in load("convert_*.json", results):
-        for row in result["rows"]:
-            ways = [
-                f"{row[way]['seconds']:.0f}, {row[way]['cpu_seconds']:.0f}, {row[way]['peak_gb']:.2f}"
-                for way in ("to_checkpoint", "to_hf")
-            ]
-            name, _, layers = row["shape"].partition(":")
-            model = f"{name}, {layers} layers" if layers else name
-            lines.append(
-                f"| {result['device']}, {result['cpu_cores']} cores | {model} | {row['gb']:.2f}"
-                f" | {row['largest_tensor_gb']:.3f} | {ways[0]} | {ways[1]} |"
-            )
-    return "\n".join(lines) + "\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {

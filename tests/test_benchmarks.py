@@ -184,8 +184,31 @@ def test_goals_are_reached_or_missed(tmp_path):
         (tmp_path / f"weight_sync_{name}.json").write_text(json.dumps(result))
     lines = tables.goals(tmp_path).splitlines()
     assert lines[2] == "| B1, share of the limit | 60 % | 60.0% (a, X9) | 60.0% (b, X9) |"
-    assert lines[3] == "| B1, rate over TRL's | 10 | 10.0 (a, X9) | 10.0 (b, X9) |"
+    assert lines[3] == "| B1, rate over TRL's | 10 | 10.00 (a, X9) | 9.96 (b, X9) |"
     assert lines[4].endswith("| 35 % | – | – |")
+
+
+def test_curves_from_the_same_weights_are_compared(tmp_path):
+    runs = {"a": (0.5, "1" * 64), "b": (0.75, "2" * 64), "c": (0.875, "2" * 64), "d": (0.25, None)}
+    for name, (level, start) in runs.items():
+        result = {
+            "device": "NVIDIA X9",
+            "layout": f"world {name}",
+            "parameters": 5_000_000,
+            "sft": {"sha256": start} if start else {},
+            "curves": {"reward/mean": [list(range(30)), [level] * 30]},
+        }
+        (tmp_path / f"real_run_{name}.json").write_text(json.dumps(result))
+    lines = tables.curves(tmp_path).splitlines()
+    assert lines[0] == "| rollouts | warm start | 1–25 |"
+    assert lines[2:] == [
+        "| 5 M, NVIDIA X9, world a | 111111 | 0.500 |",
+        "| 5 M, NVIDIA X9, world b | 222222 | 0.750 |",
+        "| 5 M, NVIDIA X9, world c | 222222 | 0.875 |",
+        "| 5 M, NVIDIA X9, world d | its own | 0.250 |",
+        "| largest difference | – | 0.625 |",
+        "| largest difference of those from warm start 222222 | – | 0.125 |",
+    ]
 
 
 def test_results_say_where_they_come_from():
