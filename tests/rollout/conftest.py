@@ -181,7 +181,7 @@ def fault_harness(tied_model_dir: Path) -> Iterator[Harness]:
 
 @pytest.fixture
 def fresh_pool() -> Iterator[WorkerPool]:
-    """Processes of the test's own: vLLM inside them leaves its patches there."""
-    pool = WorkerPool(2, on_start=keep_process)
+    """Up to four processes of the test's own: vLLM inside them leaves its patches there."""
+    pool = WorkerPool(4, on_start=keep_process)
     yield pool
     pool.close()
