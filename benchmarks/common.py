@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 }
-# half of the largest, for half as many GPUs: what each of them holds and computes is the same
+# half of the largest, for half as many GPUs: each of them holds and computes about the same (embeddings count twice)
 SHAPES["30b-a3b-24-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 24}
 # dense bf16 operations and bytes per second of the data sheets (NVIDIA, SXM modules)
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rollout.engine import SamplingParams
-from tests.modules.runs import parity, prompts
+from tests.modules.runs import fit_grpo
 from tests.rollout.conftest import make_engine, make_requests
 from tests.tiny_models import save_tiny_model
-from tests.training import Recorder, SequenceDataModule, make_trainer
 
 pytestmark = pytest.mark.deadline(300)
 
@@ -85,27 +84,13 @@ def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, mo
 
 def train_in_process(model_dir: Path, size: int) -> list[dict[str, float]]:
     """GRPO whose trainer's ranks are the sampler's workers, too."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
 
-    recorder = Recorder()
-    policy = GRPOModule(
-        str(model_dir),
-        rewards=[parity],
-        num_generations=4,
-        updates_per_rollout=2,
-        sampling=SamplingParams(max_tokens=12),
-        engine=ColocatedVLLMEngine(tensor_parallel_size=size, max_model_len=64, kv_cache_memory_gb=0.1),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3),
-        max_tokens_per_microbatch=128,
-    )
+    engine = ColocatedVLLMEngine(tensor_parallel_size=size, max_model_len=64, kv_cache_memory_gb=0.1)
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": size // 2, "sequence_parallel": True}
-    trainer = make_trainer({**layout, "timeout_s": 120.0}, size, max_steps=3, callbacks=[recorder])
-    trainer.fit(policy, SequenceDataModule(prompts(12), 4))
-    policy.close_engine()
-    return recorder.steps
+    run = fit_grpo(model_dir, layout, size, steps=3, module={"engine": engine})
+    engine.close()
+    return run.steps
 
 
 @pytest.mark.parametrize("size", [2, 4])
