@@ -2,12 +2,14 @@
 
 import os
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_megatron_rl.verify.pool import trainer_size
 from tests.distributed import WorkerError, WorkerPool
 
 
@@ -35,6 +37,13 @@ def die() -> None:
 
 def environment_and_group() -> tuple[str | None, bool, str]:
     return os.environ.get("LEFT_BEHIND"), dist.is_initialized(), os.environ["RANK"]
+
+
+NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NCCL_HOSTID")
+
+
+def place() -> tuple[list[str | None], tuple[int, int]]:
+    return [os.environ.get(name) for name in NODE], trainer_size(int(os.environ["WORLD_SIZE"]))
 
 
 def test_pool_reuses_its_processes_and_orders_results(worker_pool: WorkerPool):
@@ -73,3 +82,33 @@ def test_dead_worker_is_reported_with_its_exit_code(worker_pool: WorkerPool):
 def test_too_many_ranks_are_refused(worker_pool: WorkerPool):
     with pytest.raises(ValueError, match="world_size 99"):
         worker_pool.run(sum_of_ranks, 0, world_size=99)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[WorkerPool]:
+    from tests.policing import keep_process
+
+    pool = WorkerPool(4, on_start=keep_process, nodes=2)
+    yield pool
+    pool.close()
+
+
+def test_ranks_fall_into_nodes(two_nodes: WorkerPool):
+    assert two_nodes.run(place, world_size=4, init_process_group=False) == [
+        (["0", "2", "0", "node0"], (2, 2)),
+        (["1", "2", "0", "node0"], (2, 2)),
+        (["0", "2", "1", "node1"], (2, 2)),
+        (["1", "2", "1", "node1"], (2, 2)),
+    ]
+    assert two_nodes.run(place, world_size=1, init_process_group=False) == [(["0", "1", "0", "node0"], (1, 1))]
+
+
+def test_ranks_of_one_node_have_no_host_of_their_own(worker_pool: WorkerPool):
+    assert worker_pool.run(place, world_size=2, init_process_group=False)[1] == (["1", "2", "0", None], (2, 1))
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused(two_nodes: WorkerPool):
+    with pytest.raises(ValueError, match="world_size 3 does not divide into nodes of 2"):
+        two_nodes.run(place, world_size=3)
+    with pytest.raises(ValueError, match="size=4 processes do not divide into nodes=3"):
+        WorkerPool(4, nodes=3)

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
 from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.verify.pool import trainer_size
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 
 
@@ -84,9 +85,11 @@ def make_trainer(strategy: dict[str, Any], world_size: int, **trainer: Any) -> p
     """A Trainer for `world_size` CPU processes that are there already."""
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
+    devices, num_nodes = trainer_size(world_size)
     options: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": world_size,
+        "devices": devices,
+        "num_nodes": num_nodes,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

@@ -22,6 +22,7 @@ from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import FrozenBatch
 from lightning_megatron_rl.verify.layouts import Layout
+from lightning_megatron_rl.verify.pool import trainer_size
 
 # A step that is large enough to be seen in fp32 weights, and an epsilon that keeps Adam from turning the rounding noise
 # of tiny gradients into full steps: its update is then nearly linear in the gradient.
@@ -111,11 +112,13 @@ def run_layout(
         prepare(module, batch, layout, max_tokens_per_microbatch)
         strategy.cluster_environment = LocalProcesses()
         strategy.timeout_s = timeout_s
+        devices, num_nodes = trainer_size(layout.world_size)
         trainer = pl.Trainer(
             **subject.trainer,
             strategy=strategy,
             accelerator=device,
-            devices=layout.world_size,
+            devices=devices,
+            num_nodes=num_nodes,
             precision="32-true",
             max_steps=steps,
             callbacks=[probe],

@@ -58,6 +58,7 @@ class _Job:
     kwargs: dict[str, Any]
     rank: int
     world_size: int
+    node_size: int  # ranks of a node
     port: int
     timeout: float  # seconds
     init_process_group: bool
@@ -66,11 +67,13 @@ class _Job:
 class _Worker:
     """One child process and the pipe to it; its output goes to a file that is quoted when it fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: int | None = None) -> None:
         self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
         self.connection, child = Pipe()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 means fp32: TransformerEngine would multiply it as TF32
+        if node is not None:  # NCCL refuses two processes on one GPU, but not those of another host
+            environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo"}
         # what can be imported here can be imported there, a user's own modules among it
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         self.process = subprocess.Popen(
@@ -124,15 +127,32 @@ class _Worker:
 class WorkerPool:
     """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds in each).
 
+    Args:
+        size: Most processes of a job.
+        on_start: Called with the id of each process that is started.
+        nodes: Nodes that a job of `size` processes runs as, all of them on this machine and each with all its GPUs: a
+            job of four under NCCL takes two GPUs as two nodes. A job that fits into one node runs as one.
+
+    Raises:
+        ValueError: Processes that do not divide into the nodes.
+
     Example:
         ``pool.run(all_reduce_ranks, 10, world_size=2)`` calls ``all_reduce_ranks(10)`` as ranks 0 and 1 of a gloo job
         and returns ``[result of rank 0, result of rank 1]``. The function must live at the top of a module.
     """
 
-    def __init__(self, size: int = 4, on_start: Callable[[int], None] = lambda pid: None) -> None:
+    def __init__(self, size: int = 4, on_start: Callable[[int], None] = lambda pid: None, nodes: int = 1) -> None:
+        if nodes < 1 or size % nodes:
+            raise ValueError(f"size={size} processes do not divide into nodes={nodes}")
         self.size = size
-        self.on_start = on_start  # called with the id of each process that is started
+        self.on_start = on_start
+        self.nodes = nodes
         self._workers: list[_Worker] = []
+
+    @property
+    def node_size(self) -> int:
+        """Most processes of a node."""
+        return self.size // self.nodes
 
     def run(
         self,
@@ -145,24 +165,25 @@ class WorkerPool:
     ) -> list[Any]:
         """Run `function(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
 
-        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; the gloo group is up unless
+        The environment is torchrun's (RANK, LOCAL_RANK, GROUP_RANK, ...); the gloo group is up unless
         `init_process_group` is false; Megatron's parallel state, the group and the environment are reset afterwards.
         Results and arguments are pickled by value. Raises `WorkerError` after `timeout` seconds or when a rank raises.
         """
         if world_size > self.size:
             raise ValueError(f"world_size {world_size} > {self.size} workers of this pool")
+        node_size = min(world_size, self.node_size)
+        if world_size % node_size:
+            raise ValueError(f"world_size {world_size} does not divide into nodes of {node_size} processes")
         while len(self._workers) < world_size:
-            self._workers.append(_Worker())
-            self.on_start(self._workers[-1].process.pid)
+            self._workers.append(self._start(len(self._workers)))
         for index, worker in enumerate(self._workers[:world_size]):
             if worker.is_worn:
                 worker.kill()
-                self._workers[index] = _Worker()
-                self.on_start(self._workers[index].process.pid)
+                self._workers[index] = self._start(index)
         workers = self._workers[:world_size]
         port = free_port()
         for rank, worker in enumerate(workers):
-            job = _Job(function, args, kwargs, rank, world_size, port, timeout, init_process_group)
+            job = _Job(function, args, kwargs, rank, world_size, node_size, port, timeout, init_process_group)
             worker.connection.send_bytes(pickle.dumps(job))
         results, failures = _collect(workers, timeout)
         if len(results) + len(failures) < world_size:  # somebody is still busy: find out where, then start afresh
@@ -180,6 +201,11 @@ class WorkerPool:
             name = getattr(function, "__qualname__", repr(function))  # of a partial
             raise WorkerError(f"{function.__module__}.{name} failed\n{text}", raised)
         return [results[rank] for rank in range(world_size)]
+
+    def _start(self, index: int) -> _Worker:
+        worker = _Worker(index // self.node_size if self.nodes > 1 else None)
+        self.on_start(worker.process.pid)
+        return worker
 
     def close(self) -> None:
         """End all workers; the next job starts new ones."""
@@ -227,6 +253,12 @@ def _decode(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+def trainer_size(world_size: int) -> tuple[int, int]:
+    """Return the Trainer's `devices` and `num_nodes` for `world_size` processes, as the pool has started them."""
+    node_size = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return node_size, world_size // node_size
+
+
 def free_port() -> int:
     """A TCP port that is free on the loopback interface, below those that the system hands out to whoever asks."""
     while True:
@@ -245,9 +277,10 @@ def _run_job(job: _Job) -> Any:
     environment = dict(os.environ)
     os.environ.update(
         RANK=str(job.rank),
-        LOCAL_RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank % job.node_size),
+        GROUP_RANK=str(job.rank // job.node_size),
         WORLD_SIZE=str(job.world_size),
-        LOCAL_WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.node_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
     )

@@ -69,7 +69,7 @@ def verify_layouts(
     Example:
         ``report = verify_layouts(build, ["tp2", "dp2"], processes=2); assert report.ok, report``
     """
-    _check_numbers(processes, device, steps, tolerance)
+    _check_numbers(processes, device, steps, tolerance, processes if pool is None else pool.node_size)
     asked = [parse_layout(name) for name in layouts or []]
     for layout in asked:
         if layout.world_size > processes:
@@ -189,14 +189,14 @@ def _split_budget(batch: FrozenBatch, own: int, processes: int) -> int:
     return min(own, max(batch.num_tokens // _PARTS, batch.longest + 2 * processes))
 
 
-def _check_numbers(processes: int, device: str, steps: int, tolerance: float) -> None:
+def _check_numbers(processes: int, device: str, steps: int, tolerance: float, node_size: int) -> None:
     if processes < 1 or steps < 1:
         raise ValueError(f"processes={processes} and steps={steps} must be at least 1.")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance={tolerance:g} must be between 0 and 1: it is a relative difference, such as 1e-5.")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} must be 'cpu' or 'cuda'.")
-    if device == "cuda" and torch.cuda.device_count() < processes:
+    if device == "cuda" and torch.cuda.device_count() < min(processes, node_size):
         raise ValueError(
             f"device=cuda with processes={processes}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA"
             " devices, and each process needs one. Check nvidia-smi and CUDA_VISIBLE_DEVICES, lower processes, or use"

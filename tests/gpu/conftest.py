@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.distributed import WorkerPool
+from tests.gpu.machine import NODES
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +24,7 @@ def gpu_pool() -> Iterator[WorkerPool]:
     """Warm processes for CUDA, apart from those of CPU runs, in which Megatron stays adapted to the CPU."""
     from tests.policing import keep_process
 
-    pool = WorkerPool(max(torch.cuda.device_count(), 1), on_start=keep_process)
+    pool = WorkerPool(max(torch.cuda.device_count(), 1) * NODES, on_start=keep_process, nodes=NODES)
     yield pool
     pool.close()
 
@@ -33,6 +34,6 @@ def fresh_pool() -> Iterator[WorkerPool]:
     """Processes of the test's own: vLLM inside them leaves its patches there, and any run its memory."""
     from tests.policing import keep_process
 
-    pool = WorkerPool(torch.cuda.device_count(), on_start=keep_process)
+    pool = WorkerPool(torch.cuda.device_count() * NODES, on_start=keep_process, nodes=NODES)
     yield pool
     pool.close()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightning_megatron_rl.models.fusions import EXPERTS_ENVIRONMENT
 from lightning_megatron_rl.verify.pool import WorkerPool
 from tests.convert.jobs import assert_same_tensors, must_convert, tensors
-from tests.gpu.machine import gpus
+from tests.gpu.machine import processes
 from tests.tiny_models import make_tokenizer, save_tiny_model, tiny_config
 from tests.training import Run, fit_arithmetic, fit_sft
 
@@ -115,7 +115,7 @@ def test_mixture_resumes_with_its_experts_on_two_gpus(gpu_pool, tmp_path):
 
 def check_resume(pool: WorkerPool, model: Path, checkpoints: Path, layout: dict[str, Any], relative: float) -> None:
     """Steps 3 and 4 on two GPUs from a checkpoint of one are those of one that went on."""
-    gpus(2)
+    processes(2)
     whole = pool.run(fit_layout, model, 1, {}, checkpoints, None, **ONE)[0]
     path = str(checkpoints / "step=2.ckpt")
     rest = pool.run(fit_layout, model, 2, layout, None, path, **{**ONE, "world_size": 2})[0]

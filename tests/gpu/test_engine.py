@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.engines import MIB, GPURun, Transports, draw_around_engine, fit_grpo, send_every_way
-from tests.gpu.machine import gpus
+from tests.gpu.machine import gpus, processes
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.deadline(600)
@@ -148,7 +148,7 @@ def test_sampler_in_process_leaves_random_numbers_alone(fresh_pool, models):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_sampler_in_several_trainers_processes(fresh_pool, models, size):
-    gpus(size)
+    processes(size)
     strategy = {
         "tensor_model_parallel_size": 2,  # the model has two groups of keys
         "sequence_parallel": True,

@@ -11,7 +11,7 @@ from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.pool import WorkerPool
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
-from tests.gpu.machine import gpus
+from tests.gpu.machine import processes
 from tests.gpu.test_backends import EXPERTS_RELATIVE
 from tests.gpu.test_training import BF16_RELATIVE, backend, relative_steps
 from tests.strategy.test_invariance import BUDGETS, LENGTHS, ragged_batch
@@ -26,14 +26,14 @@ RELATIVE = 1e-4  # fp32 sums in another order, and atomics
 
 def verify(pool: WorkerPool, build: Any, layout: str) -> Report:
     """Torch's layers in fp32: one layout against one GPU."""
-    processes = parse_layout(layout).world_size
-    gpus(processes)
+    world_size = parse_layout(layout).world_size
+    processes(world_size)
     return verify_layouts(
         partial(build, layer_backend="torch", max_tokens_per_microbatch=max(BUDGETS)),
         [layout],
         batch=ragged_batch(),
         pool=pool,
-        processes=processes,
+        processes=world_size,
         device="cuda",
         tolerance=RELATIVE,
     )
@@ -89,7 +89,7 @@ def te_on_one_gpu(gpu_pool, qwen3_dir) -> Run:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, layout):
     world_size, strategy = LAYOUTS[layout]
-    gpus(world_size)
+    processes(world_size)
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **options)[0]
     assert relative_steps(run, te_on_one_gpu) < BF16_RELATIVE
@@ -98,7 +98,7 @@ def test_transformer_engine_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu, 
 def test_context_parallelism_by_all_to_all_follows_one_gpu(gpu_pool, qwen3_dir, te_on_one_gpu):
     """The default, from neighbour to neighbour (p2p), is in the layouts above."""
     world_size, strategy = LAYOUTS["cp2"]
-    gpus(world_size)
+    processes(world_size)
     options = {"world_size": world_size, "init_process_group": False, "timeout": 250}
     changed = {"model_config": {"cp_comm_type": "a2a"}}
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **changed, **options)[0]
@@ -108,7 +108,7 @@ def test_context_parallelism_by_all_to_all_follows_one_gpu(gpu_pool, qwen3_dir, 
 def test_context_parallelism_of_torch_layers_follows_one_gpu(gpu_pool, qwen3_dir):
     """In bf16, where torch attends by its flash kernels."""
     world_size, strategy = LAYOUTS["cp2"]
-    gpus(world_size)
+    processes(world_size)
     options = {"layers": "torch", "init_process_group": False, "timeout": 250}
     single = gpu_pool.run(fit_te, qwen3_dir, {}, 1, world_size=1, **options)[0]
     run = gpu_pool.run(fit_te, qwen3_dir, strategy, world_size, **{**options, "world_size": world_size})[0]
@@ -119,7 +119,7 @@ def test_context_parallelism_of_torch_layers_follows_one_gpu(gpu_pool, qwen3_dir
 def test_transformer_engines_experts_follow_one_gpu(gpu_pool, moe_dir, layout):
     """Their grouped products, with tokens that come from other GPUs; without router losses, as above."""
     parsed = parse_layout(layout)
-    gpus(parsed.world_size)
+    processes(parsed.world_size)
     options = {"moe": MoESettings(aux_loss_coeff=0.0), "init_process_group": False, "timeout": 250}
     single = gpu_pool.run(fit_te, moe_dir, {}, 1, world_size=1, **options)[0]
     run = gpu_pool.run(

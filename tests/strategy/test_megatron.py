@@ -1,11 +1,13 @@
 """The layout cannot change the numbers: every layout against a single process, and that against Transformers."""
 
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_megatron_rl.verify.layouts import parse_layout
+from tests.distributed import WorkerPool
 from tests.training import Run, fit_sft, frozen_sequences
 
 # Reassociated fp32 sums differ by some 1e-7 relative; two optimizer steps through 4 layers leave room for 1e-5.
@@ -94,3 +96,12 @@ def test_bf16_mixed_follows_fp32(worker_pool, qwen3_dir, reference):
     for mine, theirs in zip(run.steps, reference.steps, strict=True):
         assert mine["policy/loss"] == pytest.approx(theirs["policy/loss"], rel=2e-2)
         assert mine["policy/loss"] != pytest.approx(theirs["policy/loss"], rel=RELATIVE)
+
+
+def test_two_nodes_give_the_numbers_of_one(worker_pool, qwen3_dir):
+    """The same sums in the same order, bit by bit; local ranks differ from global ones."""
+    layout = {"world_size": 2, "init_process_group": False}
+    one = worker_pool.run(fit_sft, qwen3_dir, *reversed(LAYOUTS["tp2_sp"]), **layout)[0]
+    with closing(WorkerPool(2, nodes=2)) as nodes:
+        two = nodes.run(fit_sft, qwen3_dir, *reversed(LAYOUTS["tp2_sp"]), **layout)[0]
+    assert_same_run(two, one, relative=0.0)
