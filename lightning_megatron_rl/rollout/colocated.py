@@ -169,6 +169,8 @@ class ColocatedVLLMEngine(RolloutEngine):
             gpu_memory_utilization=1.0,
             sleeps=self.sleep_level > 0,
         )
+        if device == "cuda" and self.tensor_parallel_size > torch.cuda.device_count():
+            arguments["disable_custom_all_reduce"] = True  # vLLM's own reads the memory of GPUs of one node
         with isolated():
             # vLLM reads them where it is imported and where it starts; they are not the trainer's
             os.environ.update(engine_environment(device, eager=self.enforce_eager) | _ranks())
