@@ -2,7 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -198,25 +197,9 @@ WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
 
 
 class WeightReceiver(SharedWeightsReceiver):
-    """Methods that vLLM adds to each of its workers (`worker_extension_cls`); importing it registers the backend.
+    """Methods that vLLM adds to each of its workers (`worker_extension_cls`); importing it registers the backend."""
 
-    A message to several workers and their answers take long beside an update, so one does what `vllm.LLM` has two for.
-    """
-
-    weight_transfer_engine: Any  # the worker's own, as are these:
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
-    finish_weight_update: Callable[[], None]
-
-    def begin_update(self, part: dict[str, Any]) -> None:
-        """Start an update and load its first part."""
-        self.start_weight_update()
-        self.update_weights(part)
-
-    def end_update(self) -> bool:
-        """Finish the update; return whether it was copies that had been recorded in an earlier one."""
-        self.finish_weight_update()
-        return bool(self.weight_transfer_engine.loader.was_replayed)
+    weight_transfer_engine: Any  # the worker's own
 
     def memory_facts(self) -> dict[str, int]:
         """Bytes free on the worker's GPU, and bytes that sleeping can free."""
@@ -235,3 +218,7 @@ class WeightReceiver(SharedWeightsReceiver):
     def let_go(self) -> None:
         """Hold none of the trainer's memory any more."""
         self.weight_transfer_engine.let_go()
+
+    def was_replayed(self) -> bool:
+        """Whether the last update was copies that had been recorded in an earlier one."""
+        return bool(self.weight_transfer_engine.loader.was_replayed)

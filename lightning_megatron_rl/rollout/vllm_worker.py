@@ -97,16 +97,19 @@ class Worker:
     def end(self, version: int) -> bool:
         """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
         assert self._llm is not None
-        replayed = self._llm.collective_rpc("end_update")
+        self._llm.finish_weight_update()
         self._version = version
-        return all(replayed)
+        return all(self._llm.collective_rpc("was_replayed"))
 
     def replace(self, part: dict[str, Any], version: int) -> bool:
         """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
         assert self._llm is not None
-        self._llm.collective_rpc("begin_update", args=(part,))
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": part})
         self._forget_prefixes()
-        return self.end(version)
+        self._llm.finish_weight_update()
+        self._version = version
+        return all(self._llm.collective_rpc("was_replayed"))
 
     def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[int | None]:
         """Open the memory that weights lie in, of which each worker has handles; return what each says of it."""
