@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
-from results import RESULTS, ROOT, Result, load, share, split, spread
+from results import RESULTS, ROOT, Result, load, share, split, spread, table
 
 DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
 NOTHING = "Not measured yet.\n"
@@ -31,16 +31,16 @@ def links(rate: dict[str, Any]) -> str:
 
 def throughput(results: Path = RESULTS) -> str:
     """Return the table of B2."""
-    lines = [
+    header = (
         "| device | model | layout | tokens per micro-batch | update, tokens/s per GPU | MFU (measured peak) |"
-        " MFU (data sheet) | log-probs, tokens/s per GPU | MFU | peak memory, GiB | planned, GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+        " MFU (data sheet) | log-probs, tokens/s per GPU | MFU | peak memory, GiB | planned, GiB |"
+    )
+    rows = []
     for _, result in load("throughput_*.json", results):
         for row in result["rows"]:
             update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
             precision = row["precision"] + moments(row) + (", recomputed" if row["recompute"] else "")
-            lines.append(
+            rows.append(
                 f"| {result['device']} | {row['shape']}, {precision} | {row['layout']}"
                 f" | {row['max_tokens_per_microbatch']:,}"
                 f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
@@ -49,15 +49,15 @@ def throughput(results: Path = RESULTS) -> str:
                 f" | {'–' if memory is None else f'{memory:.1f}'}"
                 f" | {'–' if memory is None else format(row['planned_memory_gib'], '.1f')} |"
             )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def weight_sync(results: Path = RESULTS) -> str:
     """Return the table of B1."""
-    lines = [
-        "| device | model | who | ms | in a step, ms | GB/s | share of the limit | beyond it, ms | extra memory, GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = (
+        "| device | model | who | ms | in a step, ms | GB/s | share of the limit | beyond it, ms | extra memory, GiB |"
+    )
+    rows = []
     for _, result in load("weight_sync_*.json", results):
         for name, rate in result["rates"].items():
             side, sync = result[name], result[name]["sync"]
@@ -67,21 +67,21 @@ def weight_sync(results: Path = RESULTS) -> str:
                 seconds += f"; {spread(sync['sleep_seconds'], 1, 1e3)}"
             # a run's first step finds the weights of the last measured sync
             in_step = side["phases"]["weight_sync"] if side["step_s"]["count"] > 1 else None
-            lines.append(
+            rows.append(
                 f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {side['who']}"
                 f"{ASLEEP if asleep else ''} | {seconds} | {spread(in_step, 1, 1e3) if in_step else '–'}"
                 f" | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}{links(rate)}"
                 f" | {(rate['seconds'] - rate['limit_seconds']) * 1e3:.2f} | {rate['extra_gib']:.2f} |"
             )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def grpo_step(results: Path = RESULTS) -> str:
     """Return the table of B3."""
-    lines = [
-        "| device | model | who | step, s | sync | rollout | old log-probs | update | times the floor | against TRL |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = (
+        "| device | model | who | step, s | sync | rollout | old log-probs | update | times the floor | against TRL |"
+    )
+    rows = []
     for _, result in load("grpo_step_*.json", results):
         for name in ("ours", "trl"):
             if name not in result:
@@ -91,65 +91,66 @@ def grpo_step(results: Path = RESULTS) -> str:
             phases = [side["phases"].get(phase) for phase in ("weight_sync", "rollout", "old_logp", "update")]
             cells = " | ".join("–" if phase is None else f"{phase['median'] / step:.0%}" for phase in phases)
             peer = "trl" in result and result["trl"]["step_s"]["median"] / step
-            lines.append(
+            rows.append(
                 f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))} | {side['who']}"
                 f" | {spread(side['step_s'], 2)} | {cells}"
                 f" | {step / floor:.2f} | {f'{peer:.2f} x' if peer else '–'} |"
             )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def handover(results: Path = RESULTS) -> str:
     """Return the table of memory between phases."""
-    lines = [
+    header = (
         "| device | model | sampler wakes and falls asleep, s | it leaves, GB | trainer's state away and back, s"
-        " | it leaves, GB | the slowest step's, s | step, s | times the floor |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+        " | it leaves, GB | the slowest step's, s | step, s | times the floor |"
+    )
+    rows = []
     for _, result in load("handover_*.json", results, gpus_only=True):
         side = result["ours"]
         moved = side["handover"]
-        lines.append(
+        rows.append(
             f"| {result['device']}{split(side)} | {side['shape']}{moments(side['work'])}"
             f" | {moved['time/sleep_s']['median']:.2f} | {moved['perf/sleep_freed_gb']['median']:.1f}"
             f" | {moved['time/offload_s']['median']:.2f} | {moved['perf/offloaded_gb']['median']:.1f}"
             f" | {moved['time/offload_s']['max']:.2f}"
             f" | {side['step_s']['median']:.2f} | {result['times_floor']:.2f} |"
         )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def decoding(results: Path = RESULTS) -> str:
     """Return the table of decoding."""
-    lines = ["| device | model | sequences | vLLM's model runner | ms per token |", "|---|---|---|---|---|"]
+    header = "| device | model | sequences | vLLM's model runner | ms per token |"
+    rows = []
     for _, result in load("decoding_*.json", results):
         for name in ("older", "newer", "only"):
             if name in result:
                 layers = f", {result['layers']} layers" if "layers" in result else ""
                 sequences, runner = 8 * result["prompts"], "the CPU's" if name == "only" else name
-                lines.append(
+                rows.append(
                     f"| {result['device']} | {result['shape']}{layers} | {sequences} | {runner}"
                     f" | {spread(result[name]['ms_per_token'], 1)} |"
                 )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def real_run(results: Path = RESULTS) -> str:
     """Return the table of real runs."""
-    lines = [
+    header = (
         "| device | model | layout | rollouts | accuracy before | after | mismatch, mean | seconds of GRPO |"
-        " sync | rollout | log-probs | update |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+        " sync | rollout | log-probs | update |"
+    )
+    rows = []
     for _, result in load("real_run_*.json", results):
         phases = result["phase_seconds"]
         seconds = (phases["weight_sync"], phases["rollout"], phases["old_logp"] + phases["ref_logp"], phases["update"])
-        lines.append(
+        rows.append(
             f"| {result['device']} | {result['parameters'] / 1e6:.1f} M | {result['layout']} | {result['rollouts']}"
             f" | {result['accuracy_before']:.3f} | {result['accuracy_after']:.3f} | {result['mismatch_mean']:.5f}"
             f" | {result['grpo_seconds']:.0f} | " + " | ".join(f"{value:.1f} s" for value in seconds) + " |"
         )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def curves(results: Path = RESULTS) -> str:
@@ -165,27 +166,25 @@ def curves(results: Path = RESULTS) -> str:
     for start in sorted({start for start in starts if start and starts.count(start) > 1}):
         same = [row for row, own in zip(means, starts, strict=True) if own == start]
         apart[f"largest difference of those from warm start {start[:6]}"] = same
-    lines = [
-        "| rollouts | warm start | " + " | ".join(f"{block.start + 1}–{block.stop}" for block in blocks) + " |",
-        "|---|---|" + "---|" * len(blocks),
-    ]
-    lines += [
+    header = "| rollouts | warm start | " + " | ".join(f"{block.start + 1}–{block.stop}" for block in blocks) + " |"
+    rows = [
         f"| {name} | {start[:6] if start else 'its own'} | " + " | ".join(f"{value:.3f}" for value in row) + " |"
         for name, start, row in zip(names, starts, means, strict=True)
     ]
-    for name, rows in apart.items() if means else ():
-        differences = [max(column) - min(column) for column in zip(*rows, strict=True)]
-        lines.append(f"| {name} | – | " + " | ".join(f"{value:.3f}" for value in differences) + " |")
-    return "\n".join(lines) + "\n"
+    for name, compared in apart.items() if means else ():
+        differences = [max(column) - min(column) for column in zip(*compared, strict=True)]
+        rows.append(f"| {name} | – | " + " | ".join(f"{value:.3f}" for value in differences) + " |")
+    return table(header, rows)
 
 
 def headline(results: Path = RESULTS) -> str:
     """Return the README's table: what was measured on GPUs."""
-    lines = ["| what | where | result |", "|---|---|---|"]
+    header = "| what | where | result |"
+    rows = []
     for _, result in load("throughput_*.json", results, gpus_only=True):
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
-            lines.append(
+            rows.append(
                 f"| update, {row['shape']}, {row['precision']} | {result['device']}{split(row)}"
                 f" | {tokens['median']:,.0f} tokens/s per GPU, {mfu['median']:.0%} of the measured product's peak |"
             )
@@ -194,23 +193,23 @@ def headline(results: Path = RESULTS) -> str:
         peer = (
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
         )
-        lines.append(
+        rows.append(
             f"| GRPO step, {side['shape']} | {result['device']}{split(side)}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
         rate = result["rates"]["ours"]
-        lines.append(
+        rows.append(
             f"| weights to the sampler, {result['ours']['shape']} | {result['device']}{split(result['ours'])}"
             f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
         )
     for _, result in load("real_run_*.json", results, gpus_only=True):
-        lines.append(
+        rows.append(
             f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
             f" | {result['device']}{split(result)} | accuracy {result['accuracy_before']:.3f} →"
             f" {result['accuracy_after']:.3f} in {result['grpo_seconds']:.0f} s |"
         )
-    return "\n".join(lines) + "\n"
+    return table(header, rows)
 
 
 def goals(results: Path = RESULTS) -> str:
@@ -218,7 +217,7 @@ def goals(results: Path = RESULTS) -> str:
     names = ("weight_sync", "throughput", "grpo_step", "handover")
     syncs, updates, steps, handovers = (load(f"{name}_*.json", results, gpus_only=True) for name in names)
     rates = [(_place(result, result["ours"]), result["rates"]) for _, result in syncs]
-    rows = [(_place(result, row), row["shape"], row["update"]) for _, result in updates for row in result["rows"]]
+    each = [(_place(result, row), row["shape"], row["update"]) for _, result in updates for row in result["rows"]]
     mfu = {"35 %": (0.35, ("0.6b",)), "45 %": (0.45, ("4b", "8b"))}
     measured: dict[tuple[str, str], list[tuple[str, str, bool]]] = {
         ("B1, share of the limit", "60 %"): [
@@ -234,7 +233,7 @@ def goals(results: Path = RESULTS) -> str:
         **{
             (f"B2, MFU of updates at {' and '.join(shapes)}", aim): [
                 (place, f"{share(update['mfu_measured'])} ({share(update['mfu_spec'])} of the data sheet's peak)", met)
-                for place, shape, update in rows
+                for place, shape, update in each
                 if shape in shapes
                 for met in [update["mfu_measured"]["median"] >= least]
             ]
@@ -257,13 +256,14 @@ def goals(results: Path = RESULTS) -> str:
             if result["speedup_over_trl"]
         ],
     }
-    lines = ["| benchmark | goal | reached | missed |", "|---|---|---|---|"]
+    header = "| benchmark | goal | reached | missed |"
+    rows = []
     for (name, aim), found in measured.items():
         cells = [
             "; ".join(f"{value} ({place})" for place, value, met in found if met is wanted) for wanted in (True, False)
         ]
-        lines.append(f"| {name} | {aim} | {cells[0] or '–'} | {cells[1] or '–'} |")
-    return "\n".join(lines) + "\n"
+        rows.append(f"| {name} | {aim} | {cells[0] or '–'} | {cells[1] or '–'} |")
+    return table(header, rows)
 
 
 def _without_sampling(side: dict[str, Any]) -> float:
@@ -295,13 +295,13 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def with_tables(text: str) -> str:
     """The document with the current tables between their marks; tables that it has no marks for are left out."""
-    for name, table in TABLES.items():
+    for name, make in TABLES.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         if start not in text:
             continue
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
-        text = before + start + (written if (written := table()).count("\n") > 2 else NOTHING) + end + after
+        text = before + start + (written if (written := make()).count("\n") > 2 else NOTHING) + end + after
     return text
 
 

@@ -1,6 +1,7 @@
 """Reading benchmarks/results, and how figures are written in the documents' tables."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,12 @@ def split(measured: dict[str, Any]) -> str:
     """Return the layout, to stand behind the device, if it is of several GPUs."""
     layout = measured.get("layout", "world 1 ")
     return "" if layout.startswith("world 1 ") else f", {layout}"
+
+
+def table(header: str, rows: Iterable[str]) -> str:
+    """Return a table in Markdown.
+
+    Example:
+        ``table("| a | b |", ["| 1 | 2 |"])`` has a line ``|---|---|`` between the two.
+    """
+    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *rows]) + "\n"
