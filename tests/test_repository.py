@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_megatron_rl"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MAX_LINES = 400
+MAX_LINES = 600
 LONG_FILES: set[str] = set()  # files over MAX_LINES that are better left whole, each with its reason
 
 QUICK_ROOMS = {
