@@ -1,8 +1,10 @@
 """Entry point of `lightning-megatron-rl` and `python -m lightning_megatron_rl`: light until a run needs more."""
 
+import os
 import sys
 
 from lightning_megatron_rl import __version__
+from lightning_megatron_rl.cpus import openmp_defaults
 
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
@@ -46,6 +48,8 @@ def main(args: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"lightning-megatron-rl {__version__}")
         return
+    if args is None:  # this process is the command's own, and has not loaded OpenMP yet
+        os.environ.update(openmp_defaults())
     if arguments[0] == "verify-layout":
         from lightning_megatron_rl.verify.command import main as verify_layout
 

@@ -13,6 +13,7 @@ FLOORS = {
     "sample": -1,  # the records that everybody shares
     "files": -1,
     "arguments": -1,
+    "cpus": -1,
     "versions": -1,
     "buffers": -1,
     "copies": -1,
@@ -42,6 +43,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
     "files": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "cpus": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},

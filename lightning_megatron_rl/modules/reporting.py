@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_megatron_rl.cpus import OthersLoad, busy_words, usable_cpus
 from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
@@ -32,6 +33,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
+        self._others = OthersLoad()  # until then
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -75,8 +77,16 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             *([] if self.lora is None else [("LoRA", f"{self.lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
             *self.describe_moe(),
+            *self._describe_cpus(),
         ]
         print_table("run", rows)
+
+    def _describe_cpus(self) -> list[tuple[str, str]]:
+        """Return rows about the CPUs of this machine, and about others that keep them busy."""
+        cpus, threads = usable_cpus(), torch.get_num_threads()
+        rows = [("CPUs", f"{cpus.count} by {cpus.source}; {threads} thread(s) of torch on each rank")]
+        busy = busy_words(self._others.cpus(), cpus.count)
+        return [*rows, *([("load", busy)] if busy else []), *([("CPU quota", cpus.problem)] if cpus.problem else [])]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is known only after the optimizer step: gradient norm, learning rate and times."""

@@ -1,11 +1,14 @@
 """vLLM as a rollout engine: what it is started with, on which devices, and how it gets its weights."""
 
+import logging
+import math
 import os
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from lightning_megatron_rl.cpus import openmp_defaults, sampler_threads, usable_cpus
 from lightning_megatron_rl.cuda_memory import identity, reach_each_other
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
@@ -20,6 +23,8 @@ from lightning_megatron_rl.rollout.vllm_settings import (
     visible_device,
 )
 from lightning_megatron_rl.rollout.vllm_supervision import SupervisedEngine
+
+log = logging.getLogger(__name__)
 
 
 class VLLMEngine(SupervisedEngine):
@@ -41,7 +46,8 @@ class VLLMEngine(SupervisedEngine):
             rest is the trainer's.
         max_num_seqs: Most sequences that are sampled at a time.
         enforce_eager: No compilation and no CUDA graphs; unset: eager on CPU (starts much faster), graphs on CUDA.
-        num_threads: CPU threads of the engine; unset: every core that this process may use.
+        num_threads: CPU threads of each of the engine's processes; unset: OMP_NUM_THREADS if it is set, else one for
+            every 10 million parameters, at most this rank's share of the CPUs that the process may use.
         tensor_parallel_size: GPUs (on CPU: processes) that share the model.
         devices: GPUs as the trainer numbers them; unset: the trainer's own and those behind it.
         sleep_level: Give the GPU's memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2
@@ -93,7 +99,7 @@ class VLLMEngine(SupervisedEngine):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads={num_threads} must be at least 1, or unset for every core")
+            raise ValueError(f"num_threads={num_threads} must be at least 1, or unset")
         if kv_cache_memory_gb is not None and kv_cache_memory_gb <= 0:
             raise ValueError(f"kv_cache_memory_gb={kv_cache_memory_gb} must be positive, or unset")
         if not 0 < gpu_memory_utilization <= 1:
@@ -130,7 +136,7 @@ class VLLMEngine(SupervisedEngine):
         """Start the process and return while it loads; `wait_ready`, or the first call, waits for it.
 
         Raises:
-            ValueError: The directory has no config or no safetensors weights.
+            ValueError: The directory has no config or no safetensors weights; OMP_NUM_THREADS is no number of threads.
             RuntimeError: vLLM or a library of the system is missing, the wrong vLLM is installed, or it runs already.
         """
         if self._shared is not None:
@@ -159,12 +165,28 @@ class VLLMEngine(SupervisedEngine):
             self._layout.architectures,
             eager=eager,
             tensor_parallel_size=self.tensor_parallel_size,
-            num_threads=self.num_threads,
+            num_threads=self._choose_threads() if device == "cpu" else None,
             visible_devices=visible,
         )
-        self._environment = child_environment(dict(os.environ), environment | self.env)
+        self._environment = child_environment(dict(os.environ), openmp_defaults() | environment | self.env)
         self._shared = SharedWeights()
         self._launch()
+
+    def _choose_threads(self) -> int:
+        """Return the threads of each process on the CPU; more than there are CPUs is a warning."""
+        parameters = sum(math.prod(shape) for shape in self._layout.shapes.values())
+        threads = self.num_threads or sampler_threads(parameters, self.tensor_parallel_size)
+        cpus = usable_cpus()
+        if threads * self.tensor_parallel_size > cpus.count:
+            log.warning(
+                "the sampler has %d process(es) with %d threads each for %d CPUs (%s), which will wait for each other:"
+                " lower num_threads or OMP_NUM_THREADS",
+                self.tensor_parallel_size,
+                threads,
+                cpus.count,
+                cpus.source,
+            )
+        return threads
 
     def _choose_devices(self) -> str:
         """Decide on GPUs and transport; return what the process is to see."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
+from lightning_megatron_rl.cpus import share_cpus
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
@@ -190,6 +191,10 @@ class MegatronStrategy(StopsTogether):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        # before other ranks are started, and before Lightning does it by affinity alone
+        threads = share_cpus(self.num_processes)
+        if threads is not None:
+            torch.set_num_threads(threads)
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
