@@ -15,8 +15,9 @@ _BUSY = 0.4  # share of the CPUs above which others count: one endless loop on t
 # wait in a loop for several milliseconds, on a core that another process may want. libgomp reads the first when it is
 # loaded; the second is for the runtime of LLVM and Intel, which some builds of torch load, and in milliseconds.
 OPENMP_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
-# Parameters of a model for each thread that samples from it: with fewer, waking and waiting takes longer than the work.
-PARAMETERS_PER_THREAD = 10_000_000
+# Parameters of a model for each thread that works on it: with fewer, waiting for each other takes longer than the work.
+# A token of 32 sequences (benchmarks/busy_machine.py), and a micro-batch of some thousand tokens, which is more work.
+SAMPLER_PARAMETERS, TRAINER_PARAMETERS = 10_000_000, 2_000_000
 
 
 @dataclass(frozen=True)
@@ -201,13 +202,23 @@ def sampler_threads(num_parameters: int, num_processes: int = 1, environment: Ma
         return asked
     share = environment.get(_SHARE)
     cpus = int(share) if share else usable_cpus().count // int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(num_parameters // PARAMETERS_PER_THREAD, cpus) // num_processes)
+    return max(1, min(num_parameters // SAMPLER_PARAMETERS, cpus) // num_processes)
+
+
+def trainer_threads(num_parameters: int, share: int) -> int:
+    """Return torch's threads in a rank on the CPU.
+
+    Args:
+        num_parameters: Of the rank's part of the model.
+        share: CPUs of the rank.
+    """
+    return max(1, min(num_parameters // TRAINER_PARAMETERS, share))
 
 
 class OthersLoad:
     """Measures how many CPUs the processes of others keep busy, from when it is made.
 
-    Niced processes do not count: they give way. What this process's family uses (children, and their children; under
+    Niced processes do not count, unless this one is niced, too: they give way. What this process's family uses (children, and their children; under
     torchrun and SLURM what its parent has started) is its own.
     """
 
@@ -239,12 +250,13 @@ def busy_words(others: float | None, cpus: int) -> str | None:
 
 def _cpu_seconds() -> tuple[float, float, float] | None:
     """Return the time, what all processes have used of this one's CPUs, and what its own family has used. # seconds"""
-    tick = os.sysconf("SC_CLK_TCK")
+    tick, niced = os.sysconf("SC_CLK_TCK"), os.getpriority(os.PRIO_PROCESS, 0) > 0
     cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         # user, nice, system, idle, iowait, irq, softirq, steal
-        busy = sum(int(line[i]) for line in lines if line[0] in cpus for i in (1, 3, 6, 7, 8))
+        counted = (1, 2, 3, 6, 7, 8) if niced else (1, 3, 6, 7, 8)
+        busy = sum(int(line[i]) for line in lines if line[0] in cpus for i in counted)
     except (OSError, ValueError, IndexError):
         return None
     launched = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & os.environ.keys()
@@ -257,7 +269,7 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
         except OSError:  # it has ended
             continue
         parents[int(process.name)] = int(fields[1])
-        if int(fields[16]) <= 0:  # its own time and of children that it has collected; niced ones are not in `busy`
+        if niced or int(fields[16]) <= 0:  # its own time and of children that it has collected
             ticks[int(process.name)] = sum(map(int, fields[11:15]))
     while grown := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= grown

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
-from lightning_megatron_rl.cpus import share_cpus
+from lightning_megatron_rl.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
@@ -135,6 +135,7 @@ class MegatronStrategy(StopsTogether):
         self.num_nodes = 1
         self.phase_name = "setup"
         self._long_lived = LongLived()
+        self._cpu_share: int | None = None  # CPUs of this rank; None: the user says how many threads there are
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -192,9 +193,9 @@ class MegatronStrategy(StopsTogether):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         # before other ranks are started, and before Lightning does it by affinity alone
-        threads = share_cpus(self.num_processes)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        self._cpu_share = share_cpus(self.num_processes)
+        if self._cpu_share is not None:
+            torch.set_num_threads(self._cpu_share)
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -273,6 +274,15 @@ class MegatronStrategy(StopsTogether):
                 self.watch_signals(trainer)
                 self.start_keeping(trainer)
         self.setup_precision_plugin()
+
+    def limit_threads(self, num_parameters: int) -> None:
+        """Give torch on a CPU no more threads than a model of this size keeps busy; what the user has set stays.
+
+        Args:
+            num_parameters: Of this rank.
+        """
+        if self._cpu_share is not None and self.root_device.type == "cpu":
+            torch.set_num_threads(trainer_threads(num_parameters, self._cpu_share))
 
     def model_to_device(self) -> None:
         """Move the chunks to this rank's device (done in `setup`)."""
