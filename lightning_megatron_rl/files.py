@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -128,3 +129,22 @@ class LockedDirectory:
 def _nearest(path: Path) -> Path:
     """What can be seen of a path."""
     return next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
+
+
+def driver_files(pid: int) -> set[Path]:
+    """Return what CUDA's driver has in shared memory for a process of this user that lends memory.
+
+    The driver leaves it there when the process ends.
+    """
+    found = set()
+    for path in Path("/dev/shm").glob(f"cuda.shm.*.{pid:x}.*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                found.add(path)
+    return found
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files, whether they are still there or not."""
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-SHARE_A_PROCESS = ("rollout", "gpu")  # rooms whose files share engines, or a device
+SHARE_A_PROCESS = ("rollout",)  # folders whose files share engines
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which tests run one after the other

@@ -20,12 +20,15 @@ from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.products import asks_for_tf32
 from lightning_megatron_rl.strategy.resuming import resumes
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
-# compute the same function (2e-6 is usual; 1e-3 leaves room for long sums on large models). In bf16 the trainer's
-# activations carry 8 bits: single log-probs differ by some 0.1; a wrong, missing or permuted tensor by far more.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+# compute the same function (2e-6 is usual, 7e-6 was seen on a GPU; long sums of large models get the rest). With 8 bits
+# of mantissa (bf16) single log-probs differ by some 0.1, with 10 (fp16, TF32) by a quarter of that; a wrong, missing or
+# permuted tensor by far more.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.125}
+_TF32_TOLERANCE = 0.125
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
 
 
@@ -270,7 +273,10 @@ class HFExport(Callback):
                 f"is not the trained model: {len(differences)} tensors on disk are not the trainer's ({first}). The"
                 " disk may be at fault; training state is in the checkpoints."
             )
-        tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
+        strategy = pl_module.strategy
+        params_dtype = strategy.precision_plugin.params_dtype
+        is_tf32 = params_dtype == torch.float32 and strategy.root_device.type == "cuda" and asks_for_tf32()
+        tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCE[params_dtype]
         what = "scores" if pl_module.exports_classifier else "log-probs"
         load = partial(
             _scores if pl_module.exports_classifier else _logprobs,

@@ -263,6 +263,7 @@ class GRPOModule(SamplesResponses):
             ),
             ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
+            ("sampler", self.engine.describe()),
             *self.describe_episodes(),
             *self.loss.config.describe(),
             ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),

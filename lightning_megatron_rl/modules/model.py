@@ -1,5 +1,6 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -117,6 +118,7 @@ class ModelModule(TakesSteps, ReportsSteps):
 
     def setup(self, stage: str) -> None:
         """Find the model, check that the layout can hold it and the optimizer's settings, before weights are loaded."""
+        self._setup_began = time.perf_counter()
         if stage == "fit":
             self.strategy.resolve_optimizer_config(self._optimizer_config())
         if self.strategy.offloads and not self.samples_responses:

@@ -1,6 +1,7 @@
 """What a Hugging Face model directory says about its weights, read without loading them."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,11 @@ class CheckpointLayout:
             shapes.pop(OUTPUT_EMBEDDING, None)
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         return cls(shapes, dtype, is_tied, tuple(config.get("architectures") or ()))
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model; a tied output embedding counts once."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
         """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.

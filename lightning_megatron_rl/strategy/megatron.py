@@ -39,6 +39,7 @@ from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from lightning_megatron_rl.strategy.products import choose_products
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.stopping import StopsTogether
@@ -214,6 +215,7 @@ class MegatronStrategy(StopsTogether):
         check_trainer(self.lightning_module.trainer)
         avoid_inference_tensors(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)
+        choose_products(self.precision_plugin.precision, self.root_device)
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()

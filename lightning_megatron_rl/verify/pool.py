@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from lightning_megatron_rl.files import driver_files, remove_files
+
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
 
@@ -100,6 +102,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        remove_files(driver_files(self.process.pid))
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.connection.close()

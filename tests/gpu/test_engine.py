@@ -54,11 +54,13 @@ def check_ways(found: Transports, in_place: bool = True) -> None:
     assert found.shared_files == [[], []]  # the weights are still there
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("family", ["dense", "tied", "moe"])
 def test_weights_are_the_same_by_every_way(gpu_pool, models, family):
     check_ways(gpu_pool.run(send_every_way, models[family], "child", {}, **ONE)[0])
 
 
+@pytest.mark.alone
 def test_weights_to_other_gpus(gpu_pool, models):
     gpus(2)
     found = gpu_pool.run(send_every_way, models["dense"], "child", {"devices": [1]}, **ONE)[0]
@@ -67,6 +69,7 @@ def test_weights_to_other_gpus(gpu_pool, models):
     check_ways(found, in_place=False)
 
 
+@pytest.mark.alone
 def test_weights_to_four_gpus(gpu_pool, models):
     """More workers than the model has groups of keys and values: vLLM gives two of them the same."""
     gpus(4)
@@ -91,6 +94,7 @@ def check_parity(run: GPURun, steps: int) -> None:
         assert math.isfinite(step["policy/loss"])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("family", ["dense", "tied", "moe"])
 def test_fifty_rounds_of_sleep_wake_and_sync(gpu_pool, larger_models, family):
     """Optimizer, gradients and parameters leave, the sampler wakes in order, and nothing grows."""
@@ -126,6 +130,7 @@ def test_offloading_changes_no_number(gpu_pool, models):
             assert mine[name] == theirs[name], name
 
 
+@pytest.mark.smoke
 def test_killed_engine_is_replaced_and_gets_its_weights(gpu_pool, models):
     """Nobody kept a copy of the weights: they are pushed again."""
     run = gpu_pool.run(fit_grpo, models["dense"], 1, steps=4, kill_at=2, **ONE)[0]
