@@ -45,7 +45,8 @@ def usable_cpus(proc: Path = Path("/proc/self")) -> UsableCPUs:
         proc: Where the kernel says which cgroups the process is in and where they are mounted.
     """
     affinity = len(os.sched_getaffinity(0))
-    quota, where, problems = math.inf, "", []
+    problems: list[str] = []
+    quota, where = math.inf, ""
     for directory in _cgroups(proc, problems):
         try:
             found = _quota(directory)
@@ -218,8 +219,8 @@ def trainer_threads(num_parameters: int, share: int) -> int:
 class OthersLoad:
     """Measures how many CPUs the processes of others keep busy, from when it is made.
 
-    Niced processes do not count, unless this one is niced, too: they give way. What this process's family uses (children, and their children; under
-    torchrun and SLURM what its parent has started) is its own.
+    Niced processes do not count, unless this one is niced, too: they give way. What this process's family uses
+    (children, and their children; under torchrun and SLURM what its parent has started) is its own.
     """
 
     def __init__(self) -> None:
