@@ -11,7 +11,8 @@ PACKAGE = "lightning_megatron_rl"
 ROOT = Path(lightning_megatron_rl.__file__).parent
 FLOORS = {
     "sample": -1,  # the records that everybody shares
-    "files": -1,
+    "files": -4,
+    "notices": -1,
     "arguments": -1,
     "cpus": -1,
     "versions": -1,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
@@ -18,6 +18,7 @@ from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
+from lightning_megatron_rl.notices import tell_failure, tell_loss
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.products import asks_for_tf32
@@ -50,8 +51,8 @@ class HFExport(Callback):
             too. What is there stays until the new one is proved.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
-        on_error: What an export that fails does to the run: "warn" lets it go on and lists the failures once more when
-            it ends, "raise" stops it.
+        on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
+            lists the failures (exit code 1); with "warn" it ends as if nothing had been; "raise" stops it at once.
 
     Example:
         ``Trainer(callbacks=[HFExport(dirpath="runs/grpo/hf")])``
@@ -66,8 +67,10 @@ class HFExport(Callback):
         overwrite: bool = False,
         adapter: Literal["merged", "peft", "both"] = "merged",
         max_shard_size_gb: float = 5.0,
-        on_error: Literal["warn", "raise"] = "warn",
+        on_error: Literal["fail", "warn", "raise"] = "fail",
     ) -> None:
+        if on_error not in ("fail", "warn", "raise"):
+            raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
         if not max_shard_size_gb > 0:
@@ -140,14 +143,6 @@ class HFExport(Callback):
         if self.at_end:
             self.export(pl_module, self._last)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Tell once more, as the run's last words, what went wrong."""
-        if self.failures:
-            rank_zero_warn(
-                f"HFExport: {len(self.failures)} exports of this run FAILED: {'; '.join(self.failures)}. The weights"
-                " are in the run's checkpoints: `lightning-megatron-rl convert CHECKPOINT DIRECTORY` exports them."
-            )
-
     @property
     def _last(self) -> Path:
         return self.dirpath / "last"
@@ -201,7 +196,14 @@ class HFExport(Callback):
                     if self.on_error == "raise":
                         raise
                     self.failures.append(str(error))
-                    rank_zero_warn(f"HFExport FAILED, training goes on: {error}")
+                    message = (
+                        f"HFExport FAILED, training goes on: {error} The weights are in the run's checkpoints:"
+                        " `lightning-megatron-rl convert CHECKPOINT DIRECTORY` exports them."
+                    )
+                    if self.on_error == "fail":  # on every rank, so that every one ends with it
+                        tell_failure(message, aloud=pl_module.global_rank == 0)
+                    else:
+                        rank_zero_only(tell_loss)(message)
 
     def _write(
         self, pl_module: Any, target: Path, probe: list[TokenSequence], expected: list[Tensor], *, is_adapter: bool

@@ -21,8 +21,9 @@ from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.notices import finish
 from lightning_megatron_rl.rollout.engine import RolloutEngine
-from lightning_megatron_rl.strategy.distributed import context_parallel_sum
+from lightning_megatron_rl.strategy.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -191,6 +192,14 @@ class ModelModule(TakesSteps, ReportsSteps):
         if self.init_from is not None:
             self.strategy.load_weights(Path(self.init_from), chunks)
         return chunks
+
+    def on_fit_end(self) -> None:
+        """Repeat what was lost in this run.
+
+        Raises:
+            RunFailedError: On every rank, if something failed that the run was for; everything else is done by now.
+        """
+        run_on_all_ranks(finish)
 
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""

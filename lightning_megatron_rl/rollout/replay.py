@@ -6,7 +6,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams, SyncReport
+from lightning_megatron_rl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+)
 from lightning_megatron_rl.sample import Sample
 
 

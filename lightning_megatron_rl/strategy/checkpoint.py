@@ -12,7 +12,6 @@ On disk::
 
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ import torch
 from torch import distributed as dist
 
 from lightning_megatron_rl.files import free_bytes, fsync
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, share_files
 from lightning_megatron_rl.strategy.distributed import run_and_finish, run_on_all_ranks, run_on_rank_zero
 from lightning_megatron_rl.strategy.manifest import (
@@ -260,7 +260,7 @@ def open_checkpoint(
         for other in others:
             if _find_damage(other, verify) is None:
                 if dist.get_rank() == 0:
-                    warnings.warn(f"{damage} It was not loaded: {other} takes its place.", stacklevel=2)
+                    tell_loss(f"{damage} It was not loaded: {other} takes its place.")
                 return other, read_manifest(other)
         damage += f" There is no other undamaged checkpoint in {path.parent} from which this run could go on."
     raise DamagedCheckpointError(damage)

@@ -11,9 +11,10 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
 from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
 from lightning_megatron_rl.strategy.directories import is_linked, remove, remove_unfinished, switch_link
@@ -149,7 +150,7 @@ class KeepsCheckpoints(CollectiveStrategy):
         try:
             remove(path)
         except (OSError, ValueError) as error:  # on this rank alone, and no reason to end a run
-            rank_zero_warn(f"the checkpoint {path} was not removed: {error}")
+            rank_zero_only(tell_loss)(f"the checkpoint {path} was not removed: {error}")
 
     def _remove_outlived(self) -> None:
         outlived, self._outlived = self._outlived, []

@@ -26,6 +26,7 @@ from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.cpus import share_cpus, trainer_threads
+from lightning_megatron_rl.notices import forget
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
@@ -212,6 +213,7 @@ class MegatronStrategy(StopsTogether):
         """Check the run, then start process groups, Megatron's parallel state and its random-number trackers."""
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
+        forget()
         check_trainer(self.lightning_module.trainer)
         avoid_inference_tensors(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)

@@ -12,10 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
@@ -265,7 +266,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     def _load_generators(self, path: Path, layout: dict[str, Any]) -> dict[str, Any] | None:
         """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
-            rank_zero_warn(
+            rank_zero_only(tell_loss)(
                 f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
                 f" {layout['world_size']}): random-number states start anew from the seed."
             )

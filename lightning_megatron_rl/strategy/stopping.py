@@ -11,8 +11,9 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.directories import switch_link
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.guarding import GuardsSteps
@@ -83,7 +84,7 @@ class StopsTogether(GuardsSteps):
         self._stopping = told
         path = stop_checkpoint(trainer)
         if path is None:
-            rank_zero_warn(
+            rank_zero_only(tell_loss)(
                 "the run stops without a checkpoint: it has no ModelCheckpoint whose directory would take it."
             )
             return
@@ -145,7 +146,7 @@ class StopsTogether(GuardsSteps):
                     return
                 switch_link(place, saved)
             except (OSError, ValueError) as error:
-                rank_zero_warn(f"the checkpoint {place} does not make way for {saved}: {error}")
+                rank_zero_only(tell_loss)(f"the checkpoint {place} does not make way for {saved}: {error}")
                 return
             self._resumed_from = None if has_last else (saved.resolve(), newer)
             self._remove_outlived()

@@ -2,7 +2,6 @@
 
 import pickle
 import shutil
-import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, read_manifest, record_file, write_manifest
+from tests.notices import collected
 from tests.strategy.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
@@ -50,15 +50,14 @@ def resume(model: Path, path: Path, world_size: int, strategy: dict[str, Any]) -
     keeps, module = KeepsWeights(), make_module(model)
     trainer = make_trainer(strategy, world_size, max_steps=3, callbacks=[keeps])
     notes: Notes = {"error": ""}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with collected() as caught:
         try:
             trainer.fit(module, SequenceDataModule(frozen_sequences(12), 4), ckpt_path=str(path))
         except ValueError as error:
             notes["error"] = str(error)
     pairs = zip(keeps.weights, module.parameters(), strict=True)
     notes["untouched"] = all(torch.equal(old, new) for old, new in pairs)
-    notes["warnings"] = [str(warning.message) for warning in caught if "damaged" in str(warning.message)]
+    notes["warnings"] = [message for message in caught if "damaged" in message]
     notes["steps"] = trainer.global_step
     return notes
 
