@@ -105,7 +105,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         local["time/step_s"] = time.perf_counter() - self._step_started + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
-        local |= self.memory_metrics()
+        local |= self.rank_metrics()
         tokens = self.reduce_on_device(torch.tensor([self._step_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
         self._step_tokens = 0
@@ -120,8 +120,8 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             }
         )
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Return what more there is to say about memory; the largest of all ranks is logged."""
+    def rank_metrics(self) -> dict[str, float]:
+        """Return what more this rank has to say; the largest of all ranks is logged."""
         return {}
 
     def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:

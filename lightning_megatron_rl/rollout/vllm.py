@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 class VLLMEngine(SupervisedEngine):
     """Samples with vLLM in a process of its own, so that the trainer keeps its random numbers, patches and environment.
 
-    A call that finds the process dead starts another one, gives it the weights last pushed, and is repeated; after
-    `max_restarts` of them the engine gives up. A call that outlasts its deadline or fails inside vLLM raises at once
-    (an update is repeated), and the next call starts the new process.
+    A call that finds the process dead, or that it does not answer before its deadline (a process that is stopped never
+    answers), starts another one, gives it the weights last pushed, and is repeated. Each such restart is a warning in
+    the log; after `max_restarts` of them the engine gives up. A call that fails inside vLLM raises at once (an update
+    is repeated), and the next call starts the new process.
 
     On CUDA weights go from GPU to GPU and nobody keeps a copy: a process that is replaced, or that slept at level 2,
     has none, and `generate` raises `WeightsLostError` until the next `update_weights`.
@@ -60,7 +61,7 @@ class VLLMEngine(SupervisedEngine):
         bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
             workers; a planned push of a split model has its own. # MiB
         start_timeout_s: Deadline of a start. # seconds
-        call_timeout_s: Deadline of each call to generate or update. # seconds
+        call_timeout_s: Deadline of each call to generate or update, after which the process is replaced. # seconds
         max_restarts: Replacements of a failed process before the engine gives up.
         seed: vLLM's own seed; samples only depend on the seeds of their requests.
         env: Environment variables of the process, over all others.

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -26,6 +25,7 @@ from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.cpus import share_cpus, trainer_threads
+from lightning_megatron_rl.leader import rest, watch
 from lightning_megatron_rl.notices import forget
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
@@ -35,6 +35,7 @@ from lightning_megatron_rl.strategy.checks import (
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.garbage import LongLived
+from lightning_megatron_rl.strategy.launching import RankLauncher
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
@@ -199,7 +200,7 @@ class MegatronStrategy(StopsTogether):
         if self._cpu_share is not None:
             torch.set_num_threads(self._cpu_share)
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment its ranks; called by the Trainer."""
@@ -217,6 +218,7 @@ class MegatronStrategy(StopsTogether):
         check_trainer(self.lightning_module.trainer)
         avoid_inference_tensors(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)
+        watch()
         choose_products(self.precision_plugin.precision, self.root_device)
         super().setup_environment()
         self.set_world_ranks()
@@ -233,6 +235,8 @@ class MegatronStrategy(StopsTogether):
 
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
+        if isinstance(self._launcher, RankLauncher):
+            self._launcher.release_port()
         try:
             # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
             # once, with 388 MiB of the GPU's memory
@@ -417,3 +421,4 @@ class MegatronStrategy(StopsTogether):
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
+            rest()
