@@ -2,7 +2,7 @@
 
 import ctypes
 
-from lightning_megatron_rl.devices.checks import missing_cuda
+from lightning_megatron_rl.devices.checks import GPU_SETUP, missing_cuda
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
 from lightning_megatron_rl.versions import installed_versions
 
@@ -60,6 +60,24 @@ def choose_device(wanted: str, installed: set[str], *, no_gpu: str | None) -> st
             f"pip uninstall {package}, then {INSTALL.format(extra)}"
         )
     return device
+
+
+def check_for_gpu(wanted: str, installed: set[str]) -> None:
+    """Refuse a sampler that would land on the CPU, unasked, beside a trainer on GPUs.
+
+    Args:
+        wanted: As for `choose_device`.
+        installed: As for `choose_device`.
+
+    Raises:
+        RuntimeError: The environment was made for the CPU; with the command that makes the other one.
+    """
+    if wanted == "auto" and installed == {CPU_PACKAGE}:
+        raise RuntimeError(
+            f"the trainer is on a GPU, and this environment was made for the CPU: {CPU_PACKAGE} is installed,"
+            f" {CUDA_PACKAGE} is not, so that responses would be sampled on the CPU. Make the other environment with"
+            f" {GPU_SETUP}, or, if sampling on the CPU is meant, set the engine's device: cpu."
+        )
 
 
 def require_library(name: str, remedy: str) -> None:
