@@ -146,6 +146,11 @@ class GRPOLossConfig:
         return "sequence" if policy_loss(self.policy_loss) in SEQUENCE_LOSSES else "token"
 
     @property
+    def weighs_sequences(self) -> bool:
+        """Whether the policy loss is the token form of a loss of whole sequences."""
+        return policy_loss(self.policy_loss) in (gspo, luspo)
+
+    @property
     def corrects_within_loss(self) -> bool:
         """Whether the policy loss takes the correction's weights as an argument; others are multiplied by them."""
         return policy_loss(self.policy_loss) is vespo

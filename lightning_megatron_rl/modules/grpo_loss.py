@@ -63,6 +63,9 @@ class GRPOLoss:
             losses, ratio = self.policy_loss(logprobs, old, advantages, sequences, **within)
         else:
             losses, ratio = self.policy_loss(logprobs, old, advantages, sequences)
+            if weights is not None and config.weighs_sequences and config.weight_level == "token":
+                # the loss of a sequence times each of these weights, added up: in the token form, their mean
+                weights = sequences.mean(weights)
             losses = losses if weights is None else losses * weights
         if config.off_policy_mask_threshold is not None:
             kept = off_policy_mask(

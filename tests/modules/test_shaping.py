@@ -61,7 +61,8 @@ def test_kl_in_the_reward_is_summed_over_the_response(estimator: str, per_token:
     rewards, metrics, _ = shaped(config, None)
     expected = [reward - 0.1 * per_token * size for reward, size in ((1, 8), (2, 9), (3, 10))]
     assert rewards == pytest.approx(expected, rel=1e-12)  # e^-0.5 + 0.5 - 1 in float64
-    assert metrics == {"reward/kl_penalty": pytest.approx(-0.1 * per_token * 9, rel=1e-12)}
+    capped = {"reward/kl_capped_frac": 0.0} if estimator == "k3" else {}
+    assert metrics == {"reward/kl_penalty": pytest.approx(-0.1 * per_token * 9, rel=1e-12), **capped}
 
 
 def test_filtered_responses_are_in_no_numerator_and_no_denominator():
