@@ -65,7 +65,8 @@ for _mode, _bounds in CORRECTIONS.items():
     _correction = {"correction": _mode, **_bounds}
     GRPO_CASES[f"dapo_{_mode}"] = {"loss_type": "dapo", "epsilon_high": 0.28, **_correction}
     GRPO_CASES[f"gspo_{_mode}"] = {**GRPO_CASES["gspo"], **_correction}
-    GRPO_CASES[f"vespo_{_mode}"] = {**GRPO_CASES["vespo"], **_correction}
+    if _mode.startswith("token"):  # TRL refuses others
+        GRPO_CASES[f"vespo_{_mode}"] = {**GRPO_CASES["vespo"], **_correction}
 
 DPO_CASES: dict[str, dict[str, Any]] = {
     "sigmoid": {},

@@ -51,13 +51,15 @@ OURS: dict[str, dict[str, Any]] = {
     "top_entropy_one": {"top_entropy_quantile": 0.0},
 }
 TOKEN_MASK, SEQUENCE_MASK = {"icepop_low": 0.8, "icepop_high": 1.25}, {"icepop_low": 0.7, "icepop_high": 1.5}
-for _name, _loss, _level in (("dapo", DAPO, "token"), ("gspo", GSPO, None), ("vespo", OURS["vespo"], None)):
+for _name, _loss in (("dapo", DAPO), ("gspo", GSPO)):
     # what a loss of sequences is corrected by without being told is a weight per sequence
     OURS[f"{_name}_token_truncate"] = {**_loss, "correction": "tis", "correction_cap": 1.2, "correction_level": "token"}
     OURS[f"{_name}_token_mask"] = {**_loss, "correction": "icepop", **TOKEN_MASK, "correction_level": "token"}
-    level = {"correction_level": "sequence"} if _level else {}
-    OURS[f"{_name}_sequence_truncate"] = {**_loss, "correction": "tis", "correction_cap": 1.2, **level}
-    OURS[f"{_name}_sequence_mask"] = {**_loss, "correction": "icepop", **SEQUENCE_MASK, **level}
+    _level = {"correction_level": "sequence"} if _name == "dapo" else {}
+    OURS[f"{_name}_sequence_truncate"] = {**_loss, "correction": "tis", "correction_cap": 1.2, **_level}
+    OURS[f"{_name}_sequence_mask"] = {**_loss, "correction": "icepop", **SEQUENCE_MASK, **_level}
+OURS["vespo_token_truncate"] = {"policy_loss": "vespo", "correction": "tis", "correction_cap": 1.2}
+OURS["vespo_token_mask"] = {"policy_loss": "vespo", "correction": "icepop", **TOKEN_MASK}
 
 
 @pytest.fixture(scope="module")

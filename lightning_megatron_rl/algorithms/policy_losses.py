@@ -1,7 +1,7 @@
 """Policy-gradient losses per token, by name or as a user's own callable."""
 
 import math
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -141,7 +141,6 @@ def vespo(
     sequences: Sequences | None = None,
     *,
     correction_weights: Tensor | None = None,
-    correction_level: Literal["token", "sequence"] = "token",
     k_positive: float = 2.0,
     lambda_positive: float = 3.0,
     k_negative: float = 3.0,
@@ -154,9 +153,8 @@ def vespo(
     part of w: do not multiply it with the loss as well.
 
     Args:
-        correction_weights: Of each token; None for no correction.
-        correction_level: Whether they are a weight per token, whose product is the sequence's, or the sequence's own
-            weight at each of its tokens.
+        correction_weights: Of each token, in w by their product; None for no correction. 0 counts as 1e-8, so one
+            rejected token leaves nothing of its sequence.
         k_positive: How steeply sequences with w < 1 lose weight where A >= 0.
         lambda_positive: How steeply sequences with w > 1 lose weight where A >= 0.
         k_negative: As `k_positive`, where A < 0.
@@ -174,15 +172,10 @@ def vespo(
     check_vespo(k_positive=k_positive, lambda_positive=lambda_positive)
     check_vespo(k_negative=k_negative, lambda_negative=lambda_negative)
     sequences = _known("vespo", sequences)
-    log_ratios = log_ratio(logprobs.detach(), old_logprobs)
-    log_weights = torch.zeros_like(log_ratios)
+    log_weights = log_ratio(logprobs.detach(), old_logprobs)
     if correction_weights is not None:
-        log_weights = correction_weights.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
-    if correction_level == "token":
-        total = sequences.sum(log_ratios + log_weights)
-    else:
-        total = sequences.sum(log_ratios) + log_weights
-    total = total.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        log_weights = log_weights + correction_weights.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    total = sequences.sum(log_weights).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     is_positive = advantages >= 0
     k = torch.full_like(total, k_negative).masked_fill(is_positive, k_positive)
     lam = torch.full_like(total, lambda_negative).masked_fill(is_positive, lambda_positive)
@@ -267,8 +260,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "sapo": sapo,
 }
-SEQUENCE_LOSSES: tuple[PolicyLoss, ...] = (gspo, luspo, vespo)
-"""Losses with one ratio per sequence."""
+SEQUENCE_LOSSES: tuple[PolicyLoss, ...] = (gspo, luspo)
+"""Token forms of losses with one ratio and one value per sequence."""
 
 
 def policy_loss(loss: str | PolicyLoss) -> PolicyLoss:

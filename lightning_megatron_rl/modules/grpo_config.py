@@ -72,8 +72,8 @@ class GRPOLossConfig:
         entropy_coef: Weight of the entropy bonus.
         entropy_schedule: Lets entropy_coef change in a straight line; None keeps it.
         correction: What is done about a sampler that is not the trainer: "tis", "icepop" or "geo_mask"; None trusts it.
-        correction_level: tis and icepop: one weight per "token", or one per "sequence". None takes what the policy loss
-            has a ratio of: the sequence for gspo, luspo and vespo, otherwise the token.
+        correction_level: tis and icepop: one weight per "token", or one per "sequence". None takes the sequence for
+            gspo and luspo, whose loss is of sequences, otherwise the token.
         correction_cap: tis: upper bound of the weight.
         icepop_low: icepop: tokens (or sequences) with a smaller weight are rejected.
         icepop_high: icepop: tokens (or sequences) with a larger weight are rejected.
@@ -143,12 +143,12 @@ class GRPOLossConfig:
             return "token"  # of geo_mask, whose weights are 0 and 1, either is the same
         if self.correction_level is not None:
             return self.correction_level
-        return "sequence" if policy_loss(self.policy_loss) in SEQUENCE_LOSSES else "token"
+        return "sequence" if self.weighs_sequences else "token"
 
     @property
     def weighs_sequences(self) -> bool:
         """Whether the policy loss is the token form of a loss of whole sequences."""
-        return policy_loss(self.policy_loss) in (gspo, luspo)
+        return policy_loss(self.policy_loss) in SEQUENCE_LOSSES
 
     @property
     def corrects_within_loss(self) -> bool:
@@ -238,6 +238,11 @@ class GRPOLossConfig:
             raise ValueError(
                 f"correction_level=sequence with correction={self.correction}: only tis and icepop have a weight per"
                 " sequence. Set one of them, or leave correction_level out."
+            )
+        if self.correction_level == "sequence" and self.corrects_within_loss:
+            raise ValueError(
+                "correction_level=sequence with policy_loss=vespo, which makes one weight of a sequence's tokens by"
+                " itself: leave correction_level out."
             )
         if self.kl_importance_weighting and (not self.kl_coef or self.kl_in == "reward"):
             raise ValueError(

@@ -59,7 +59,7 @@ class GRPOLoss:
         sequences = Sequences(batch.sequence_index, mask, batch.num_sequences, self.sum_over_shares)
         weights = fields.get("correction_weights")
         if config.corrects_within_loss:
-            within: Any = {"correction_weights": weights, "correction_level": config.weight_level}
+            within: Any = {"correction_weights": weights}
             losses, ratio = self.policy_loss(logprobs, old, advantages, sequences, **within)
         else:
             losses, ratio = self.policy_loss(logprobs, old, advantages, sequences)

@@ -187,10 +187,7 @@ def test_luspo_has_the_gradient_of_the_length_times_the_sequence_form():
         (1.0, {}, 3 + 2 * math.log(2) - 6),  # w = 2 x 1
         (-1.0, {}, 2 + 3 * math.log(2) - 4),
         (1.0, {"k_positive": 0.0, "lambda_positive": 0.5}, 0.5 - 1),
-        # a weight per token: w = 2 x 0.5 x 1
-        (1.0, {"correction_weights": [0.5, 1.0]}, 0.0),
-        # the sequence's own weight, at each of its tokens: w = 2 x 0.25
-        (1.0, {"correction_weights": [0.25, 0.25], "correction_level": "sequence"}, 3 + 2 * math.log(0.5) - 1.5),
+        (1.0, {"correction_weights": [0.5, 1.0]}, 0.0),  # w = 2 x 0.5 x 1
         (1.0, {"correction_weights": [0.25, 0.25]}, 3 + 2 * math.log(0.125) - 0.375),
         (1.0, {"correction_weights": [0.0, 1.0]}, 3 + 2 * math.log(2e-8) - 6e-8),  # rejected: 1e-8 in place of 0
     ],

@@ -31,7 +31,7 @@ SETTINGS = {
     },
     "luspo": {"policy_loss": "luspo", "aggregation": "seq_mean_token_sum", "clip_low": 0.05, "clip_high": 0.1},
     "vespo": {"policy_loss": "vespo", "kl_coef": 0.1},
-    "vespo_token": {"policy_loss": "vespo", "correction": "icepop", "correction_level": "token", "icepop_low": 0.7},
+    "vespo_icepop": {"policy_loss": "vespo", "correction": "icepop", "icepop_low": 0.7},
     "vespo_geo_mask": {"policy_loss": "vespo", "correction": "geo_mask", "geo_mask_low": 0.9, "geo_mask_high": 1.2},
     "off_policy": {"off_policy_mask_threshold": 0.05, "kl_coef": 0.1},
     "top_entropy": {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "kl_coef": 0.1},
@@ -141,8 +141,8 @@ def vespo_correction(config: GRPOLossConfig, differences: Tensor) -> Tensor:
     """The correction's part of a sequence's weight, from log π_old - log π_roll of its tokens."""
     w = differences.exp()
     match config.correction:
-        case "tis":  # per sequence by default
-            return w.prod().clamp(max=2)
+        case "tis":
+            return w.clamp(max=2).prod()
         case "icepop":
             return torch.where((w >= config.icepop_low) & (w <= 5), w, 1e-8).prod()
         case _:
@@ -225,7 +225,7 @@ def test_no_cut_and_no_order_changes_the_objective(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["ppo_clip", "gspo", "gspo_token", "vespo", "vespo_token", "off_policy", "cispo", "sapo"]
+    "name", ["ppo_clip", "gspo", "gspo_token", "vespo", "vespo_icepop", "off_policy", "cispo", "sapo"]
 )
 def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str):
     """Fails for gspo if a rank takes the mean over its own part of a sequence. Some parts hold no response token."""
@@ -249,9 +249,12 @@ def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str):
         ({"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"}, "sequence"),
         ({"policy_loss": gspo, "aggregation": "seq_mean_token_mean"}, "sequence"),
         ({"policy_loss": "luspo", "aggregation": "seq_mean_token_sum"}, "sequence"),
-        ({"policy_loss": "vespo"}, "sequence"),
-        ({"policy_loss": "vespo", "correction": "icepop"}, "sequence"),
-        ({"policy_loss": "vespo", "correction_level": "token"}, "token"),
+        (
+            {"policy_loss": "luspo", "aggregation": "seq_mean_token_sum", "correction": "icepop"},
+            "sequence",
+        ),
+        ({"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "correction_level": "token"}, "token"),
+        ({"policy_loss": "vespo"}, "token"),
         ({"policy_loss": "vespo", "correction": "geo_mask"}, "token"),
         ({"correction_level": "sequence"}, "sequence"),
     ],
@@ -356,6 +359,10 @@ def test_functions_and_classes_of_the_users_own():
         ({"policy_loss": "luspo"}, "luspo with aggregation=token_mean.*Set aggregation=seq_mean_token_sum"),
         ({"correction": "geo_mask", "correction_level": "sequence"}, "only tis and icepop have a weight per sequence"),
         ({"correction": None, "correction_level": "sequence"}, "correction=None: only tis and icepop"),
+        (
+            {"policy_loss": "vespo", "correction_level": "sequence"},
+            "vespo, which makes one weight of a sequence's tokens",
+        ),
         ({"correction_level": "prompt"}, "correction_level='prompt': choose one of sequence, token, or null"),
         ({"vespo_k_positive": -1.0}, "vespo_k_positive=-1.0 and vespo_lambda_positive=3.0: choose k >= 0 and λ > 0"),
         ({"vespo_lambda_negative": 0.0}, "vespo_k_negative=3.0 and vespo_lambda_negative=0.0: choose k >= 0"),
