@@ -173,6 +173,10 @@ ALGORITHMS = {
     "luspo": {"policy_loss": "luspo", "aggregation": "seq_mean_token_sum", "clip_low": 3e-4, "clip_high": 4e-4},
     "vespo": {
         "policy_loss": "vespo",
+        # a weight per token would multiply the rounding of log-probs by the length, where most sequences have none left
+        "correction": "geo_mask",
+        "geo_mask_low": 0.3,
+        "geo_mask_high": 3.0,
         "off_policy_mask_threshold": 0.5,
         "top_entropy_quantile": 0.5,
         "entropy_coef": 0.01,
