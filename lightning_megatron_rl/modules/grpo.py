@@ -221,6 +221,8 @@ class GRPOModule(SamplesResponses):
             with self.phase("old_logp"):
                 scores = self.score(rollout.sequences, routing="record" if self.replays_routing else "free")
                 rollout.set_field("old_logprobs", scores.logprobs)
+                if self.loss.config.top_entropy_quantile < 1:
+                    rollout.set_entropies(scores.entropies)
                 if self.replays_routing:
                     rollout.set_routing(scores.routing)
         if self.reference_kind != "none":
@@ -241,11 +243,12 @@ class GRPOModule(SamplesResponses):
 
     def forward_backward(self, rollout: Rollout) -> Tensor:
         """Compute the gradients of one part of a rollout; return its loss, equal on every rank."""
-        rollout.set_token_weights(
-            self.loss,
-            max_response_length=self.sampling.max_tokens,
-            all_reduce=lambda vector: self.reduce_on_device(vector, "sum"),
-        )
+
+        def over_replicas(vector: Tensor) -> Tensor:
+            return self.reduce_on_device(vector, "sum")
+
+        rollout.set_token_weights(self.loss, max_response_length=self.sampling.max_tokens, all_reduce=over_replicas)
+        rollout.set_top_entropy(self.loss, over_replicas)
         metrics = self.update(rollout.sequences, self.loss)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
         return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
