@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import closing, suppress
@@ -10,6 +11,8 @@ from pathlib import Path
 # Hidden names with this in them are this package's alone: whatever has one was made or moved there by a write. A name
 # comes and goes in one step with its directory, which a marker inside does not
 OURS = ".lightning-megatron-rl-"
+# "s3://bucket/a", what pathlib and os.path.abspath make of it ("s3:/bucket/a", "/here/s3:/bucket/a"), fsspec's chains
+_URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*)(?::/|::)", re.IGNORECASE)
 
 
 def fsync(path: Path) -> None:
@@ -26,6 +29,36 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_nearest(path)).free
 
 
+def is_url(path: str | Path) -> bool:
+    """Whether a path is a URL, or what became of one that was taken for a path.
+
+    Example:
+        ``is_url("s3://bucket/run")``; not ``is_url("runs/1")``
+    """
+    return _URL.search(str(path)) is not None
+
+
+def check_local(path: str | Path, setting: str) -> None:
+    """Refuse a URL where only a path of a local or shared file system works.
+
+    Directories are locked, exchanged in one step and linked, which object stores and fsspec's file systems cannot do.
+    Written as a path, a URL would become a local directory of that name.
+
+    Args:
+        path: What the user gave.
+        setting: What chooses it, for the error.
+
+    Raises:
+        ValueError: Names both, and what to give in its place.
+    """
+    if match := _URL.search(str(path)):
+        raise ValueError(
+            f"{setting}={str(path)!r} is a URL ({match[1]}), and only paths of a local or shared file system work here:"
+            " directories are locked, exchanged and linked in one step. Give a plain path such as /data/run (without"
+            " file://), and copy to an object store when the run has ended, or mount the store."
+        )
+
+
 def check_writable(path: Path, setting: str | None = None) -> None:
     """Refuse a destination, which need not be there yet, below a directory that takes no files.
 
@@ -35,10 +68,12 @@ def check_writable(path: Path, setting: str | None = None) -> None:
 
     Raises:
         OSError: Names all three.
+        ValueError: It is a URL.
 
     Example:
         ``check_writable(Path("runs/hf"), "HFExport(dirpath)")``
     """
+    check_local(path, setting or "destination")
     there = _nearest(path)
     try:
         with tempfile.TemporaryFile(dir=there):

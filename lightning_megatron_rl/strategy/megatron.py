@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import ClusterEnvironment
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -29,15 +29,18 @@ from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
     check_trainer,
+    refuse_checkpoint_io,
     warn_of_slow_links,
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.garbage import LongLived
 from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from lightning_megatron_rl.strategy.resuming import resumes
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.stopping import StopsTogether
@@ -134,6 +137,7 @@ class MegatronStrategy(StopsTogether):
         self.num_nodes = 1
         self.phase_name = "setup"
         self._long_lived = LongLived()
+        self._logs = LogDirectories()
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -172,6 +176,15 @@ class MegatronStrategy(StopsTogether):
     def lightning_restore_optimizer(self) -> bool:
         """`load_checkpoint` restores the optimizer together with the weights."""
         return False
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's default, which is never asked: checkpoints are this strategy's own."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_checkpoint_io(io)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -216,10 +229,20 @@ class MegatronStrategy(StopsTogether):
         install_shared_gloo(self.root_device)
         install_adam(self.root_device)
         self._init_process_group()
+        self._start_writing(self.lightning_module.trainer)
         with self.phase("setup"):
             self.layout.initialize(self.timeout_s)
             self.replica = ReplicaGroup(self.timeout_s)
             self._seed_megatron()
+
+    def _start_writing(self, trainer: "pl.Trainer") -> None:
+        """Settle where the run writes, before loggers and callbacks open anything."""
+        command = trainer.state.fn
+        assert command is not None
+        self.name_run(trainer)
+        if command == TrainerFn.FITTING:
+            self.lock_directories(trainer)
+        self._logs.take(trainer.loggers, command.value, self.run_id, resumes=resumes(trainer) is True)
 
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
@@ -394,6 +417,7 @@ class MegatronStrategy(StopsTogether):
         try:
             self.stop_keeping()
         finally:
+            self._logs.release()
             # not super().teardown(): it moves the model and the optimizer state to the CPU
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()

@@ -65,6 +65,8 @@ class StopsTogether(GuardsSteps):
         """Take the signals over from Lightning; one that came before has nothing new to save."""
         assert self._notice is not None
         self._notice.install()
+        assert self.lightning_module is not None
+        self.keep_one_last(self.lightning_module.trainer)
         with self.phase("start of training"):
             self._stopping = self._notice.agree(self.root_device)
         self.stop_if_told()
