@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing, suppress
+from itertools import count
 from pathlib import Path
 
 # Hidden names with this in them are this package's alone: whatever has one was made or moved there by a write. A name
@@ -22,6 +24,25 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield `path`, and then its name with -2, -3, ... before the suffix, without end.
+
+    Example:
+        ``runs/samples.jsonl``, ``runs/samples-2.jsonl``, ``runs/samples-3.jsonl``, ...
+    """
+    yield path
+    yield from (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+
+
+def create(path: Path) -> bool:
+    """Make an empty file; False if something has the name. Of two processes one is told True."""
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    return True
 
 
 def free_bytes(path: Path) -> int:

@@ -1,7 +1,7 @@
 """`KeepsCheckpoints`: when checkpoints are written, and which of them stay, behind Lightning's callbacks."""
 
-from abc import abstractmethod
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.csv_logger import METRICS_FILE, directory_of, is_open, open_for_appending, set_version
-from lightning_megatron_rl.files import OURS, Lock, is_url
+from lightning_megatron_rl.files import OURS, Lock, create, is_url
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 
 _OWNER = f"{OURS}run"  # in each directory: the run that it belongs to, locked while that run lives
@@ -88,11 +88,7 @@ class LogDirectories:
         continues = command == _FIT and (owner == run_id or (owner is None and resumes))
         if has_metrics and not continues:
             return False
-        try:
-            with mark.open("x") as file:
-                file.write(run_id)
-        except FileExistsError:
-            pass
+        create(mark)
         lock = Lock(mark)
         if lock.held is False:
             lock.close()

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
+from lightning_megatron_rl.run_settings import describe_settings
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
@@ -45,12 +47,14 @@ from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backwar
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.stopping import StopsTogether
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
+from lightning_megatron_rl.versions import installed_versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
 _DEFAULT_SEED = 1234
+_PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "vllm")
 # its info lines are lists of every parameter, its warnings advice to Megatron's own developers
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -244,6 +248,30 @@ class MegatronStrategy(StopsTogether):
             self.lock_directories(trainer)
         self._logs.take(trainer.loggers, command.value, self.run_id, resumes=resumes(trainer) is True)
 
+    def _log_settings(self, trainer: "pl.Trainer") -> None:
+        """Give the loggers what the run is made of, as Lightning does with what a module saves as hyper-parameters."""
+        if not trainer.enable_autolog_hparams or not trainer.loggers:
+            return
+        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+        strategy = describe_settings(self) | asdict(self.layout)
+        settings = {
+            "run_id": self.run_id,
+            "model": describe_settings(module),
+            "data": None if data is None else describe_settings(data),
+            "strategy": strategy,
+            "trainer": {
+                "precision": self.precision_plugin.precision,
+                "world_size": self.world_size,
+                "max_steps": trainer.max_steps,
+                "max_epochs": trainer.max_epochs,
+                "gradient_clip_val": trainer.gradient_clip_val,
+            },
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)),
+            "versions": installed_versions(_PACKAGES),
+        }
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
+
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
         try:
@@ -291,6 +319,7 @@ class MegatronStrategy(StopsTogether):
                 self.watch_signals(trainer)
                 self.start_keeping(trainer)
         self.setup_precision_plugin()
+        self._log_settings(trainer)
 
     def model_to_device(self) -> None:
         """Move the chunks to this rank's device (done in `setup`)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -168,9 +169,15 @@ class _EndsOfBatches(pl.Callback):
     def __init__(self, strategy: StopsTogether) -> None:
         self.strategy = strategy
 
-    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """Save if told to."""
+    def on_train_batch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule", *_: Any) -> None:
+        """Log the x axis; save if told to."""
+        _log_axis(trainer, module)
         self.strategy.save_if_told(trainer)
+
+    def on_validation_epoch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """Log the x axis."""
+        if not trainer.sanity_checking:
+            _log_axis(trainer, module)
 
     def on_validation_start(self, trainer: "pl.Trainer", *_: Any) -> None:
         """Leave a validation to the run that goes on."""
@@ -181,6 +188,17 @@ class _EndsOfBatches(pl.Callback):
         """Save if told to during the validation."""
         if not trainer.sanity_checking:
             self.strategy.save_if_told(trainer)
+
+
+def _log_axis(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+    """Let loggers have metrics at `global_step`, the number of the step that ends, as samples and checkpoints have it.
+
+    Lightning's own count is one less in a batch's end and in the validation behind it. A metric named "step" replaces
+    it, and the "epoch" that Lightning adds otherwise.
+    """
+    for name, value in (("step", trainer.global_step), ("epoch", trainer.current_epoch)):
+        count = torch.tensor(value, dtype=torch.float64)
+        module.log(name, count, batch_size=1, sync_dist=False)
 
 
 def stop_checkpoint(trainer: "pl.Trainer") -> Path | None:

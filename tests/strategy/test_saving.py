@@ -215,7 +215,12 @@ class OwnTensors(SFTModule):
             self.lengths.update(float(len(batch)))
 
     def own(self) -> dict[str, list[float]]:
-        state = {"seen": self.seen, "scratch": self.scratch, "scale": self.scale.detach(), "mean": self.lengths.compute()}
+        state = {
+            "seen": self.seen,
+            "scratch": self.scratch,
+            "scale": self.scale.detach(),
+            "mean": self.lengths.compute(),
+        }
         return {name: value.reshape(-1).tolist() for name, value in state.items()}
 
 
