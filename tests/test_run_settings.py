@@ -63,11 +63,13 @@ def test_settings_are_nested_plain_data():
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["HF_TOKEN", "token", "password", "db_passwd", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "apiKey", "api-key"]
-    + ["client_secret", "MY_SECRET_VALUE", "OPENAI_KEY", "authorization", "credentials", "accessToken"],
+SECRETS = (
+    "HF_TOKEN token password db_passwd WANDB_API_KEY AWS_SECRET_ACCESS_KEY apiKey api-key client_secret MY_SECRET_VALUE"
+    " OPENAI_KEY authorization credentials accessToken"
 )
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
 def test_secrets_are_known_by_their_names(name):
     assert masked({"env": {name: "abc"}, name: ["abc"], "other": name}) == {
         "env": {name: "***"},

@@ -37,9 +37,10 @@ class StopsTogether(GuardsSteps):
     _stopping = 0  # the signal that this run is about to end for
 
     def watch_signals(self, trainer: "pl.Trainer") -> None:
-        """Have a look at every batch's end from now on, behind all other callbacks."""
+        """Have a look at every batch's end from now on, behind all other callbacks; count steps before them."""
         self._notice = StopNotice(self._signals())
         self._stopping = 0
+        trainer.callbacks.insert(0, _CountsSteps())  # type: ignore[attr-defined]
         trainer.callbacks.append(_EndsOfBatches(self))  # type: ignore[attr-defined]
 
     def _signals(self) -> list[int]:
@@ -159,8 +160,26 @@ class StopsTogether(GuardsSteps):
         """Leave the Trainer as it was."""
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _EndsOfBatches)]
+        callbacks[:] = [it for it in callbacks if not isinstance(it, _EndsOfBatches | _CountsSteps)]
         self._notice, self._stopping = None, 0
+
+
+class _CountsSteps(pl.Callback):
+    """Lets loggers have metrics at `global_step`, the number of the step that ends, as samples and checkpoints have it.
+
+    Lightning's own count is one less at a batch's end and in the validation behind it. A metric named "step" replaces
+    it, and the "epoch" that Lightning adds otherwise. It is the first callback: `ModelCheckpoint` takes this step, too,
+    for the names of checkpoints.
+    """
+
+    def on_train_batch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule", *_: Any) -> None:
+        """Log the count."""
+        for name, value in (("step", trainer.global_step), ("epoch", trainer.current_epoch)):
+            module.log(name, torch.tensor(value, dtype=torch.float64), batch_size=1, sync_dist=False)
+
+    def on_validation_epoch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """Log the count."""
+        self.on_train_batch_end(trainer, module)
 
 
 class _EndsOfBatches(pl.Callback):
@@ -169,15 +188,9 @@ class _EndsOfBatches(pl.Callback):
     def __init__(self, strategy: StopsTogether) -> None:
         self.strategy = strategy
 
-    def on_train_batch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule", *_: Any) -> None:
-        """Log the x axis; save if told to."""
-        _log_axis(trainer, module)
+    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """Save if told to."""
         self.strategy.save_if_told(trainer)
-
-    def on_validation_epoch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-        """Log the x axis."""
-        if not trainer.sanity_checking:
-            _log_axis(trainer, module)
 
     def on_validation_start(self, trainer: "pl.Trainer", *_: Any) -> None:
         """Leave a validation to the run that goes on."""
@@ -188,17 +201,6 @@ class _EndsOfBatches(pl.Callback):
         """Save if told to during the validation."""
         if not trainer.sanity_checking:
             self.strategy.save_if_told(trainer)
-
-
-def _log_axis(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-    """Let loggers have metrics at `global_step`, the number of the step that ends, as samples and checkpoints have it.
-
-    Lightning's own count is one less in a batch's end and in the validation behind it. A metric named "step" replaces
-    it, and the "epoch" that Lightning adds otherwise.
-    """
-    for name, value in (("step", trainer.global_step), ("epoch", trainer.current_epoch)):
-        count = torch.tensor(value, dtype=torch.float64)
-        module.log(name, count, batch_size=1, sync_dist=False)
 
 
 def stop_checkpoint(trainer: "pl.Trainer") -> Path | None:
