@@ -60,11 +60,11 @@ def test_samples_of_all_replicas_are_kept(worker_pool, qwen3_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_samples": -1}, {"every_n_steps": 0}, {"max_samples_per_step": 0}, {"max_file_mb": 0}]
+    ("name", "value"), [("num_samples", -1), ("every_n_steps", 0), ("max_samples_per_step", 0), ("max_file_mb", 0)]
 )
-def test_rollout_samples_settings_are_checked(options):
-    with pytest.raises(ValueError, match="must be"):
-        RolloutSamples(**options)
+def test_rollout_samples_settings_are_checked(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        RolloutSamples(**{name: value})
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, 8), (8, 8), (7, 4), (4, 4), (3, 3), (1, 1)])
@@ -105,6 +105,8 @@ def test_samples_are_of_one_run_and_limited(worker_pool, qwen3_dir, tmp_path):
     }
     steps = {name: sorted({row["step"] for row in lines}) for name, lines in rows.items()}
     assert steps == {
+        "evaluation-dp0-2.jsonl": [1],
+        "evaluation-dp0.jsonl": [2, 3],
         "rollouts-dp0-2.jsonl": [1],
         "rollouts-dp0-superseded.jsonl": [2],
         "rollouts-dp0.jsonl": [1, 2, 3],
