@@ -8,16 +8,19 @@ import pydoc
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import shtab
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
+from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
@@ -25,6 +28,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.devices.checks import check_auto, check_cuda, check_device_count
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
+from lightning_megatron_rl.files import numbered
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -39,7 +43,7 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
-_CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, WeightSync)
+_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
@@ -71,6 +75,26 @@ class Parser(LightningArgumentParser):
         self.exit(2, f"{program}: error: {explain(message, known)}\n({program} --help lists what there is)\n")
 
 
+class ConfigOfRun(SaveConfigCallback):
+    """Saves the config beside the log as ``config.yaml``; if another one has that name, as ``config-2.yaml``, ..."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Choose the name, then save as Lightning does; nothing if this very config is there already."""
+        directory = trainer.log_dir  # a collective
+        if not self.already_saved and trainer.is_global_zero and directory is not None:
+            files, text = get_filesystem(directory), self.parser.dump(self.config, skip_none=False)
+            for path in numbered(Path(self.config_filename)):
+                place = os.path.join(directory, path.name)
+                if not files.isfile(place):
+                    break
+                self.already_saved = files.read_text(place, encoding="utf-8") == text
+                if self.already_saved:
+                    break
+            self.config_filename = path.name
+        self.already_saved = trainer.strategy.broadcast(self.already_saved)
+        super().setup(trainer, pl_module, stage)
+
+
 class CommandLine(LightningCLI):
     """LightningCLI that refuses what it would otherwise ignore, and says in a few words what is wrong."""
 
@@ -81,9 +105,9 @@ class CommandLine(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             # inference mode would make tensors that Megatron's buffers could not be updated with afterwards
-            trainer_defaults={"inference_mode": False},
+            trainer_defaults={"inference_mode": False, "callbacks": [PredictionFiles()]},
             seed_everything_default=1234,
-            save_config_kwargs={"overwrite": True},  # a second run into a directory is the user's wish
+            save_config_callback=ConfigOfRun,
             parser_class=Parser,
             parser_kwargs={"prog": PROGRAM, "default_env": True},
             # Lightning's top-level `optimizer:` replaces the module's, and Megatron's has to be built by the strategy

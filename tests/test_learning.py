@@ -192,7 +192,7 @@ def test_curves_are_read_off_the_log(tmp_path):
     path = tmp_path / "metrics.csv"
     logged = torch.tensor(0.9).item()
     assert logged < 0.9
-    path.write_text(f"step,reward/mean,{ACCURACY}\n0,0.25,\n1,0.5,\n1,,{logged}\n")
+    path.write_text(f"step,reward/mean,{ACCURACY}\n1,0.25,\n2,0.5,\n2,,{logged}\n")
     run = read_run(path, 7.0)
     assert (run["accuracy"], run["reward"], run["seconds"]) == ([[2, 0.9]], [[1, 0.25], [2, 0.5]], 7.0)
     assert first_reaching(run["accuracy"], 0.9) == 2

@@ -92,7 +92,7 @@ class PendingCheckpoint:
         beside: Mapping[str, bytes] = MappingProxyType({}),
         stage: "Callable[[dict[str, Any], Path], StagedShards] | None" = None,
     ) -> None:
-        self.path, self._description, self._beside = path, description, dict(beside)
+        self.path, self.description, self._beside = path, description, dict(beside)
         self._started = time.perf_counter()
         self._directory: UnfinishedDirectory | None = None  # rank 0 has it
         self._source = sharded if isinstance(sharded, Path) else None
@@ -170,7 +170,7 @@ class PendingCheckpoint:
                 if name not in files:
                     fsync(self._partial / name)
                     files[name] = record_file(self._partial / name)
-            write_manifest(self._partial, self._description, files)
+            write_manifest(self._partial, self.description, files)
             self._directory.publish()
 
     def _sharded_files(

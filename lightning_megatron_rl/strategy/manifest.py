@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_megatron_rl.files import check_local
 from lightning_megatron_rl.versions import installed_versions
 
 FORMAT_VERSION = 2
@@ -108,9 +109,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: `path` is not a checkpoint, or one of a newer format.
+        ValueError: `path` is not a checkpoint, or one of a newer format, or a URL.
         DamagedCheckpointError: The manifest is not what was written.
     """
+    check_local(path, "checkpoint")
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist. {_list_checkpoints(path.parent)}")
     if not is_checkpoint(path):

@@ -124,6 +124,19 @@ def test_previous_checkpoints_from_the_latest(tmp_path):
     assert names == ["step=4.ckpt", "step=2.ckpt", "step=1.ckpt"]
 
 
+def test_another_checkpoint_of_the_same_step_is_taken_first(tmp_path):
+    """With `save_last` there are two full directories of one step; if one is damaged, the other loses no step.
+
+    Fails with `step < last_step`: the run would fall back further than it must.
+    """
+    for name, step in (("step=1", 1), ("step=2", 2), ("step=3", 3), ("last", 2)):
+        write(tmp_path / f"{name}.ckpt", step)
+    for damaged, twin in (("last", "step=2"), ("step=2", "last")):
+        (tmp_path / f"{damaged}.ckpt" / "sharded" / "0").write_bytes(b"")
+        names = [path.name for path in previous_checkpoints(tmp_path / f"{damaged}.ckpt")]
+        assert names == [f"{twin}.ckpt", "step=1.ckpt"]
+
+
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
