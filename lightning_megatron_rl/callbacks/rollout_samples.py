@@ -7,9 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.files import check_writable
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
@@ -114,7 +115,7 @@ class RolloutSamples(Callback):
         self._num_written += number
 
     def _warn(self, what: str) -> None:
-        rank_zero_warn(
+        rank_zero_only(tell_loss)(
             f"RolloutSamples: {what} (max_samples_per_step={self.max_samples_per_step},"
             f" max_file_mb={self.max_file_mb}; null for no limit)."
         )
