@@ -4,6 +4,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.leader import watch
 from lightning_megatron_rl.versions import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -87,3 +88,5 @@ def _register_strategy() -> None:
 # --help and the engine's process do without Lightning's seconds of import; whoever has paid for them gets the strategy
 if "lightning.pytorch" in sys.modules:
     _register_strategy()
+
+watch()  # before the imports that take long

@@ -1,8 +1,11 @@
 """Entry point of `lightning-megatron-rl` and `python -m lightning_megatron_rl`: light until a run needs more."""
 
+import os
+import signal
 import sys
 
 from lightning_megatron_rl import __version__
+from lightning_megatron_rl.cpus import openmp_defaults
 
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
@@ -30,6 +33,15 @@ example:
 """
 
 
+def allow_interrupt() -> None:
+    """Let SIGINT end this process and what it starts where it was started with the signal ignored.
+
+    Shells ignore it for background jobs of scripts, and some CI systems do; a run could not be interrupted there.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(args: list[str] | None = None) -> None:
     """Run the command line; importing Lightning takes seconds, so help and version do without it.
 
@@ -46,6 +58,9 @@ def main(args: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"lightning-megatron-rl {__version__}")
         return
+    if args is None:  # this process is the command's own, and has not loaded OpenMP yet
+        os.environ.update(openmp_defaults())
+        allow_interrupt()
     if arguments[0] == "verify-layout":
         from lightning_megatron_rl.verify.command import main as verify_layout
 

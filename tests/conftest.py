@@ -2,8 +2,10 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line does; and so no test changes the environment
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -19,6 +21,9 @@ from tests.distributed import WorkerPool
 
 pytest_plugins = ["tests.policing"]
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job: tests interrupt themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.set_threshold(50_000)  # Python's 700 cost a quarter of the time of every large import
 

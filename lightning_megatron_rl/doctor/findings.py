@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from lightning_megatron_rl.cpus import busy_words
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import DeviceFacts, version_text
 from lightning_megatron_rl.devices.memory import GIB
@@ -47,7 +48,7 @@ def examine(system: SystemFacts, facts: DeviceFacts, device: str) -> list[Findin
     findings = [*_platform(system), *_packages(system, device)]
     findings += _cuda(facts) if device == "cuda" else [_without_cuda(facts)]
     findings.append(_sampler(facts, device))
-    return [*findings, *_machine(system, device)]
+    return [*findings, *_cpus(system), *_machine(system, device)]
 
 
 def _platform(system: SystemFacts) -> list[Finding]:
@@ -57,7 +58,7 @@ def _platform(system: SystemFacts) -> list[Finding]:
         Finding("python", "ok", system.python)
         if python_ok
         else Finding("python", "missing", system.python, "make setup takes or fetches a Python 3.12"),
-        Finding("platform", "ok", f"{where}, {system.cpus} cores, {system.memory_bytes / GIB:.0f} GiB")
+        Finding("platform", "ok", f"{where}, {system.memory_bytes / GIB:.0f} GiB")
         if where == "Linux on x86_64"
         else Finding("platform", "missing", where, "the pinned packages are for Linux on x86_64"),
     ]
@@ -137,6 +138,21 @@ def _sampler(facts: DeviceFacts, device: str) -> Finding:
     if finding.level == "ok" and facts.vllm is not None and not fits(facts.vllm.version, VLLM):
         return Finding("vLLM", "missing", f"{version}, wanted {VLLM}", "make setup (docs/install.md)")
     return finding
+
+
+def _cpus(system: SystemFacts) -> list[Finding]:
+    text = f"{system.cpus} to use, by {system.cpu_source}"
+    findings = [
+        Finding("CPUs", "warning", text, system.cpu_problem) if system.cpu_problem else Finding("CPUs", "ok", text)
+    ]
+    busy = busy_words(system.others_load, system.cpus)
+    if busy is not None:
+        findings.append(
+            Finding("load", "warning", busy, "wait for them, end them, or give them a lower priority (nice)")
+        )
+    elif system.others_load is not None:
+        findings.append(Finding("load", "ok", f"other processes use {system.others_load:.1f} CPUs"))
+    return findings
 
 
 def _machine(system: SystemFacts, device: str) -> list[Finding]:

@@ -1,10 +1,10 @@
 """The versions this project runs with, and the tools of the machine around them."""
 
 import ctypes
-import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from lightning_megatron_rl.cpus import OthersLoad, usable_cpus
 from lightning_megatron_rl.devices.measure import capture
 from lightning_megatron_rl.versions import installed_version
 
@@ -33,6 +34,7 @@ REQUIRED = {
 }
 VLLM = "==0.26.0"
 TRANSFORMER_ENGINE = ">=2.20.2,<2.21"
+LOAD_SECONDS = 1.0  # over which the load of other processes is measured
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class SystemFacts:
     python: str
     system: str = "Linux"
     machine: str = "x86_64"
-    cpus: int = 1
+    cpus: int = 1  # that this process may use
+    cpu_source: str = "affinity"  # of that number
+    cpu_problem: str = ""  # what of it could not be read
+    others_load: float | None = None  # CPUs that other processes keep busy; None: not known
     memory_bytes: int = 0
     shared_memory_bytes: int | None = None  # free in /dev/shm; None without one
     has_libnuma: bool = False
@@ -59,12 +64,16 @@ def measure_system() -> SystemFacts:
     """Return the facts of this machine."""
     import psutil
 
-    shared = Path("/dev/shm")
+    shared, cpus, others = Path("/dev/shm"), usable_cpus(), OthersLoad()
+    time.sleep(LOAD_SECONDS)
     return SystemFacts(
         python=platform.python_version(),
         system=platform.system(),
         machine=platform.machine(),
-        cpus=len(os.sched_getaffinity(0)),
+        cpus=cpus.count,
+        cpu_source=cpus.source,
+        cpu_problem=cpus.problem,
+        others_load=others.cpus(),
         memory_bytes=psutil.virtual_memory().total,
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         has_libnuma=can_load("libnuma.so.1"),

@@ -174,6 +174,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             chunks = self.build_chunks()
             self.attach_routers(chunks, self.strategy.root_device)
             self.model = nn.ModuleList(chunks)
+            self.strategy.limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
 
     def build_chunks(self) -> list[nn.Module]:
         """Return freshly built chunks holding the weights of `model_path`, or of the checkpoint `init_from`."""

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_megatron_rl.cpus import OthersLoad, busy_words, usable_cpus
 from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
@@ -35,6 +36,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         self._setup_began = time.perf_counter()  # when the Trainer called `setup`
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
+        self._others = OthersLoad()  # until then
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,8 +88,16 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             *([] if self.lora is None else [("LoRA", f"{self.lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
             *self.describe_moe(),
+            *self._describe_cpus(),
         ]
         print_table("run", rows)
+
+    def _describe_cpus(self) -> list[tuple[str, str]]:
+        """Return rows about the CPUs of this machine, and about others that keep them busy."""
+        cpus, threads = usable_cpus(), torch.get_num_threads()
+        rows = [("CPUs", f"{cpus.count} by {cpus.source}; {threads} thread(s) of torch on each rank")]
+        busy = busy_words(self._others.cpus(), cpus.count)
+        return [*rows, *([("load", busy)] if busy else []), *([("CPU quota", cpus.problem)] if cpus.problem else [])]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is known only after the optimizer step: gradient norm, learning rate and times."""
@@ -95,7 +105,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         local["time/step_s"] = time.perf_counter() - self._step_started + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
-        local |= self.memory_metrics()
+        local |= self.rank_metrics()
         tokens = self.reduce_on_device(torch.tensor([self._step_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
         self._step_tokens = 0
@@ -110,8 +120,8 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             }
         )
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Return what more there is to say about memory; the largest of all ranks is logged."""
+    def rank_metrics(self) -> dict[str, float]:
+        """Return what more this rank has to say; the largest of all ranks is logged."""
         return {}
 
     def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:

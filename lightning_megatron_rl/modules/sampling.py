@@ -217,9 +217,9 @@ class SamplesResponses(HoldsReference):
         if not self.sampling_phase.finish():
             self.synced_version = None
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Return what changed hands around the last rollout: memory of this rank's trainer and of its sampler."""
-        metrics = {}
+    def rank_metrics(self) -> dict[str, float]:
+        """Return the restarts of this rank's engine, and what memory changed hands around the last rollout."""
+        metrics = {"perf/engine_restarts": float(self.engine.num_restarts)}
         if self.strategy.offloads:
             metrics["perf/offloaded_gb"] = self.sampling_phase.offloaded_bytes / 1e9
         if self.engine.sleep_level:

@@ -131,6 +131,7 @@ class RolloutEngine(Protocol):
     max_model_len: int  # longest prompt plus response. # [tokens]
     sleep_level: int = 0  # between rollouts: 0 does not sleep, 1 moves weights to the host, 2 drops them
     tensor_parallel_size: int = 1  # workers that share the model
+    num_restarts: int = 0  # replacements of its process since `start`
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def expect(self, num_tokens: int | None) -> None:

@@ -120,7 +120,7 @@ def engine_environment(
         architectures: Of the model, as its config names them; none: vLLM chooses its model runner.
         eager: No compilation.
         tensor_parallel_size: Processes that share the model.
-        num_threads: CPU threads; None: every core that this process may use.
+        num_threads: CPU threads of each process; None: those of this process.
         visible_devices: The CUDA_VISIBLE_DEVICES of the process.
         dtype: Of the weights.
     """
@@ -134,7 +134,8 @@ def engine_environment(
         "VLLM_HOST_IP": "127.0.0.1",  # where its processes meet; it would ask the network for its address
     }
     if device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(num_threads or len(os.sched_getaffinity(0)))
+        if num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(num_threads)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer's threads use the same cores
         if eager:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # enforce_eager alone still compiles while warming up

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -26,6 +25,8 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
+from lightning_megatron_rl.cpus import share_cpus, trainer_threads
+from lightning_megatron_rl.leader import rest, watch
 from lightning_megatron_rl.notices import forget
 from lightning_megatron_rl.run_settings import describe_settings
 from lightning_megatron_rl.strategy.checks import (
@@ -37,6 +38,7 @@ from lightning_megatron_rl.strategy.checks import (
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.garbage import LongLived
+from lightning_megatron_rl.strategy.launching import RankLauncher
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
@@ -144,6 +146,7 @@ class MegatronStrategy(StopsTogether):
         self.phase_name = "setup"
         self._long_lived = LongLived()
         self._logs = LogDirectories()
+        self._cpu_share: int | None = None  # CPUs of this rank; None: the user says how many threads there are
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -209,8 +212,12 @@ class MegatronStrategy(StopsTogether):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        # before other ranks are started, and before Lightning does it by affinity alone
+        self._cpu_share = share_cpus(self.num_processes)
+        if self._cpu_share is not None:
+            torch.set_num_threads(self._cpu_share)
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment its ranks; called by the Trainer."""
@@ -228,6 +235,7 @@ class MegatronStrategy(StopsTogether):
         check_trainer(self.lightning_module.trainer)
         avoid_inference_tensors(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)
+        watch()
         choose_products(self.precision_plugin.precision, self.root_device)
         super().setup_environment()
         self.set_world_ranks()
@@ -278,6 +286,8 @@ class MegatronStrategy(StopsTogether):
 
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
+        if isinstance(self._launcher, RankLauncher):
+            self._launcher.release_port()
         try:
             # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
             # once, with 388 MiB of the GPU's memory
@@ -324,6 +334,15 @@ class MegatronStrategy(StopsTogether):
                 self.start_keeping(trainer)
         self.setup_precision_plugin()
         self._log_settings(trainer)
+
+    def limit_threads(self, num_parameters: int) -> None:
+        """Give torch on a CPU no more threads than a model of this size keeps busy; what the user has set stays.
+
+        Args:
+            num_parameters: Of this rank.
+        """
+        if self._cpu_share is not None and self.root_device.type == "cpu":
+            torch.set_num_threads(trainer_threads(num_parameters, self._cpu_share))
 
     def model_to_device(self) -> None:
         """Move the chunks to this rank's device (done in `setup`)."""
@@ -455,3 +474,4 @@ class MegatronStrategy(StopsTogether):
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
+            rest()

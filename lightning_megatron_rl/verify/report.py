@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_megatron_rl.cpus import usable_cpus
 from lightning_megatron_rl.versions import installed_versions
 
 Verdict = Literal["reference", "same", "departs", "refused", "failed"]
@@ -122,7 +122,7 @@ def describe_environment(device: str) -> dict[str, str]:
     Example:
         ``describe_environment("cpu")["torch"]``
     """
-    cores = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    cores = f"{usable_cpus().count} CPU cores, {platform.machine()}"
     machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else cores
     found = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}  # with its CUDA
     packages = ("lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")

@@ -29,7 +29,15 @@ def test_this_machine_is_fit_for_the_tests_that_run_here():
     report = json.loads(done.stdout)
     assert done.returncode == 0, [found for found in report["findings"] if found["level"] == "missing"]
     assert report["ok"]
-    assert {finding["name"] for finding in report["findings"]} >= {*REQUIRED, "vLLM", "libnuma", "shared memory", "uv"}
+    assert {finding["name"] for finding in report["findings"]} >= {
+        *REQUIRED,
+        "vLLM",
+        "libnuma",
+        "shared memory",
+        "uv",
+        "CPUs",
+        "load",
+    }
 
 
 def test_machine_without_cuda_is_not_ready_for_it():
