@@ -52,7 +52,6 @@ def check_weights(path: Path, config: Any, *, head: str | None = None, trust_rem
         )
     shapes = checkpoint_shapes(model)
     optional = set(tied)
-    quantised = quantisation(config)
     if head is not None:
         shapes[head] = (1, config.hidden_size)
         optional |= {head, OUTPUT_LAYER}
@@ -70,12 +69,12 @@ def check_weights(path: Path, config: Any, *, head: str | None = None, trust_rem
     if wrong:
         raise ValueError(
             f"checkpoint {path}: {len(wrong)} of {len(stored)} tensors have another shape than the model of its"
-            f" config.json: {some(wrong)}. Weights and config do not belong together; restore one of them"
+            f" config.json: {some(wrong)}: weights and config do not belong together"
         )
     strange = [
         f"{tensor.file}: {name} has type {tensor.dtype} instead of {' or '.join(allowed)}"
         for name, tensor in stored.items()
-        if name in shapes and tensor.dtype not in (allowed := _types(name, quantised))
+        if name in shapes and tensor.dtype not in (allowed := _types(name, shapes))
     ]
     if strange:
         raise ValueError(
@@ -130,11 +129,11 @@ def _refuse_names(path: Path, missing: list[str], unknown: list[str], stored: Ma
         )
 
 
-def _types(name: str, quantised: str | None) -> tuple[str, ...]:
-    """What a tensor's numbers may be stored as."""
-    if name.endswith(_MXFP4) and quantised == "mxfp4":
+def _types(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """What a tensor's numbers may be stored as; only quantised models have scales, or blocks."""
+    if name.endswith(_MXFP4):
         return ("U8",)
-    return (*_FLOATS, *_FP8) if quantised == "fp8" and name.endswith("proj.weight") else _FLOATS
+    return (*_FLOATS, *_FP8) if name + SCALE in shapes else _FLOATS
 
 
 def _check_tied(path: Path, stored: Mapping[str, StoredTensor]) -> None:

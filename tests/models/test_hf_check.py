@@ -84,9 +84,9 @@ def test_names_and_shapes_are_checked_for_every_family(family: str, checkpoint: 
         shutil.rmtree(tmp_path / str(number))
         expected = {
             "missing": f"has no weights for {name}.",
-            "shape": f"{FILE}: {name} has shape {tuple(tensor[..., :-1].shape)} instead of {tuple(tensor.shape)}.",
+            "shape": f"{FILE}: {name} has shape {tuple(tensor[..., :-1].shape)} instead of {tuple(tensor.shape)}:",
             "type": f"{FILE}: {name} has type I8 instead of F64 or F32 or F16 or BF16.",
-            "empty": f"{FILE}: {name} has shape {tuple(tensor[:0].shape)} instead of {tuple(tensor.shape)}.",
+            "empty": f"{FILE}: {name} has shape {tuple(tensor[:0].shape)} instead of {tuple(tensor.shape)}:",
         }[kind]
         assert expected in str(told.value)
 
