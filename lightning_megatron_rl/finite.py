@@ -23,7 +23,7 @@ def nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     for name, tensor in tensors:
         if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
             names.append(name)
-            extremes.append(torch.stack(torch.aminmax(tensor.detach())).float())  # NaN comes through
+            extremes.append(torch.stack(torch.aminmax(tensor.detach())).double())  # NaN comes through
     if not names:
         return []
     finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(1).tolist()

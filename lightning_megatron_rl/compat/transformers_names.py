@@ -1,7 +1,7 @@
 """Names and shapes of tensors in a model's checkpoint, as the installed Transformers saves and loads them.
 
-Transformers 5 keeps the experts of a layer in one parameter and converts them from and to the checkpoint's names when it
-loads and saves; `revert_weight_conversion` is what its `save_pretrained` calls for that.
+Transformers 5 keeps the experts of a layer in one parameter and converts them from and to the checkpoint's names when
+it loads and saves; `revert_weight_conversion` is what its `save_pretrained` calls for that.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Whether a checkpoint's tensors are those of its config.json: names, shapes and types, before a weight is read.
 
-What is expected comes from Transformers: the model of the config is built on the meta device, where it has shapes and no
-numbers. Transformers itself fills what is missing with random numbers and leaves out what it does not know, with a
+What is expected comes from Transformers: the model of the config is built on the meta device, where it has shapes and
+no numbers. Transformers itself fills what is missing with random numbers and leaves out what it does not know, with a
 warning; here both are refused.
 """
 
@@ -33,7 +33,7 @@ def check_weights(path: Path, config: Any, *, head: str | None = None, trust_rem
     Args:
         path: Of the checkpoint.
         config: Its Hugging Face config.
-        head: Name of the value head that takes the place of the output layer, which is then not read; it may be missing.
+        head: Name of the value head in the place of the output layer, which is then not read; it may be missing.
         trust_remote_code: Run the code of models that bring their own.
 
     Raises:
@@ -47,8 +47,8 @@ def check_weights(path: Path, config: Any, *, head: str | None = None, trust_rem
     tied = tied_names(model)
     if tied and config.model_type in _UNTIED and head is None:
         raise ValueError(
-            f"{config.model_type} with tie_word_embeddings=true is not supported: Megatron-Bridge keeps the output layer"
-            " apart. Set it to false in config.json and store lm_head.weight"
+            f"{config.model_type} with tie_word_embeddings=true is not supported: Megatron-Bridge keeps the output"
+            " layer apart. Set it to false in config.json and store lm_head.weight"
         )
     shapes = checkpoint_shapes(model)
     optional = set(tied)
@@ -78,8 +78,9 @@ def check_weights(path: Path, config: Any, *, head: str | None = None, trust_rem
     ]
     if strange:
         raise ValueError(
-            f"checkpoint {path}: {len(strange)} of {len(stored)} tensors have a type that is no weight's: {some(strange)}."
-            " Store them as floating-point numbers; a quantised model needs quantization_config in its config.json"
+            f"checkpoint {path}: {len(strange)} of {len(stored)} tensors have a type that is no weight's:"
+            f" {some(strange)}. Store them as floating-point numbers; a quantised model needs"
+            " quantization_config in its config.json"
         )
     if tied and OUTPUT_LAYER in stored and head is None:
         _check_tied(path, stored)
@@ -151,7 +152,8 @@ def _check_tied(path: Path, stored: Mapping[str, StoredTensor]) -> None:
         if different.any():
             row = start + int(different.int().argmax())
             raise ValueError(
-                f"checkpoint {path}: config.json has tie_word_embeddings=true, but {OUTPUT_LAYER} is not {EMBEDDING}: they"
-                f" differ from row {row} of {rows} on. Transformers uses both, vLLM the embedding alone. Set"
-                f" tie_word_embeddings to false in config.json to use both, or remove {OUTPUT_LAYER} to use the embedding"
+                f"checkpoint {path}: config.json has tie_word_embeddings=true, but {OUTPUT_LAYER} is not {EMBEDDING}:"
+                f" they differ from row {row} of {rows} on. Transformers uses both, vLLM the embedding alone. Set"
+                f" tie_word_embeddings to false in config.json to use both, or remove {OUTPUT_LAYER} to use the"
+                " embedding"
             )

@@ -42,10 +42,10 @@ def local_checkpoint(name_or_path: str) -> Path:
             "`save_pretrained(..., safe_serialization=True)`"
         )
     if not (path / WEIGHTS_FILE).is_file() and not (path / INDEX_FILE).is_file():
+        others = some(sorted(file.name for file in path.glob("*.safetensors")))
         raise ValueError(
-            f"model directory {path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, only"
-            f" {some(sorted(file.name for file in path.glob('*.safetensors')))}: Transformers would not find its weights."
-            f" Rename the file to {WEIGHTS_FILE}, or add the index"
+            f"model directory {path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, only {others}: Transformers would not"
+            f" find its weights. Rename the file to {WEIGHTS_FILE}, or add the index"
         )
     files = sorted(set(weight_map(path).values()))
     missing = [file for file in files if not (path / file).is_file()]
@@ -172,9 +172,10 @@ def weight_map(path: Path) -> dict[str, str]:
             f" {files[strange[0]]!r}; {_REMEDY}"
         )
     if single.is_file() and set(files.values()) != {single.name}:
+        others = some(sorted(set(files.values())))
         raise ValueError(
-            f"model directory {path} has both {WEIGHTS_FILE} and an index of other files ({some(sorted(set(files.values())))}):"
-            " Transformers loads the one, other programs the others. Remove what does not belong to the model"
+            f"model directory {path} has both {WEIGHTS_FILE} and an index of other files ({others}): Transformers loads"
+            " the one, other programs the others. Remove what does not belong to the model"
         )
     return files
 
@@ -195,8 +196,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return what a checkpoint's files hold, by name; only their headers are read.
 
     Raises:
-        ValueError: The index and the files disagree: a tensor is not in the file that it is said to be in, is in several
-            files, or is not in the index.
+        ValueError: The index and the files disagree: a tensor is not in the file that it is said to be in, is in
+            several files, or is not in the index.
     """
     files = weight_map(path)
     found: dict[str, list[StoredTensor]] = {}

@@ -44,7 +44,8 @@ class HFWeights:
         """Return a whole parameter of the model, in its own precision, on the CPU.
 
         Raises:
-            ValueError: The checkpoint's tensors have another shape than the model's, or are not finite in its precision.
+            ValueError: The checkpoint's tensors have another shape than the model's, or are not finite in its
+                precision.
         """
         source = task.mapping.hf_param
         if isinstance(source, str) and getattr(task.mapping, "is_grouped_export", False):

@@ -44,8 +44,8 @@ KEPT_IN_FP32 = "e_score_correction_bias"
 class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
-    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family is
-    not supported, or the weights are not those of the config (`hf_check.check_weights`).
+    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family
+    is not supported, or the weights are not those of the config (`hf_check.check_weights`).
 
     Example:
         ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up

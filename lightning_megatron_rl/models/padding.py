@@ -24,8 +24,8 @@ def padding_row(config: Any) -> int | None:
         return None
     if not -size <= token < size:
         raise ValueError(
-            f"pad_token_id={token} with vocab_size={size}: there is no such row in the embedding, and Transformers cannot"
-            f" build the model. Set pad_token_id in config.json to a token from 0 to {size - 1}, or to null"
+            f"pad_token_id={token} with vocab_size={size}: there is no such row in the embedding, and Transformers"
+            f" cannot build the model. Set pad_token_id in config.json to a token from 0 to {size - 1}, or to null"
         )
     return int(token) % size
 

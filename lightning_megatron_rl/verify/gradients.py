@@ -1,7 +1,8 @@
 """The gradients of a training step, whole and under Hugging Face names, in every layout.
 
 A gradient is exported as its parameter is: it stands in the parameter's place while Megatron-Bridge converts it. What
-conversion does (gathering parts, reordering rows, transposing) is linear, so the gradient of the converted weight comes out.
+conversion does (gathering parts, reordering rows, transposing) is linear, so the gradient of the converted weight comes
+out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,7 +80,7 @@ def _numbers(chunk: nn.Module) -> Iterator[Tensor]:
 
 
 def _whole_gradients(chunks: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield trained parameters and their gradients; the distributed optimizer leaves a part of each on every replica."""
+    """Yield trained parameters and their gradients, of which the distributed optimizer leaves each replica a part."""
     for chunk in chunks:
         groups: list[Any] = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]  # type: ignore[misc]
         for bucket_group in groups:

@@ -195,7 +195,7 @@ class FrozenData(pl.LightningDataModule):
 
 
 class Probe(pl.Callback):
-    """Measures a run: log-probs before it, gradients before each update, loss, gradient norm and weights after a step."""
+    """Measures a run: log-probs before it, gradients before each update, loss and weights after each step."""
 
     def __init__(self, batch: FrozenBatch, directory: Path, *, is_reference: bool, is_perturbed: bool = False) -> None:
         self.batch = batch

@@ -1,4 +1,4 @@
-"""A checkpoint is loaded as Transformers loads it, or refused by the name of the tensor: damaged ones of every family."""
+"""A checkpoint is loaded as Transformers loads it, or refused by the name of the tensor."""
 
 import json
 import shutil

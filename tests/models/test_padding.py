@@ -1,4 +1,4 @@
-"""The padding token's embedding has Transformers' gradient: none of the lookup, and with tied weights the output layer's."""
+"""The padding token's embedding has Transformers' gradient: the lookup gives it none, a tied output layer does."""
 
 import json
 from collections.abc import Callable
