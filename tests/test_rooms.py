@@ -19,6 +19,7 @@ FLOORS = {
     "versions": -1,
     "buffers": -1,
     "run_settings": -1,
+    "finite": -1,
     "copies": -1,
     "cuda_memory": -3,
     "lent_weights": -2,  # under `weight_views`
@@ -51,6 +52,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "run_settings": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "finite": {"megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
     "cuda_memory": {"megatron", "lightning", "vllm", "transformers"},
     "lent_weights": {"megatron", "lightning", "vllm", "transformers"},

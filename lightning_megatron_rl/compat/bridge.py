@@ -28,6 +28,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": f"{_BRIDGES}.gemma.gemma3_bridge",
     "GptOssForCausalLM": f"{_BRIDGES}.gpt_oss.gpt_oss_bridge",
 }
+_ORIENTED = "lightning_megatron_rl.compat.gpt_oss_bridge"  # takes the place of Bridge's own
 
 
 @functools.cache
@@ -49,7 +50,7 @@ def import_auto_bridge() -> Any:
         with _transformer_engine_names():
             importlib.import_module("megatron.bridge.peft.lora_layers")
         auto_bridge = importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge")
-        for module in FAMILIES.values():
+        for module in (*FAMILIES.values(), _ORIENTED):
             importlib.import_module(module)
         return auto_bridge.AutoBridge
 

@@ -42,6 +42,9 @@ class _SettingsOnly(HFModel):
             return directory
         return super()._find(name_or_path)
 
+    def _check_weights(self) -> None:
+        """Nothing: its weights are the distributed checkpoint's."""
+
 
 class _ValueSettingsOnly(_SettingsOnly, ValueModel):
     """The same of a model with a value head."""

@@ -13,15 +13,24 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
+from lightning_megatron_rl.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
 from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients, tune_for_experts
-from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
-from lightning_megatron_rl.models.hf_import import HFWeights
+from lightning_megatron_rl.models.hf_check import check_weights
+from lightning_megatron_rl.models.hf_files import (
+    anywhere,
+    fingerprint,
+    local_checkpoint,
+    raise_everywhere,
+    settings_files,
+)
+from lightning_megatron_rl.models.hf_import import HFWeights, describe_bad
 from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.hf_source import source_class
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
+from lightning_megatron_rl.models.padding import leave_out_padding, padding_row
 from lightning_megatron_rl.models.quantised import dequantised_source, quantisation
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
@@ -35,8 +44,8 @@ KEPT_IN_FP32 = "e_score_correction_bias"
 class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
-    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing or the
-    family is not supported.
+    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family
+    is not supported, or the weights are not those of the config (`hf_check.check_weights`).
 
     Example:
         ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
@@ -49,11 +58,17 @@ class HFModel(SavesFiles):
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
+        self.padding_row = padding_row(self.config)
         self.quantisation = quantisation(self.config)
+        self._check_weights()
 
     def _find(self, name_or_path: str) -> Path:
         """The checkpoint's directory."""
         return local_checkpoint(name_or_path)
+
+    def _check_weights(self) -> None:
+        """Refuse weights that do not belong to the config; of the files only the headers are read."""
+        check_weights(self.path, self.config, trust_remote_code=self.trust_remote_code)
 
     def settings_files(self, directory: str) -> dict[str, bytes]:
         """Return the files of the checkpoint without its weights by their paths; see `hf_files.settings_files`."""
@@ -152,8 +167,8 @@ class HFModel(SavesFiles):
         `TransformerConfig`. Losses are summed over tokens (`calculate_per_token_loss`), micro-batches may differ in
         length, dropout is off. With `lora` its adapters are trainable and nothing else. On the meta device the model
         has shapes and no numbers. Raises `ValueError` for a layout the model cannot be split into, for unknown
-        overrides and for overrides of what the strategy decides, for adapters that fit no layer, and if the checkpoint
-        lacks a weight.
+        overrides and for overrides of what the strategy decides, for adapters that fit no layer, and if a weight is NaN
+        or infinite in the checkpoint or in `params_dtype`.
         """
         overrides = config_overrides or {}
         settings = _settings(params_dtype, sequence_parallel)
@@ -198,7 +213,7 @@ class HFModel(SavesFiles):
         install_recompute(transformer_engine=backend == "transformer_engine")
         if load_weights:
             provider.register_pre_wrap_hook(_poison, prepend=True)
-            provider.register_pre_wrap_hook(self._check_complete)
+            provider.register_pre_wrap_hook(self._check_loaded)
         if lora is not None:
             provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
         chunks = provider.provide_distributed_model(
@@ -208,6 +223,7 @@ class HFModel(SavesFiles):
             init_model_with_meta_device=device.type == "meta",
         )
         sum_expert_biases_once(chunks)
+        leave_out_padding(chunks, self.padding_row)
         if lora is not None:
             add_adapters(chunks, lora)
         for chunk in chunks:  # for `wrap_for_training`: the layers need the buffers that Megatron's DDP makes
@@ -222,11 +238,21 @@ class HFModel(SavesFiles):
         """Whether a tensor of a chunk comes from the checkpoint."""
         return True
 
-    def _check_complete(self, chunks: list[Any]) -> list[Any]:
-        """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
+    def _check_loaded(self, chunks: list[Any]) -> list[Any]:
+        """Refuse weights that are NaN or infinite; a collective, and every rank raises the same error.
+
+        A weight that loading left out is NaN, see `_poison`: Megatron-Bridge only warns.
+        """
         tensors = [pair for chunk in chunks for pair in _loaded_tensors(chunk) if self._is_loaded(pair[0])]
-        missing = [name for name, tensor in tensors if tensor.isnan().all()]
-        raise_everywhere(f"checkpoint {self.path} has no weights for {', '.join(missing)}" if missing else None)
+        bad = nonfinite_names((str(index), tensor) for index, (_, tensor) in enumerate(tensors))
+        if not anywhere(bool(bad)):
+            return chunks
+        tasks = {id(task.param_weight): task for task in self.conversion_tasks(chunks) if task is not None}
+        found = [
+            describe_bad(tasks[id(tensor)], self._bridge.hf_pretrained.state) if id(tensor) in tasks else name
+            for name, tensor in (tensors[int(index)] for index in bad)
+        ]
+        raise_everywhere(f"checkpoint {self.path}: {not_finite(found)}" if found else None)
         return chunks
 
     def export_weights(

@@ -2,8 +2,9 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.files import check_local
+from lightning_megatron_rl.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -235,6 +238,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in optimizers.items()})
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
+            held = [*self.chunks, *(chunk for chunks in self.saved_with_model.values() for chunk in chunks)]
+            run_on_all_ranks(lambda: _check_finite(path, held))
             for name, (optimizer, optimizer_state) in optimizers.items():
                 optimizer.load_state(optimizer_state, loaded[name])
             if generators is not None:
@@ -259,6 +264,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             loaded = checkpoint_io.load_sharded(path, state)
             for index, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded[f"model{index}"])
+            run_on_all_ranks(lambda: _check_finite(path, chunks))
 
     def _open_checkpoint(
         self, path: Path, base: dict[str, Any] | None, with_optimizer: bool
@@ -320,6 +326,13 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
 
 def _trainable(chunk: nn.Module) -> set[str]:
     return {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+
+
+def _check_finite(path: Path, chunks: Iterable[nn.Module]) -> None:
+    """Refuse weights with NaN or infinity, which a checkpoint brought."""
+    bad = nonfinite_names(pair for chunk in chunks for pair in chain(chunk.named_parameters(), chunk.named_buffers()))
+    if bad:
+        raise ValueError(f"checkpoint {path}: {not_finite(bad)}")
 
 
 def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:

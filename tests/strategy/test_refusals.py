@@ -2,17 +2,16 @@
 
 import shutil
 import socket
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from tests.tiny_models import save_without_numbers
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -204,8 +203,5 @@ def assert_each(messages: list[str], expected: list[list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def broken_model(qwen3_dir, tmp_path_factory) -> str:
-    """A model without its weights in an undamaged file: reading them raises another error than the one expected."""
-    directory: Path = tmp_path_factory.mktemp("broken") / "model"
-    shutil.copytree(qwen3_dir, directory)
-    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
-    return str(directory)
+    """A model whose weights are NaN: reading them raises another error than the one expected."""
+    return str(save_without_numbers(qwen3_dir, tmp_path_factory.mktemp("broken") / "model"))
