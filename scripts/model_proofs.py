@@ -149,7 +149,9 @@ def difference(raw: dict[str, Any]) -> Any:
 
 def content(signatures: dict[str, Signature]) -> str:
     """What proofs.json says."""
-    return json.dumps({"versions": installed_versions(LIBRARIES), "proofs": signatures}, indent=1, sort_keys=True) + "\n"
+    return (
+        json.dumps({"versions": installed_versions(LIBRARIES), "proofs": signatures}, indent=1, sort_keys=True) + "\n"
+    )
 
 
 def main() -> None:

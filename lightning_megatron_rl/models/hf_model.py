@@ -27,7 +27,7 @@ from lightning_megatron_rl.models.quantised import dequantised_source, quantisat
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
-from lightning_megatron_rl.models.verification import VerifyModel, check_mode, verify_model
+from lightning_megatron_rl.models.verification import VerifyModel, check_mode, computed_overrides, verify_model
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -54,6 +54,7 @@ class HFModel(SavesFiles):
         self.name_or_path = name_or_path
         self.trust_remote_code = trust_remote_code
         self.verify = verify
+        self._checked: dict[str, Any] | None = None  # overrides with which its computation is known to be right
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
@@ -133,7 +134,8 @@ class HFModel(SavesFiles):
         Raises:
             ValueError: With the settings that no proof covers.
         """
-        if self.verify is None:
+        overrides = computed_overrides(config_overrides or {})
+        if self.verify is None or overrides == self._checked:
             return
         try:
             provider = self._bridge.to_megatron_provider(load_weights=False)
@@ -142,7 +144,8 @@ class HFModel(SavesFiles):
                 f"Megatron-Bridge cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
             ) from error
         raw = json.loads((self.path / "config.json").read_bytes())
-        verify_model(self.name_or_path, raw, self.config, provider, config_overrides or {}, self.verify)
+        verify_model(self.name_or_path, raw, self.config, provider, overrides, self.verify)
+        self._checked = overrides
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the converter, which is made again where it is needed: it has classes of its own."""

@@ -141,8 +141,8 @@ def _experts(sizes: _Sizes, name: str, raw: dict[str, Any]) -> dict[str, Any]:
     else:
         few = min(experts, max(4, chosen + 2))
     few = chosen if chosen == experts else few
-    aliases = [other for other in ("num_experts", "num_local_experts", "n_routed_experts") if other in raw]
-    own = [other for other in aliases if raw[other] == experts] or [name]
+    aliases = ("num_experts", "num_local_experts", "n_routed_experts")
+    own = [alias for alias in aliases if raw.get(alias) == experts] or [name]
     return dict.fromkeys(own, few)
 
 

@@ -90,17 +90,17 @@ def _compare(small: dict[str, Any], overrides: dict[str, Any] | None, seed: int)
         return Comparison(difference if finite else float("inf"), frequencies)
 
 
-# ---- Transformers ------------------------------------------------------------------------------------------------------
+# ---- Transformers ----------------------------------------------------------------------------------------------------
 
 
-def make_reference(directory: Path, seed: int) -> nn.Module:
+def make_reference(directory: Path, seed: int) -> Any:
     """Return Transformers' model of a directory's config.json, with random weights in which nothing hides."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model: nn.Module = AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
         _randomise(model)
@@ -150,12 +150,14 @@ def _gain(name: str) -> float:
 
 def _shrink_inputs_of_norms(module: nn.Module) -> None:
     """Make small what goes into the norms of an attention and those behind layers."""
-    children = dict(module.named_children())
+    children: dict[str, Any] = dict(module.named_children())
     for name, norm in children.items():
         stem = name.removesuffix("_layernorm").removesuffix("_norm")
         for other, linear in children.items():
             if stem != name and isinstance(linear, nn.Linear) and other.startswith(f"{stem}_proj"):
-                linear.weight[: norm.weight.numel()] *= _SMALL  # the first head's, or the latent without its rotary part
+                linear.weight[: norm.weight.numel()] *= (
+                    _SMALL  # the first head's, or the latent without its rotary part
+                )
     if "post_feedforward_layernorm" in children:
         children["self_attn"].o_proj.weight.mul_(_SMALL)
         children["mlp"].down_proj.weight.mul_(_SMALL)
@@ -167,7 +169,7 @@ def _sequences(vocab_size: int, seed: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _reference_outputs(model: nn.Module, sequence: Tensor) -> Tensor:
+def _reference_outputs(model: Any, sequence: Tensor) -> Tensor:
     """Log-probs of the next tokens and entropies, ``[2, tokens - 1]``."""
     log_p = model(sequence[None, :-1]).logits.float().log_softmax(-1)[0]
     return torch.stack([log_p.gather(-1, sequence[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
@@ -180,7 +182,7 @@ def _reference_frequencies(model: nn.Module) -> list[Tensor]:
     ]
 
 
-# ---- Megatron ----------------------------------------------------------------------------------------------------------
+# ---- Megatron --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -20,8 +20,19 @@ DEADLINE_S = 300.0  # some 15 s are usual, most of them for imports
 _REQUEST, _ANSWER = "request.pickle", "answer.json"
 _TAIL = 2000  # characters of a child's output that an error quotes
 _MOST_THREADS = 4
-# Variables of launchers and of distributed jobs, which the child takes no part in.
-_JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+# Of launchers and distributed jobs, which the child takes no part in.
+_JOB_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+)
 
 
 class ProbeError(Exception):

@@ -1,8 +1,8 @@
 """What of a model decides how it is computed, and the models for which a proof covers it.
 
 The signature of a model has every setting of its config.json (known to Transformers or not), every field of Megatron's
-config that is made of it, and relations between its sizes. Sizes themselves are left out, and what belongs to one run or
-to training alone. `proofs.json` has the signatures for which Megatron was compared with Transformers;
+config that is made of it, and relations between its sizes. Sizes themselves are left out, and so is what belongs to one
+run or to training alone. `proofs.json` has the signatures for which Megatron was compared with Transformers;
 `scripts/model_proofs.py` writes it.
 """
 
@@ -169,7 +169,8 @@ def signature(config: Any, provider: Any, overrides: Mapping[str, Any] | None = 
     """
     found: Signature = {"model_type": config.model_type}
     values = config.to_dict() | {name: pattern(value) for name, value in per_layer(config).items()}
-    sizes = _known_keys(type(config)).intersection(_SIZE_KEYS)  # others are none of this family's
+    kind: type = type(config)
+    sizes = _known_keys(kind).intersection(_SIZE_KEYS)  # others are none of this family's
     for name, value in values.items():
         if value is not None and name not in sizes and not _matches(name, _IGNORED_KEYS):
             found |= _flat(name, value)
@@ -177,8 +178,10 @@ def signature(config: Any, provider: Any, overrides: Mapping[str, Any] | None = 
     given = dict(overrides or {})
     for field in dataclasses.fields(provider):
         value = given.get(field.name, getattr(provider, field.name))
-        if is_computed(field.name) and value != _default(field):
-            found |= _flat(BUILT + field.name, "set" if field.name in SIZE_FIELDS else value)
+        if field.name in SIZE_FIELDS:
+            found |= {BUILT + field.name: "set"} if value else {}
+        elif is_computed(field.name) and value != _default(field):
+            found |= _flat(BUILT + field.name, value)
     return found
 
 
@@ -248,7 +251,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, each) for each in patterns)
 
 
-# ---- proofs ------------------------------------------------------------------------------------------------------------
+# ---- proofs ----------------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Whether a model may be trained: a shipped proof covers it, or the probe finds Megatron and Transformers agree on it."""
+"""Whether a model may be trained: a shipped proof covers it, or the probe finds that both libraries agree on it."""
 
 import hashlib
 import json
@@ -37,13 +37,21 @@ def check_mode(verify: str) -> None:
         raise ValueError(f"verify_model={verify!r} is none of {', '.join(map(repr, get_args(VerifyModel)))}.")
 
 
+def computed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's overrides of Megatron's `TransformerConfig` that change what a forward pass computes.
+
+    Raises:
+        ValueError: One of a size.
+    """
+    changed = {name: value for name, value in overrides.items() if signature.is_computed(name)}
+    for name, value in changed.items():
+        if name in signature.SIZE_FIELDS:
+            raise ValueError(f"model_config: {name}={value!r}: sizes are those of the checkpoint's weights; remove it.")
+    return changed
+
+
 def verify_model(
-    name: str,
-    raw: dict[str, Any],
-    config: Any,
-    provider: Any,
-    overrides: Mapping[str, Any],
-    verify: VerifyModel,
+    name: str, raw: dict[str, Any], config: Any, provider: Any, overrides: dict[str, Any], verify: VerifyModel
 ) -> None:
     """Refuse a model that Megatron may compute differently from Transformers; a collective unless a proof covers it.
 
@@ -54,30 +62,24 @@ def verify_model(
         raw: Content of its config.json.
         config: The same as Transformers' config.
         provider: Megatron-Bridge's config of it.
-        overrides: The user's, of the latter.
+        overrides: The user's, of the latter, from `computed_overrides`.
         verify: When to run the probe.
 
     Raises:
         ValueError: No proof covers the model and it may not be probed, or the probe failed or found a difference; with
             the settings that no proof covers.
     """
-    changed = {key: value for key, value in overrides.items() if signature.is_computed(key)}
-    sizes = [key for key in changed if key in signature.SIZE_FIELDS]
-    if sizes:
-        raise ValueError(
-            f"model_config: {sizes[0]}={changed[sizes[0]]!r}: sizes are those of the checkpoint's weights; remove it."
-        )
-    departures = signature.departures(signature.signature(config, provider, changed))
+    departures = signature.departures(signature.signature(config, provider, overrides))
     if departures == [] and verify != "always":
         return
     if verify == "never":
         raise ValueError(
-            f"model {name!r} with verify_model='never': {_unproved(departures)}. Set verify_model='auto', which compares"
-            " a miniature of the model with Transformers once (some 15 s on the CPU), or change these settings."
+            f"model {name!r} with verify_model='never': {_unproved(departures)}. Set verify_model='auto', which"
+            " compares a miniature of the model with Transformers once (some 15 s), or change these settings."
         )
     error = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        error = _probe(raw, config, changed, use_cache=verify != "always")
+        error = _probe(raw, config, overrides, use_cache=verify != "always")
     raise_everywhere(None if error is None else f"model {name!r}: {error}. {_unproved(departures)}.")
 
 
@@ -108,7 +110,7 @@ def _probe(raw: dict[str, Any], config: Any, overrides: dict[str, Any], *, use_c
     return f"Megatron computes it differently from Transformers: {what}"
 
 
-# ---- what earlier probes have found ------------------------------------------------------------------------------------
+# ---- what earlier probes have found ----------------------------------------------------------------------------------
 
 
 def _cache_directory() -> Path:
