@@ -12,9 +12,10 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_megatron_rl.models.probe import Comparison, compare
+if TYPE_CHECKING:
+    from lightning_megatron_rl.models.probe import Comparison
 
 DEADLINE_S = 300.0  # some 15 s are usual, most of them for imports
 _REQUEST, _ANSWER = "request.pickle", "answer.json"
@@ -39,7 +40,7 @@ class ProbeError(Exception):
     """A config that one of the libraries cannot build or run, or a probe that did not come to an end."""
 
 
-def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: float = DEADLINE_S) -> Comparison:
+def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: float = DEADLINE_S) -> "Comparison":
     """Return what `compare` finds, in a child process that ends with this one.
 
     Args:
@@ -50,6 +51,8 @@ def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: floa
     Raises:
         ProbeError: It failed, was killed, or ran past its deadline.
     """
+    from lightning_megatron_rl.models.probe import Comparison
+
     with TemporaryDirectory(prefix="model-probe-") as temporary:
         directory = Path(temporary)
         (directory / _REQUEST).write_bytes(pickle.dumps((small, overrides)))
@@ -98,8 +101,9 @@ def _end_with_parent() -> None:
 
 def _main(directory: Path) -> None:
     """Answer the request in a directory."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # before imports, which take seconds
     from lightning_megatron_rl.compat.single_process import single_process
+    from lightning_megatron_rl.models.probe import compare
 
     small, overrides = pickle.loads((directory / _REQUEST).read_bytes())
     with single_process():
