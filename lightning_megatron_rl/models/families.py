@@ -82,9 +82,9 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         "latent attention; default and yarn rotary embedding",
         "first layers dense, then shared and routed experts; sigmoid router with a bias per expert, groups of experts",
-        "attention_bias, norm_topk_prob=false, one expert per token, several groups of experts unless num_experts_per_tok"
-        " // topk_group is 2, rms_norm_eps other than 1e-6, yarn with truncate, attention_factor or only one of mscale and"
-        " mscale_all_dim; multi-token prediction is ignored",
+        "attention_bias, norm_topk_prob=false, one expert per token, several groups of experts unless"
+        " num_experts_per_tok // topk_group is 2, rms_norm_eps other than 1e-6, yarn with truncate, attention_factor or"
+        " only one of mscale and mscale_all_dim; multi-token prediction is ignored",
         ("n_routed_experts", "moe_intermediate_size"),
     ),
     "gemma3_text": Family(
