@@ -98,7 +98,8 @@ def _convert(args: list[str]) -> int:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 
-    from lightning_megatron_rl.convert.process import peak_memory_gb, single_process
+    from lightning_megatron_rl.compat.single_process import single_process
+    from lightning_megatron_rl.convert.process import peak_memory_gb
     from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, DamagedCheckpointError, is_checkpoint
 
     started = time.perf_counter()

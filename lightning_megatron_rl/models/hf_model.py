@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from lightning_megatron_rl.models.quantised import dequantised_source, quantisat
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
+from lightning_megatron_rl.models.verification import VerifyModel, check_mode, computed_overrides, verify_model
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -45,16 +47,24 @@ class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
     The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family
-    is not supported, or the weights are not those of the config (`hf_check.check_weights`).
+    is not supported, or the weights are not those of the config (`hf_check.check_weights`). `verify` says how it is
+    made sure that Megatron computes the model as Transformers does, see `check_computation`; None, not at all, is for
+    that check itself.
 
     Example:
         ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
         ``chunks = model.build_chunks(…)``; after training ``model.save_pretrained(chunks, "export")``.
     """
 
-    def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, name_or_path: str, *, trust_remote_code: bool = False, verify: VerifyModel | None = "auto"
+    ) -> None:
+        if verify is not None:
+            check_mode(verify)
         self.name_or_path = name_or_path
         self.trust_remote_code = trust_remote_code
+        self.verify = verify
+        self._checked: dict[str, Any] | None = None  # overrides with which its computation is known to be right
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
@@ -79,7 +89,12 @@ class HFModel(SavesFiles):
         """The config of the language model that the checkpoint holds."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # of the config classes' own checks, and of what they take for granted
+            raise ValueError(
+                f"Transformers cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def export_config(self) -> Any:
@@ -125,6 +140,28 @@ class HFModel(SavesFiles):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
+
+    def check_computation(self, config_overrides: dict[str, Any] | None = None) -> None:
+        """Refuse a model that Megatron may compute differently from Transformers; a collective.
+
+        Either a shipped proof covers its settings, or a miniature of it is run through both, once; see
+        `verification.verify_model`. `build_chunks` does this before it loads weights.
+
+        Raises:
+            ValueError: With the settings that no proof covers.
+        """
+        overrides = computed_overrides(config_overrides or {})
+        if self.verify is None or overrides == self._checked:
+            return
+        try:
+            provider = self._bridge.to_megatron_provider(load_weights=False)
+        except Exception as error:
+            raise ValueError(
+                f"Megatron-Bridge cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
+            ) from error
+        raw = json.loads((self.path / "config.json").read_bytes())
+        verify_model(self.name_or_path, raw, self.config, provider, overrides, self.verify)
+        self._checked = overrides
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the converter, which is made again where it is needed: it has classes of its own."""
@@ -178,6 +215,7 @@ class HFModel(SavesFiles):
             params_dtype=params_dtype,
             context_parallel_size=settings["context_parallel_size"],
         )
+        self.check_computation(overrides)
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         tune_for_experts(backend, provider.num_moe_experts)

@@ -12,6 +12,7 @@ from lightning_megatron_rl.algorithms.registry import lookup
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
@@ -39,6 +40,8 @@ class DPOModule(PairModule, PolicyModule):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
@@ -78,6 +81,7 @@ class DPOModule(PairModule, PolicyModule):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
@@ -91,6 +95,7 @@ class DPOModule(PairModule, PolicyModule):
             packing=packing,
             layer_backend=layer_backend,
             model_config=model_config,
+            verify_model=verify_model,
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
