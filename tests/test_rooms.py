@@ -15,6 +15,7 @@ FLOORS = {
     "arguments": -1,
     "versions": -1,
     "buffers": -1,
+    "rendezvous": -1,
     "copies": -1,
     "cuda_memory": -3,
     "lent_weights": -2,  # under `weight_views`
@@ -44,6 +45,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "rendezvous": {"megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
     "cuda_memory": {"megatron", "lightning", "vllm", "transformers"},
     "lent_weights": {"megatron", "lightning", "vllm", "transformers"},

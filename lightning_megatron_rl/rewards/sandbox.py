@@ -191,9 +191,7 @@ class Sandbox:
         """
         return self._run(code, stdin.encode(errors="surrogatepass"), files or {}, self.level, self._filter)
 
-    def _run(
-        self, code: str, stdin: bytes, files: Mapping[str, str], level: Level, with_filter: bool
-    ) -> SandboxResult:
+    def _run(self, code: str, stdin: bytes, files: Mapping[str, str], level: Level, with_filter: bool) -> SandboxResult:
         directory = Path(tempfile.mkdtemp(prefix="sandbox-"))
         try:
             return self._run_in(directory, stdin, {**files, "main.py": code}, level, with_filter)
