@@ -16,6 +16,7 @@ FLOORS = {
     "versions": -1,
     "buffers": -1,
     "rendezvous": -1,
+    "remote_code": -1,
     "copies": -1,
     "cuda_memory": -3,
     "lent_weights": -2,  # under `weight_views`
@@ -45,6 +46,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "remote_code": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "rendezvous": {"megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
     "cuda_memory": {"megatron", "lightning", "vllm", "transformers"},

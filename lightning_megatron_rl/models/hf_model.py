@@ -26,6 +26,7 @@ from lightning_megatron_rl.models.quantised import dequantised_source, quantisat
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
+from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -43,9 +44,8 @@ class HFModel(SavesFiles):
         ``chunks = model.build_chunks(…)``; after training ``model.save_pretrained(chunks, "export")``.
     """
 
-    def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, name_or_path: str) -> None:
         self.name_or_path = name_or_path
-        self.trust_remote_code = trust_remote_code
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
@@ -64,7 +64,10 @@ class HFModel(SavesFiles):
         """The config of the language model that the checkpoint holds."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
+        except ValueError as error:
+            raise ValueError(f"{error}{remedy(error)}") from error
 
     @property
     def export_config(self) -> Any:
@@ -76,7 +79,7 @@ class HFModel(SavesFiles):
         """The checkpoint's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,7 +129,7 @@ class HFModel(SavesFiles):
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
         bridge = auto_bridge.from_hf_pretrained(
-            str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
+            str(self.path), trust_remote_code=trusts_remote_code(), architectures=self.config.architectures
         )
         from megatron.bridge.models.hf_pretrained.state import StateDict
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.rollout.cuda_transfer import BACKEND
 
 CPU_EXTENSION = "lightning_megatron_rl.rollout.shared_weights.SharedWeightsReceiver"
@@ -59,6 +60,7 @@ def llm_arguments(
         "enforce_eager": enforce_eager,
         "tensor_parallel_size": tensor_parallel_size,
         "seed": seed,
+        "trust_remote_code": trusts_remote_code(),
         "worker_cls": LOCAL_WORKER,
         "logprobs_mode": "processed_logprobs",  # the default leaves the temperature out
         "generation_config": "vllm",  # none of the model's own sampling defaults
