@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_megatron_rl.files import below
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 INDEX_FILE = "model.safetensors.index.json"
 _ORIGIN = "name_or_path"  # in the index of a checkpoint without weights
@@ -142,6 +144,11 @@ def weight_map(path: Path) -> dict[str, str]:
         files = _read_json(index).get("weight_map")
         if not isinstance(files, dict):
             raise ValueError(f"{index} is damaged: it has no weight_map; {_REMEDY}")
+        for file in set(files.values()):
+            try:
+                below(path, file)
+            except ValueError as error:
+                raise ValueError(f"{index} names a file outside its directory: {error}. It was not opened.") from error
         return files
     return {name: file.name for file in sorted(path.glob("*.safetensors")) for name in read_header(file)[0]}
 
