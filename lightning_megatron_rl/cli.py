@@ -7,11 +7,14 @@ import os
 import pydoc
 import re
 import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import shtab
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -25,6 +28,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.devices.checks import check_auto, check_cuda, check_device_count
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
+from lightning_megatron_rl.masking import is_secret_name, mask_secrets, mask_text
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -42,6 +46,8 @@ _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
 _CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
+# an installed package has configs/ inside, a checkout beside it
+_CONFIG_ROOTS = (Path(__file__).parent, Path(__file__).parent.parent)
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
 # how jsonargparse begins an error with others below it, and its lines that say nothing which the others do not
@@ -61,6 +67,10 @@ _UNKNOWN_KEY = re.compile(
 class Parser(LightningArgumentParser):
     """Lightning's parser with errors of a line or two in place of pages of usage."""
 
+    def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+        """Return the config as text, as `--print_config` and config.yaml have it, with secrets masked."""
+        return super().dump(_mask_config(cfg), *args, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong and end with code 2, as argparse does."""
         if not self.exit_on_error or _is_debugging():
@@ -68,7 +78,9 @@ class Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
         known = parser.get_defaults(skip_validation=True).keys()
-        self.exit(2, f"{program}: error: {explain(message, known)}\n({program} --help lists what there is)\n")
+        self.exit(
+            2, f"{program}: error: {mask_text(explain(message, known))}\n({program} --help lists what there is)\n"
+        )
 
 
 class CommandLine(LightningCLI):
@@ -95,8 +107,10 @@ class CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Refuse environment variables that would be ignored, then parse as always."""
         arguments = sys.argv[1:] if args is None else args
-        if arguments[:1] == ["--print_completion"]:
-            self._print_completion(*arguments[1:])
+        if arguments and arguments[0].partition("=")[0] == "--print_completion":
+            # also in jsonargparse's words, `--print_completion=shtab-bash`, whose own takes minutes
+            self._print_completion(*[word for word in (arguments[0].partition("=")[2], *arguments[1:]) if word])
+        found = shipped_configs(arguments)
         for command in self.subcommands():
             prefix = f"PL_{command.upper()}__"
             keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
@@ -104,7 +118,12 @@ class CommandLine(LightningCLI):
             for name in os.environ:
                 if name.startswith(prefix) and name not in names:
                     parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
-        super().parse_arguments(parser, args)
+        if found == arguments:
+            super().parse_arguments(parser, args)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # for whoever passes them
+            super().parse_arguments(parser, found)
 
     def before_instantiate_classes(self) -> None:
         """Refuse GPUs that are not there, or cannot be used, before anything is built."""
@@ -133,6 +152,7 @@ class CommandLine(LightningCLI):
 
     def _print_completion(self, shell: str = "") -> NoReturn:
         # shtab on jsonargparse's parser writes 120 MB: it follows a tensor's `data` from tensor to tensor
+        shell = shell.removeprefix("shtab-")
         if shell not in shtab.SUPPORTED_SHELLS:
             self.parser.error(f"--print_completion {shell}: name one of {', '.join(shtab.SUPPORTED_SHELLS)}")
         parser = argparse.ArgumentParser(PROGRAM)
@@ -156,7 +176,37 @@ class CommandLine(LightningCLI):
         self.parser.exit()
 
     def _fail(self, message: str) -> NoReturn:
-        self.parser.exit(2, f"{PROGRAM} {self.subcommand}: error: {message}\n")
+        self.parser.exit(2, f"{PROGRAM} {self.subcommand}: error: {mask_text(message)}\n")
+
+
+def shipped_configs(arguments: list[str]) -> list[str]:
+    """Return arguments in which a `--config configs/...` that is not there is the file that came with the package.
+
+    Example:
+        ``shipped_configs(["fit", "--config", "configs/lora.yaml"])`` in an empty directory
+    """
+    found = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, path = argument.rpartition("=") if argument.startswith("--config=") else ("", "", argument)
+        is_config = bool(equals) or before in ("--config", "-c")
+        if is_config and path.startswith("configs/") and not os.path.exists(path):
+            path = next((str(root / path) for root in _CONFIG_ROOTS if (root / path).is_file()), path)
+        found.append(f"{option}{equals}{path}")
+    return found
+
+
+def _mask_config(config: Any, name: str = "") -> Any:
+    """Return a copy of a parsed config, or of what it has under `name`, whose secrets are masked."""
+    if isinstance(config, Namespace):
+        copy = config.clone()
+        for key, value in config.items():  # of nested namespaces, too: trainer.max_steps
+            copy[key] = _mask_config(value, key.rpartition(".")[2])
+        return copy
+    if type(config) in (list, tuple):
+        return type(config)(_mask_config(value, name) for value in config)
+    if type(config) is dict and not is_secret_name(name):
+        return {key: _mask_config(value, str(key)) for key, value in config.items()}
+    return mask_secrets({name: config})[name]
 
 
 def run(args: list[str] | None = None) -> LightningCLI:

@@ -40,7 +40,10 @@ def model(request, qwen3_dir, tmp_path, mark) -> tuple[str, Path]:
     name, changes = {
         "tokenizer": (
             "tokenizer_config.json",
-            {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"},
+            {
+                "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]},
+                "tokenizer_class": "OwnTokenizer",
+            },
         ),
         "config": ("config.json", {"auto_map": {"AutoConfig": "own.OwnConfig"}, "model_type": "own"}),
     }[request.param]

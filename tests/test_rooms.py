@@ -16,6 +16,7 @@ FLOORS = {
     "versions": -1,
     "buffers": -1,
     "rendezvous": -1,
+    "masking": -1,
     "remote_code": -1,
     "copies": -1,
     "cuda_memory": -3,
@@ -36,6 +37,7 @@ FLOORS = {
     "cli": 5,
     "convert": 6,  # knows what modules write into checkpoints
     "doctor": 6,
+    "schema": 6,
     "verify": 6,  # reads the configs that the command line reads
     "__init__": 7,
     "__main__": 8,  # tells the version
@@ -46,6 +48,7 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "masking": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "remote_code": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "rendezvous": {"megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},

@@ -126,8 +126,8 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trusts_remote_code())
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer could be loaded from {name_or_path!r}: {error}{remedy(error)}. Give the directory or hub name"
-            " of a model"
+            f"no tokenizer could be loaded from {name_or_path!r}: {error}{remedy(error)}. Give the directory or hub"
+            " name of a model"
         ) from error
 
 

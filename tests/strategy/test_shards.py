@@ -210,7 +210,9 @@ def test_a_checkpoint_does_not_say_what_is_deleted_elsewhere(tmp_path, key):
     directory = tmp_path / "run"
     state = {"dirpath": str(directory), "best_model_path": str(tmp_path / "earlier" / "step=1.ckpt")}
     inside = str(directory / "step=1.ckpt")
-    _check_kept_checkpoints(tmp_path, {"callbacks": {"C": {**state, key: {inside: 0.0} if "models" in key else inside}}})
+    _check_kept_checkpoints(
+        tmp_path, {"callbacks": {"C": {**state, key: {inside: 0.0} if "models" in key else inside}}}
+    )
     for outside in (str(tmp_path / "other.ckpt"), f"{directory}/../other.ckpt"):
         value = {outside: 0.0} if "models" in key else outside
         with pytest.raises(ValueError, match=r"names .*other\.ckpt as one of its checkpoints, which is outside"):
