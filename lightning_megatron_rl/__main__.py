@@ -64,8 +64,12 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.schema import main as schema
 
         sys.exit(schema(arguments[1:]))
+    from lightning_megatron_rl import console
+
+    console.begin()  # before libraries are imported, which warn of each other
     from lightning_megatron_rl.cli import run
 
+    console.begin()  # their loggers have handlers by now
     run(args)
 
 

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -43,7 +44,7 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
-_CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, WeightSync)
+_CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, RunProgress, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 # an installed package has configs/ inside, a checkout beside it
@@ -93,7 +94,8 @@ class CommandLine(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             # inference mode would make tensors that Megatron's buffers could not be updated with afterwards
-            trainer_defaults={"inference_mode": False},
+            # and the table at start says what Lightning's summary of the modules would
+            trainer_defaults={"inference_mode": False, "enable_model_summary": False},
             seed_everything_default=1234,
             save_config_kwargs={"overwrite": True},  # a second run into a directory is the user's wish
             parser_class=Parser,
@@ -139,6 +141,16 @@ class CommandLine(LightningCLI):
                 check_device_count(int(trainer["devices"]), available)
         except (RuntimeError, ValueError) as error:
             self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Add what the console shows of a run, unless the config has a progress bar or wants none."""
+        settings = self._get(self.config_init, "trainer")
+        given = settings["callbacks"] or []
+        callbacks = [*given] if isinstance(given, list) else [given]
+        has_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks)
+        if settings["enable_progress_bar"] is not False and not has_bar:
+            callbacks.append(RunProgress())
+        return super().instantiate_trainer(**{"callbacks": [*callbacks, RunLog()], **kwargs})
 
     def instantiate_classes(self) -> None:
         """Build module, data and Trainer; settings that one of them refuses are the user's errors, not ours."""
