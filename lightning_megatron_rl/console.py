@@ -1,6 +1,5 @@
 """What of a run's messages the console shows, and the log file that has the rest."""
 
-import atexit
 import logging
 import os
 import sys
@@ -24,7 +23,7 @@ class MessageLog(logging.Handler):
     """Takes all log records and warnings of this process: some to the console, all to a file once there is one.
 
     The console shows what this package and the user's own code say, and errors. What libraries say is in the file: the
-    banners, hints and deprecations of a dozen of them. If no file is ever named, the console gets them at the end.
+    banners, hints and deprecations of a dozen of them.
 
     Args:
         console: Where the shown ones go.
@@ -43,18 +42,15 @@ class MessageLog(logging.Handler):
         if is_shown(record.levelno, sys._getframe()):
             self.console.write(self._plain.format(record) + "\n")
             self.console.flush()
-            record.shown = True
         self._keep(record)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Take the place of `warnings.showwarning`."""
-        shown = is_shown(logging.WARNING, sys._getframe()) and not issubclass(category, DeprecationWarning)
-        if shown:
+        if is_shown(logging.WARNING, sys._getframe()) and not issubclass(category, DeprecationWarning):
             self.console.write(f"{category.__name__}: {message}\n")
             self.console.flush()
         text = f"{filename}:{lineno}: {category.__name__}: {message}"
         record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, None, None)
-        record.shown = shown
         self._keep(record)
 
     def _keep(self, record: logging.LogRecord) -> None:
@@ -85,13 +81,6 @@ class MessageLog(logging.Handler):
         if self not in logging.root.handlers:
             logging.root.addHandler(self)
 
-    def finish(self) -> None:
-        """At the end of the process: say on the console what no file has."""
-        for record in self._waiting:
-            if not getattr(record, "shown", False) and record.levelno >= logging.WARNING:
-                self.console.write(self._plain.format(record) + "\n")
-        self._waiting.clear()
-
 
 def is_shown(level: int, frame: FrameType | None) -> bool:
     """Whether the console shows a message, by its level and by who says it: the first caller that is no messenger."""
@@ -118,7 +107,6 @@ def begin() -> MessageLog:
     if _current is None:
         _current = MessageLog(sys.stderr)
         warnings.showwarning = _current.warn  # type: ignore[assignment]
-        atexit.register(_current.finish)
         # bars of libraries, for data that is read before the first step
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     _current.take_over()

@@ -85,7 +85,7 @@ def test_a_masked_value_comes_from_the_environment_or_is_refused(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "from here")
     assert unmasked_environment({"HF_TOKEN": MASK, "A": "b"}) == {"HF_TOKEN": "from here", "A": "b"}
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ValueError, match="the value of HF_TOKEN was masked .*set HF_TOKEN in the environment"):
+    with pytest.raises(ValueError, match=r"the value of HF_TOKEN was masked .*set HF_TOKEN in the environment"):
         VLLMEngine(env={"HF_TOKEN": MASK})
 
 

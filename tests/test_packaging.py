@@ -123,7 +123,7 @@ def test_dockerfiles_name_what_there_is(name):
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
     known = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
     assert {line.split()[0] for line in lines} <= known
-    assert [line.split()[0] for line in lines if line.split()[0] != "ARG"][0] == "FROM"
+    assert next(line.split()[0] for line in lines if line.split()[0] != "ARG") == "FROM"
     for file in re.findall(r"-r (\S+)", text):
         assert (ROOT / file).is_file(), file
     for line in lines:

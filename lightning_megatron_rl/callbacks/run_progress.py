@@ -105,12 +105,11 @@ class RunProgress(ProgressBar):
         passed = time.monotonic() - self._started
         total = planned_steps(trainer)
         left = None if total is None else (total - step) * passed / max(step - self._first_step, 1)
+        text, stays = describe(step, total, left, metrics, validated), validated or last
         if sys.stdout.isatty():
-            self._rewrite(
-                f"{bar(step, total)} {describe(step, total, left, metrics, validated)}", stays=validated or last
-            )
-        elif validated or last or step % self.every_n_steps == 0:
-            self._line(describe(step, total, left, metrics, validated))
+            self._rewrite(f"{bar(step, total)} {text}", stays=stays)
+        elif stays or step % self.every_n_steps == 0:
+            self._line(text)
 
     def _line(self, text: str) -> None:
         if self._enabled:
