@@ -1,14 +1,18 @@
 """What of a run's messages the console shows, and the log file that has the rest."""
 
+import io
 import logging
 import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parent
 _LIBRARIES = tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
 # what stands between whoever has something to say and the handler of it
@@ -99,6 +103,26 @@ def is_shown(level: int, frame: FrameType | None) -> bool:
 def _is_messenger(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     return name == __name__ or name.startswith(_MESSENGERS) or name.endswith("rank_zero")
+
+
+class _ToLog(io.TextIOBase):
+    """A stream whose lines are log records."""
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in filter(str.strip, lines):
+            log.info(line.rstrip())
+        return len(text)
+
+
+@contextmanager
+def prints_to_log() -> Iterator[None]:
+    """Make log records of what libraries print and of the bars that they draw on the standard output."""
+    with redirect_stdout(_ToLog()):
+        yield
 
 
 def begin() -> MessageLog:

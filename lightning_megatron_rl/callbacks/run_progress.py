@@ -1,5 +1,6 @@
 """What the console shows of a run: how far it is, what each step brought, and where its outputs are."""
 
+import re
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 LOG_FILE = "run.log"
 _QUALITY = ("reward/mean", "policy/loss", "loss", "critic/loss", "train/loss")  # the first that is logged, and a second
 _LENGTHS = ("rollout/response_len_mean", "rollout/response_len_max")
+_ACCURACY = re.compile(r"/(mean_at_\d+|\w*accuracy|\w*loss)$")  # not the ends of their intervals
 _PHASES_SHOWN = 4
 _VALIDATIONS_SHOWN = 4
 _BAR = 20  # characters
@@ -152,7 +154,7 @@ def describe(step: int, total: int | None, left: float | None, metrics: dict[str
         parts.append(f"{metrics['time/step_s']:.2f} s{phases(metrics)}")
     if validated:
         found = sorted(name for name in metrics if name.startswith("val/"))
-        wanted = [name for name in found if "mean_at" in name or "accuracy" in name or name.endswith("loss")] or found
+        wanted = [name for name in found if _ACCURACY.search(name)] or found
         parts += [f"{name} {metrics[name]:.4g}" for name in wanted[:_VALIDATIONS_SHOWN]]
     return " | ".join(parts)
 

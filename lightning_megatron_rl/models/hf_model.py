@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
+from lightning_megatron_rl.console import prints_to_log
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
@@ -204,12 +205,13 @@ class HFModel(SavesFiles):
             provider.register_pre_wrap_hook(self._check_complete)
         if lora is not None:
             provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False,
-            mixed_precision_wrapper=None,
-            use_cpu_initialization=device.type != "cuda",
-            init_model_with_meta_device=device.type == "meta",
-        )
+        with prints_to_log():
+            chunks = provider.provide_distributed_model(
+                wrap_with_ddp=False,
+                mixed_precision_wrapper=None,
+                use_cpu_initialization=device.type != "cuda",
+                init_model_with_meta_device=device.type == "meta",
+            )
         sum_expert_biases_once(chunks)
         if lora is not None:
             add_adapters(chunks, lora)
