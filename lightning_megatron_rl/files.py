@@ -80,6 +80,34 @@ def check_local(path: str | Path, setting: str) -> None:
         )
 
 
+def inside(directory: Path, name: str) -> Path:
+    """Return the path of what a file of `directory` names in it.
+
+    Args:
+        directory: What may be read.
+        name: Relative to it.
+
+    Raises:
+        ValueError: The name is absolute, goes up, or is a link that leads out of the directory.
+    """
+    found = below(directory, name)
+    if not found.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(f"{name!r} leaves {directory}: it is a link to {found.resolve()}")
+    return found
+
+
+def below(directory: Path, name: str) -> Path:
+    """Return the path of a name in `directory`, which may be a link to anywhere, as in the cache of a model hub.
+
+    Raises:
+        ValueError: The name is absolute or goes up.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} leaves {directory}: names are relative and without '..'")
+    return directory / path
+
+
 def check_writable(path: Path, setting: str | None = None) -> None:
     """Refuse a destination, which need not be there yet, below a directory that takes no files.
 

@@ -16,6 +16,7 @@ import torch
 from lightning_megatron_rl.compat.transformers_names import checkpoint_shapes, ignored_patterns, tied_names
 from lightning_megatron_rl.models.hf_files import StoredTensor, some, stored_tensors
 from lightning_megatron_rl.models.quantised import SCALE, block_size, quantisation
+from lightning_megatron_rl.remote_code import trusts_remote_code
 
 OUTPUT_LAYER = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -27,14 +28,13 @@ _UNTIED = ("deepseek_v3", "gpt_oss")  # Megatron-Bridge never ties their embeddi
 _ROWS = 8192  # of a weight, that are compared at a time
 
 
-def check_weights(path: Path, config: Any, *, head: str | None = None, trust_remote_code: bool = False) -> None:
+def check_weights(path: Path, config: Any, *, head: str | None = None) -> None:
     """Refuse a checkpoint whose tensors are not those of its config.
 
     Args:
         path: Of the checkpoint.
         config: Its Hugging Face config.
         head: Name of the value head in the place of the output layer, which is then not read; it may be missing.
-        trust_remote_code: Run the code of models that bring their own.
 
     Raises:
         ValueError: With file, tensor, what was found and what was expected.
@@ -43,7 +43,7 @@ def check_weights(path: Path, config: Any, *, head: str | None = None, trust_rem
 
     config = copy.deepcopy(config)  # building a model writes into it
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusts_remote_code())
     tied = tied_names(model)
     if tied and config.model_type in _UNTIED and head is None:
         raise ValueError(

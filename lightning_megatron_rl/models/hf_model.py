@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
+from lightning_megatron_rl.console import prints_to_log
 from lightning_megatron_rl.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
@@ -37,6 +38,7 @@ from lightning_megatron_rl.models.settings import LayerParts, check_overrides, c
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
 from lightning_megatron_rl.models.verification import VerifyModel, check_mode, computed_overrides, verify_model
+from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -56,13 +58,10 @@ class HFModel(SavesFiles):
         ``chunks = model.build_chunks(…)``; after training ``model.save_pretrained(chunks, "export")``.
     """
 
-    def __init__(
-        self, name_or_path: str, *, trust_remote_code: bool = False, verify: VerifyModel | None = "auto"
-    ) -> None:
+    def __init__(self, name_or_path: str, *, verify: VerifyModel | None = "auto") -> None:
         if verify is not None:
             check_mode(verify)
         self.name_or_path = name_or_path
-        self.trust_remote_code = trust_remote_code
         self.verify = verify
         self._checked: dict[str, Any] | None = None  # overrides with which its computation is known to be right
         self.path: Path = self._find(name_or_path)
@@ -78,7 +77,7 @@ class HFModel(SavesFiles):
 
     def _check_weights(self) -> None:
         """Refuse weights that do not belong to the config; of the files only the headers are read."""
-        check_weights(self.path, self.config, trust_remote_code=self.trust_remote_code)
+        check_weights(self.path, self.config)
 
     def settings_files(self, directory: str) -> dict[str, bytes]:
         """Return the files of the checkpoint without its weights by their paths; see `hf_files.settings_files`."""
@@ -90,10 +89,10 @@ class HFModel(SavesFiles):
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
         except Exception as error:  # of the config classes' own checks, and of what they take for granted
             raise ValueError(
-                f"Transformers cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
+                f"Transformers cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}{remedy(error)}"
             ) from error
 
     @property
@@ -106,7 +105,7 @@ class HFModel(SavesFiles):
         """The checkpoint's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,7 +177,7 @@ class HFModel(SavesFiles):
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
         bridge = auto_bridge.from_hf_pretrained(
-            str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
+            str(self.path), trust_remote_code=trusts_remote_code(), architectures=self.config.architectures
         )
         from megatron.bridge.models.hf_pretrained.state import StateDict
 
@@ -254,12 +253,13 @@ class HFModel(SavesFiles):
             provider.register_pre_wrap_hook(self._check_loaded)
         if lora is not None:
             provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False,
-            mixed_precision_wrapper=None,
-            use_cpu_initialization=device.type != "cuda",
-            init_model_with_meta_device=device.type == "meta",
-        )
+        with prints_to_log():
+            chunks = provider.provide_distributed_model(
+                wrap_with_ddp=False,
+                mixed_precision_wrapper=None,
+                use_cpu_initialization=device.type != "cuda",
+                init_model_with_meta_device=device.type == "meta",
+            )
         sum_expert_biases_once(chunks)
         leave_out_padding(chunks, self.padding_row)
         if lora is not None:

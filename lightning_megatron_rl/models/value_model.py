@@ -43,7 +43,7 @@ class ValueModel(HFModel):
         return config
 
     def _check_weights(self) -> None:
-        check_weights(self.path, self.config, head=HEAD, trust_remote_code=self.trust_remote_code)
+        check_weights(self.path, self.config, head=HEAD)
 
     @property
     def export_config(self) -> Any:

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
@@ -28,6 +29,7 @@ from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.leader import rest, watch
 from lightning_megatron_rl.notices import forget
+from lightning_megatron_rl.rendezvous import local_store
 from lightning_megatron_rl.run_settings import describe_settings
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
@@ -295,8 +297,9 @@ class MegatronStrategy(StopsTogether):
                 self.cluster_environment,
                 "nccl" if self.root_device.type == "cuda" else "gloo",
                 timeout=timedelta(seconds=self.timeout_s),
+                store=self._local_store(),
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise
@@ -304,6 +307,20 @@ class MegatronStrategy(StopsTogether):
                 f"the rendezvous port of this run is in use: {address}. Another run on this machine may hold it: unset"
                 f" MASTER_PORT so that a free one is chosen, or set it to another port. Original error: {error}"
             ) from error
+
+    def _local_store(self) -> dist.Store | None:
+        """The store of a run whose processes are all on this machine; None: torch's own rendezvous."""
+        environment = self.cluster_environment
+        assert environment is not None
+        served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if dist.is_initialized() or served_by_torchrun or environment.world_size() != self.num_processes:
+            return None
+        return local_store(
+            environment.global_rank(),
+            environment.world_size(),
+            environment.main_port,
+            timedelta(seconds=self.timeout_s),
+        )
 
     def _seed_megatron(self) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
