@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport
     from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
     from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+    from lightning_megatron_rl.callbacks.run_progress import RunProgress
     from lightning_megatron_rl.callbacks.weight_sync import WeightSync
     from lightning_megatron_rl.data.preference import PreferenceDataModule
     from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -41,6 +42,7 @@ _HOMES = {
     "PromptDataModule": "data.prompts",
     "RewardModule": "modules.reward_model",
     "RolloutSamples": "callbacks.rollout_samples",
+    "RunProgress": "callbacks.run_progress",
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
     "Sample": "sample",
@@ -63,6 +65,7 @@ __all__ = [
     "PromptDataModule",
     "RewardModule",
     "RolloutSamples",
+    "RunProgress",
     "SFTDataModule",
     "SFTModule",
     "Sample",

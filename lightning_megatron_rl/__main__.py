@@ -19,8 +19,10 @@ commands:
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
   convert        Hugging Face models to distributed checkpoints and back (convert --help)
   doctor         say what this machine has, what it lacks, and what helps (doctor --help)
+  schema         print a JSON schema of the YAML files, for editors (schema --help)
 
-Each command takes Lightning's arguments: --config FILE (repeat it for overlays, later ones win), --trainer.*,
+The first four take Lightning's arguments: --config FILE (repeat it for overlays, later ones win; configs/... that is
+not there is the one that came with the package), --trainer.*,
 --model.*, --data.*, --ckpt_path PATH, --print_config. `lightning-megatron-rl fit --help` lists them, and
 `lightning-megatron-rl fit --model.help GRPOModule` those of a class. Environment variables such as
 PL_FIT__CONFIG=FILE or PL_FIT__TRAINER__MAX_STEPS=10 set what neither files nor arguments do.
@@ -73,8 +75,16 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.doctor.command import main as doctor
 
         sys.exit(doctor(arguments[1:]))
+    if arguments[0] == "schema":
+        from lightning_megatron_rl.schema import main as schema
+
+        sys.exit(schema(arguments[1:]))
+    from lightning_megatron_rl import console
+
+    console.begin()  # before libraries are imported, which warn of each other
     from lightning_megatron_rl.cli import run
 
+    console.begin()  # their loggers have handlers by now
     run(args)
 
 

@@ -46,6 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         # not pytest-xdist's groups: with pytest 9.2 they are ignored without a word (pytest-xdist issue 1386)
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
+            if file.parent.name == "gpu" and file.name != "test_memory.py":  # whose tests take turns with all others
+                return nodeid.partition("[")[0]
             return file.parent.name if file.parent.name in SHARE_A_PROCESS else str(file)
 
     return Rooms(config, log)

@@ -166,4 +166,6 @@ def test_unknown_method_in_yaml_lists_what_exists(tmp_path: Path, capsys: pytest
     overlay.write_text(yaml.safe_dump({"model": {"init_args": {"loss": {"policy_loss": "gpso"}}}}))
     with pytest.raises(SystemExit):
         build("fit", "--config", GRPO, "--config", overlay)
-    assert "unknown policy loss 'gpso': choose one of cispo, gspo, ppo_clip, sapo" in capsys.readouterr().err
+    assert (
+        "unknown policy loss 'gpso': choose one of cispo, gspo, luspo, ppo_clip, sapo, vespo" in capsys.readouterr().err
+    )

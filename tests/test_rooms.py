@@ -18,6 +18,12 @@ FLOORS = {
     "leader": -1,
     "versions": -1,
     "buffers": -1,
+    "run_settings": -1,
+    "finite": -1,
+    "rendezvous": -1,
+    "console": -1,
+    "masking": -1,
+    "remote_code": -1,
     "copies": -1,
     "cuda_memory": -3,
     "lent_weights": -2,  # under `weight_views`
@@ -37,6 +43,7 @@ FLOORS = {
     "cli": 5,
     "convert": 6,  # knows what modules write into checkpoints
     "doctor": 6,
+    "schema": 6,
     "verify": 6,  # reads the configs that the command line reads
     "__init__": 7,
     "__main__": 8,  # tells the version
@@ -49,6 +56,12 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "leader": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "run_settings": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "finite": {"megatron", "lightning", "vllm", "transformers"},
+    "masking": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "console": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "remote_code": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "rendezvous": {"megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
     "cuda_memory": {"megatron", "lightning", "vllm", "transformers"},
     "lent_weights": {"megatron", "lightning", "vllm", "transformers"},

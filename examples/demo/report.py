@@ -47,7 +47,7 @@ def last_value(rows: list[dict[str, float]], name: str) -> float:
 
 def column(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
     """Return steps and values of a metric."""
-    found = [(row["step"] + 1, row[name]) for row in rows if name in row]
+    found = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -19,6 +19,7 @@ from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_wei
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.notices import tell_failure, tell_loss
+from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.products import asks_for_tf32
@@ -351,9 +352,13 @@ def _set_aside(target: Path, staging: Path) -> Path:
 def _logprobs(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:
     """Log-probs of `tokens` [b, s] under an export, or an adapter on its `base`, [b, s - 1]."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    AutoTokenizer.from_pretrained(base or directory)
-    model = AutoModelForCausalLM.from_pretrained(base or directory, dtype=torch.float32).eval()
+    disable_progress_bar()
+    trust = trusts_remote_code()
+    AutoTokenizer.from_pretrained(base or directory, trust_remote_code=trust)
+    found = AutoModelForCausalLM.from_pretrained(base or directory, dtype=torch.float32, trust_remote_code=trust)
+    model = found.eval()
     if base is not None:
         merge_adapter(model, directory)
     logprobs = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
@@ -363,7 +368,11 @@ def _logprobs(directory: Path, tokens: Tensor, *, temperature: float, base: Path
 def _scores(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:
     """Scores of `tokens` [b, s] under an exported reward model, [b, 1]; there is no temperature, and no adapter."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    disable_progress_bar()
+    trust = trusts_remote_code()
+    AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    found = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, trust_remote_code=trust)
+    model = found.eval()
     return torch.stack([model(row[None]).logits[0] for row in tokens])  # one by one: no padding token is needed

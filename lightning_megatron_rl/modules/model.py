@@ -17,6 +17,7 @@ from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel, check_mode
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
@@ -49,6 +50,8 @@ class ModelModule(TakesSteps, ReportsSteps):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
@@ -69,6 +72,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         init_from: str | None = None,
@@ -86,7 +90,9 @@ class ModelModule(TakesSteps, ReportsSteps):
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.packing = packing
         self.layer_backend = layer_backend
+        check_mode(verify_model)
         self.model_config = model_config or {}
+        self.verify_model = verify_model
         self.moe = moe
         self.lora = lora
         self.init_from = init_from
@@ -118,7 +124,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         return self._hf_model
 
     def setup(self, stage: str) -> None:
-        """Find the model, check that the layout can hold it and the optimizer's settings, before weights are loaded."""
+        """Find and check the model, that the layout can hold it, and the optimizer's settings, before weights load."""
         self._setup_began = time.perf_counter()
         if stage == "fit":
             self.strategy.resolve_optimizer_config(self._optimizer_config())
@@ -140,6 +146,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        self._hf_model.check_computation(self.model_config)
         if self.init_from is not None:
             read_manifest(Path(self.init_from))
         self.strategy.saved_with_model = {}  # no other model, until there is one
@@ -166,7 +173,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         """Return the Hugging Face side of `model_path`."""
         from lightning_megatron_rl.models.hf_model import HFModel
 
-        return HFModel(self.model_path)
+        return HFModel(self.model_path, verify=self.verify_model)
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""

@@ -278,8 +278,9 @@ class SamplesResponses(HoldsReference):
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to this replica's engine; a collective of all replicas."""
         if not self._engine_ready:
-            with self.phase(START_PHASE):
-                self.sampling_phase.run(self.engine.wait_ready)
+            if not self.engine.sleep_level:  # else `setup` has waited for it, and it sleeps
+                with self.phase(START_PHASE):
+                    self.sampling_phase.run(self.engine.wait_ready)
             self._engine_ready = True
         self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):

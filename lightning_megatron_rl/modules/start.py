@@ -25,6 +25,7 @@ from lightning_megatron_rl.models.size import model_size
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.engine import RolloutEngine
+from lightning_megatron_rl.rollout.installation import check_for_gpu, installed_packages
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.products import check_products
@@ -88,6 +89,8 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
     if precision.precision == "32-true":
         run_on_all_ranks(partial(check_products, device, transformer_engine=has_engine))
+    if isinstance(engine, VLLMEngine):
+        check_for_gpu(engine.device, installed_packages())
     plans: list[MemoryPlan] = []
     samplers: tuple[GPU, ...] = ()
     if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from lightning_megatron_rl.models.hf_files import weight_map
 from lightning_megatron_rl.weight_views import WeightViews
 
 OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
@@ -54,7 +55,7 @@ class CheckpointLayout:
         config = json.loads((directory / "config.json").read_text())
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(weight_map(directory).values()))
         elif (directory / "model.safetensors").is_file():
             files = ["model.safetensors"]
         else:

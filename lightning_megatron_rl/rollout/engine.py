@@ -136,6 +136,7 @@ class RolloutEngine(Protocol):
 
     def expect(self, num_tokens: int | None) -> None:
         """Take note, before `start`, of how many tokens the run will sample at most; None: nobody knows."""
+        return
 
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""

@@ -9,6 +9,7 @@ import torch
 
 from lightning_megatron_rl.cpus import openmp_defaults, sampler_threads, usable_cpus
 from lightning_megatron_rl.cuda_memory import identity, reach_each_other
+from lightning_megatron_rl.masking import unmasked_environment
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
@@ -64,7 +65,8 @@ class VLLMEngine(SupervisedEngine):
         call_timeout_s: Deadline of each call to generate or update, after which the process is replaced. # seconds
         max_restarts: Replacements of a failed process before the engine gives up.
         seed: vLLM's own seed; samples only depend on the seeds of their requests.
-        env: Environment variables of the process, over all others.
+        env: Environment variables of the process, over all others. Values that look like secrets are written down as
+            "***", which stands for the value that this process's environment has.
         echo_output: Show the process's output.
 
     Example:
@@ -137,7 +139,7 @@ class VLLMEngine(SupervisedEngine):
         self.call_timeout_s = call_timeout_s
         self.max_restarts = max_restarts
         self.seed = seed
-        self.env = env or {}
+        self.env = unmasked_environment(env or {})
         self.echo_output = echo_output
         self._forget()
 

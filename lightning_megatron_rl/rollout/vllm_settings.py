@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.rollout.cuda_transfer import BACKEND
 
 CPU_EXTENSION = "lightning_megatron_rl.rollout.shared_weights.SharedWeightsReceiver"
+LOCAL_WORKER = "lightning_megatron_rl.rollout.vllm_local_worker.LocalWorker"
 CUDA_EXTENSION = "lightning_megatron_rl.rollout.vllm_receiver.WeightReceiver"
 DEFAULT_CPU_KV_CACHE_GB = 0.5  # without a size vLLM reserves a fraction of all memory
 CPU_PREFILL_TOKENS = 2048  # per scheduling step
@@ -67,6 +69,8 @@ def llm_arguments(
         "enforce_eager": enforce_eager,
         "tensor_parallel_size": tensor_parallel_size,
         "seed": seed,
+        "trust_remote_code": trusts_remote_code(),
+        "worker_cls": LOCAL_WORKER,
         "logprobs_mode": "processed_logprobs",  # the default leaves the temperature out
         "generation_config": "vllm",  # none of the model's own sampling defaults
         "enable_prefix_caching": True,

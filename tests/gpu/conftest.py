@@ -10,10 +10,12 @@ import torch
 
 from tests.distributed import WorkerPool
 from tests.gpu.machine import NODES
+from tests.tiny_models import save_tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder `gpu`, and skip it without a device."""
+    """Mark every test of this folder `gpu`, and skip it without a device; those that want to be alone come last."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -35,6 +37,13 @@ def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         fcntl.flock(gpus, kind)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Dense, with tied embeddings, and a mixture of experts."""
+    families = {"dense": "qwen3", "tied": "qwen2_tied", "moe": "qwen3_moe"}
+    return {name: save_tiny_model(tmp_path_factory.mktemp(name), family) for name, family in families.items()}
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,8 @@ def export_in_fp32(models: dict[str, Path], directory: Path) -> dict[str, dict[s
     return {
         f"{family}, {layers}": export(model, 1, directory / family / layers, {}, layer_backend=layers)
         for family, model in models.items()
-        for layers in ("transformer_engine", "torch")
+        for layers in ("torch", "transformer_engine")
+        if family != "latent" or layers == "torch"
     }
 
 

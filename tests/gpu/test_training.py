@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.training import Run, fit_sft
 
@@ -65,24 +64,3 @@ def test_transformer_engine_trains_as_torch_does(gpu_pool, qwen3_dir, cpu_run):
     assert relative_steps(te, cpu_run) < FP32_RELATIVE
     assert relative_steps(te_bf16, torch_bf16) < BF16_RELATIVE
     assert relative_steps(te_bf16, cpu_run) < 2 * BF16_RELATIVE
-
-
-def memory_beside_torch(model: Path) -> int:
-    """Bytes that a run takes on the GPU and torch's allocator does not have: libraries, kernels, communicators."""
-
-    def taken() -> int:
-        free, total = torch.cuda.mem_get_info()
-        return total - free - torch.cuda.memory_reserved()
-
-    torch.zeros(1, device="cuda")  # the context
-    before = taken()
-    fit_on_cuda(model, [backend("transformer_engine", "bf16-mixed")], 1)
-    return taken() - before
-
-
-@pytest.mark.alone
-def test_a_run_takes_little_beside_torchs_allocator(fresh_pool, qwen3_dir):
-    """Communicators for groups that nobody uses would take 8 GiB: 21 of 388 MiB each."""
-    taken = fresh_pool.run(memory_beside_torch, qwen3_dir, world_size=1, init_process_group=False)[0]
-    print(f"{taken / 2**30:.2f} GiB")
-    assert taken < 3 * 2**30

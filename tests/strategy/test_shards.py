@@ -183,6 +183,41 @@ def test_nothing_in_a_checkpoint_is_executed(worker_pool, qwen3_dir, saved, tmp_
             assert named in notes["error"] or (where == "rng/0.pt" and notes["error"] == ""), notes
 
 
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a/../../b", "link.distcp"])
+def test_an_index_names_no_file_outside(tmp_path, name):
+    """Nothing is opened, by training or by `convert`, which read through the same reader."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    from lightning_megatron_rl.strategy.shards import SavedShards
+
+    (tmp_path / "link.distcp").symlink_to("/etc/passwd")
+    index = {MetadataIndex("weight"): _StorageInfo(name, 0, 10)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=index)))
+    with pytest.raises(ValueError, match=r"\.metadata names a file outside its directory: .*It was not opened"):
+        SavedShards(tmp_path)
+    index = {MetadataIndex("weight"): _StorageInfo("__0_0.distcp", 0, 10)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=index)))
+    SavedShards(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["last_model_path", "kth_best_model_path", "best_k_models"])
+def test_a_checkpoint_does_not_say_what_is_deleted_elsewhere(tmp_path, key):
+    """ModelCheckpoint deletes the worst of those that its state names."""
+    from lightning_megatron_rl.strategy.checkpoint import _check_kept_checkpoints
+
+    directory = tmp_path / "run"
+    state = {"dirpath": str(directory), "best_model_path": str(tmp_path / "earlier" / "step=1.ckpt")}
+    inside = str(directory / "step=1.ckpt")
+    _check_kept_checkpoints(
+        tmp_path, {"callbacks": {"C": {**state, key: {inside: 0.0} if "models" in key else inside}}}
+    )
+    for outside in (str(tmp_path / "other.ckpt"), f"{directory}/../other.ckpt"):
+        value = {outside: 0.0} if "models" in key else outside
+        with pytest.raises(ValueError, match=r"names .*other\.ckpt as one of its checkpoints, which is outside"):
+            _check_kept_checkpoints(tmp_path, {"callbacks": {"C": {**state, key: value}}})
+
+
 def packed(state: Any) -> torch.Tensor:
     """As Transformer Engine packs a layer's extra state."""
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
