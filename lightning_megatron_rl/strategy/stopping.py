@@ -153,7 +153,9 @@ class StopsTogether(GuardsSteps):
         self._when_saved(follow)
 
     def forget_signals(self) -> None:
-        """Leave the Trainer as it was."""
+        """Leave the Trainer as it was; a run that was refused at its start is attached to none yet."""
+        if self._notice is None:
+            return
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _EndsOfBatches)]

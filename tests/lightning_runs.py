@@ -1,0 +1,136 @@
+"""The same tiny model under stock Lightning and under `MegatronStrategy`: runs whose records can be compared."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from torch import Tensor
+
+from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.modules.sft import SFTModule
+from tests.training import SequenceDataModule, frozen_sequences, make_trainer
+
+LR = 0.1
+BATCH_SIZE = 4
+
+
+def public_hooks(*owners: type) -> list[str]:
+    """Names of the public methods that the classes define themselves."""
+    return sorted({name for owner in owners for name in vars(owner) if inspect.isfunction(vars(owner)[name])} - {""})
+
+
+CALLBACK_HOOKS = [name for name in public_hooks(pl.Callback) if not name.startswith("_")]
+MODULE_HOOKS = [name for name in public_hooks(ModelHooks, DataHooks, CheckpointHooks) if not name.startswith("_")]
+
+
+class StockModule(pl.LightningModule):
+    """Supervised fine-tuning of a Hugging Face model as Lightning's documentation has it: no Megatron, no strategy."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def loss(self, sequences: list[TokenSequence]) -> Tensor:
+        """Mean negative log-likelihood over all target tokens of the batch."""
+        total, count = torch.zeros(()), 0
+        for sequence in sequences:
+            logprobs = self.hf(sequence.token_ids[None]).logits[0, :-1].log_softmax(-1)
+            picked = logprobs.gather(-1, sequence.token_ids[1:, None])[:, 0]
+            mask = sequence.loss_mask[1:]
+            total, count = total - picked[mask].sum(), count + int(mask.sum())
+        return total / count
+
+    def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> Any:
+        """Loss of the batch."""
+        loss = self.loss(sequences)
+        self.log("policy/loss", loss, batch_size=1)
+        return loss
+
+    def validation_step(self, sequences: list[TokenSequence], batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("val/loss", self.loss(sequences), batch_size=1)
+
+    def test_step(self, sequences: list[TokenSequence], batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("test/loss", self.loss(sequences), batch_size=1)
+
+    def predict_step(self, sequences: list[TokenSequence], batch_idx: int) -> Any:
+        """Return the loss."""
+        return self.loss(sequences)
+
+    def configure_optimizers(self) -> Any:
+        """SGD, whose steps show gradients as they are."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=4)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies under Hugging Face names."""
+        return {name: tensor.detach().clone() for name, tensor in self.hf.named_parameters()}
+
+
+class OurModule(SFTModule):
+    """The same training by Megatron."""
+
+    def __init__(self, path: Path) -> None:
+        from functools import partial
+
+        from megatron.core.optimizer import OptimizerConfig
+
+        super().__init__(
+            str(path),
+            OptimizerConfig(optimizer="sgd", lr=LR, sgd_momentum=0.0, weight_decay=0.0),
+            lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.5, total_iters=4),
+            max_tokens_per_microbatch=64,
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies under Hugging Face names."""
+        return {name: tensor.clone() for name, tensor in self.export_weights()}
+
+
+class Sequences(SequenceDataModule):
+    """Three batches of frozen sequences for every stage."""
+
+    def __init__(self, batches: int = 3) -> None:
+        super().__init__(frozen_sequences(batches * BATCH_SIZE), BATCH_SIZE)
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def stock_trainer(**options: Any) -> pl.Trainer:
+    """A Trainer on one CPU process without a strategy of anybody's."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "strategy": "auto", **quiet, **options})
+
+
+class StockSequences(Sequences):
+    """The same batches where the strategy has no ranks to share them."""
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.sequences, batch_size=self.batch_size, collate_fn=list)
+
+
+def trainers(strategy: dict[str, Any] | None = None) -> list[tuple[Callable[..., pl.Trainer], type, type]]:
+    """(Trainer, module, data) of stock Lightning, then of `MegatronStrategy`, which shards no SGD."""
+
+    def ours(**options: Any) -> pl.Trainer:
+        return make_trainer({"use_distributed_optimizer": False, **(strategy or {})}, 1, **options)
+
+    return [(stock_trainer, StockModule, StockSequences), (ours, OurModule, Sequences)]
