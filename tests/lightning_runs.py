@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,43 @@ def trainers(strategy: dict[str, Any] | None = None) -> list[tuple[Callable[...,
         return make_trainer({"use_distributed_optimizer": False, **(strategy or {})}, 1, **options)
 
     return [(stock_trainer, StockModule, StockSequences), (ours, OurModule, Sequences)]
+
+
+@dataclass
+class Seen:
+    """What is left of a run: weights under Hugging Face names, counters, logged metrics, what the callback saw."""
+
+    weights: dict[str, Tensor]
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    seen: Any  # what the callback has in its attribute of this name
+
+
+def fit_both(
+    model: Path,
+    make_callback: Callable[..., pl.Callback] | None = None,
+    *args: Any,
+    mixin: type = object,
+    **options: Any,
+) -> tuple[Seen, Seen]:
+    """Fit the same batches under stock Lightning and under `MegatronStrategy`.
+
+    Args:
+        model: Directory of the Hugging Face model.
+        make_callback: Called with `args` once for each run.
+        mixin: Hooks that both modules get.
+        options: Of the Trainer.
+    """
+    runs = []
+    for make, module_class, data_class in trainers():
+        callback = make_callback(*args) if make_callback is not None else None
+        kind = module_class if mixin is object else type(module_class.__name__, (mixin, module_class), {})
+        module = kind(model)
+        callbacks = [] if callback is None else [callback]
+        trainer = make(**{"max_steps": 3, "limit_val_batches": 0, "callbacks": callbacks, **options})
+        trainer.fit(module, data_class())
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        seen = getattr(callback, "seen", None)
+        runs.append(Seen(module.weights(), trainer.global_step, trainer.current_epoch, metrics, seen))
+    return runs[0], runs[1]

@@ -53,9 +53,13 @@ class Gradients:
 
     def drop(self) -> None:
         """Leave the next step out, unless other gradients are computed before it."""
-        if self.state != "held":
-            self._hide()
-            self.state = "dropped"
+        self._hide()
+        self.state = "dropped"
+
+    def zero(self) -> None:
+        """Drop what is computed; where nothing is, a step remains an error."""
+        if self.state == "computed":
+            self.drop()
 
     def use(self) -> bool:
         """Take the gradients for a step, with what hooks did to `parameter.grad`; False if the step is to be skipped.

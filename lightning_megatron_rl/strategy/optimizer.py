@@ -134,8 +134,8 @@ class MegatronOptimizer(Optimizer):
         return metrics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leave the next step out, unless gradients are computed before it: the schedule clears Megatron's buffers."""
-        self.gradients.drop()
+        """Drop the gradients at hand; the schedule clears Megatron's buffers before it computes others."""
+        self.gradients.zero()
 
     def set_clip_grad(self, max_norm: float) -> None:
         """Clip by the global norm from now on; 0 or less means never.
