@@ -19,13 +19,66 @@ LR = 0.1
 BATCH_SIZE = 4
 
 
-def public_hooks(*owners: type) -> list[str]:
+def public_methods(*owners: type) -> list[str]:
     """Names of the public methods that the classes define themselves."""
-    return sorted({name for owner in owners for name in vars(owner) if inspect.isfunction(vars(owner)[name])} - {""})
+    return sorted(
+        {
+            name
+            for owner in owners
+            for name, member in vars(owner).items()
+            if inspect.isfunction(member) and not name.startswith("_")
+        }
+    )
 
 
-CALLBACK_HOOKS = [name for name in public_hooks(pl.Callback) if not name.startswith("_")]
-MODULE_HOOKS = [name for name in public_hooks(ModelHooks, DataHooks, CheckpointHooks) if not name.startswith("_")]
+CALLBACK_HOOKS = public_methods(pl.Callback)
+MODULE_HOOKS = public_methods(ModelHooks, DataHooks, CheckpointHooks)
+DATA_HOOKS = public_methods(DataHooks, CheckpointHooks, pl.LightningDataModule)
+# methods of a LightningModule that the loops call; the rest is called by users
+STEP_HOOKS = [
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "configure_optimizers",
+    "lr_scheduler_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "predict_step",
+    "test_step",
+    "training_step",
+    "validation_step",
+]
+
+
+def recorder(base: type, names: list[str], calls: list[Any]) -> type:
+    """A class to put before `base`: it notes calls of `names` in `calls`, then does what `base` does."""
+
+    def hook(name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            trainer = args[0] if args and isinstance(args[0], pl.Trainer) else _trainer(self)
+            numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int | str)]
+            calls.append((name, *_state(trainer), *numbers))
+            return getattr(super(kind, self), name)(*args, **kwargs)
+
+        return call
+
+    kind = type(f"Recorded{base.__name__}", (base,), {name: hook(name) for name in names if hasattr(base, name)})
+    return kind
+
+
+def _state(trainer: pl.Trainer | None) -> tuple[Any, ...]:
+    """What a hook can ask the Trainer: function, stage, step, epoch."""
+    if trainer is None or trainer.state.fn is None:
+        return ()
+    stage = trainer.state.stage
+    return trainer.state.fn.value, stage.value if stage else None, trainer.global_step, trainer.current_epoch
+
+
+def _trainer(owner: Any) -> pl.Trainer | None:
+    """The Trainer that a module or data module is attached to."""
+    found = (
+        getattr(owner, "_trainer", None) if isinstance(owner, pl.LightningModule) else getattr(owner, "trainer", None)
+    )
+    return found if isinstance(found, pl.Trainer) else None
 
 
 class StockModule(pl.LightningModule):
@@ -53,13 +106,30 @@ class StockModule(pl.LightningModule):
         self.log("policy/loss", loss, batch_size=1)
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        """Start the mean over all target tokens."""
+        self.total, self.count = 0.0, 0
+
     def validation_step(self, sequences: list[TokenSequence], batch_idx: int) -> None:
-        """Log the loss."""
-        self.log("val/loss", self.loss(sequences), batch_size=1)
+        """Add a batch."""
+        count = sum(int(sequence.loss_mask[1:].sum()) for sequence in sequences)
+        self.total, self.count = self.total + float(self.loss(sequences)) * count, self.count + count
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the mean."""
+        self.log("val/loss", self.total / self.count)
+
+    def on_test_epoch_start(self) -> None:
+        """As in a validation."""
+        self.on_validation_epoch_start()
 
     def test_step(self, sequences: list[TokenSequence], batch_idx: int) -> None:
-        """Log the loss."""
-        self.log("test/loss", self.loss(sequences), batch_size=1)
+        """Add a batch."""
+        self.validation_step(sequences, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the mean."""
+        self.log("test/loss", self.total / self.count)
 
     def predict_step(self, sequences: list[TokenSequence], batch_idx: int) -> Any:
         """Return the loss."""

@@ -195,7 +195,7 @@ REFUSED = {
     CatchesFailure: ["RuntimeError", "an optimizer step without new gradients"],
     ReturnsGraph: ["ValueError", "autograd graph", "loss.detach()"],
     FreezesLater: ["RuntimeError", "requires_grad", "configure_model"],
-    AccumulatesLater: ["ValueError", "accumulate_grad_batches=2", "raise the data module's batch_size".capitalize()],
+    AccumulatesLater: ["ValueError", "accumulate_grad_batches=2", "Raise the data module's batch_size"],
     ManualLater: ["ValueError", "ManualLater.automatic_optimization=False"],
     OwnBackward: ["ValueError", "OwnBackward.backward would never be called", "on_before_optimizer_step"],
     RemovesOneGradient: ["RuntimeError", "removed the gradients of 1 of", "grad.zero_()"],
