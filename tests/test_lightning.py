@@ -54,7 +54,7 @@ def rows(section: str) -> dict[str, tuple[str, str]]:
     (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     found: dict[str, tuple[str, str]] = {}
     for line in re.findall(r"^\| (`.*) \|$", text, re.MULTILINE):
-        names, kind, _, tests = (cell.strip() for cell in re.split(r"(?<!\\) \| ", line))
+        names, kind, _, tests = (cell.strip() for cell in line.split("|"))
         for name in re.findall(r"`([^`]+)`", names):
             assert name not in found, f"{name} has two rows"
             found[name] = (kind, tests)

@@ -63,8 +63,8 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             ValueError: Always, with what to do in its place.
         """
         raise ValueError(
-            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint holds the position in the data"
-            " alone. Build the data module as in the run's config, and resume with Trainer.fit(..., ckpt_path=...)."
+            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint holds the position in the"
+            " data alone. Build the data module as in the run's config, and resume with Trainer.fit(ckpt_path=...)."
         )
 
     @abstractmethod

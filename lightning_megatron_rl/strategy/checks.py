@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -72,7 +73,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
         check_cuda(measure_devices(imports=False))
     check_optimisation(trainer)
     check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-    if trainer.strategy._layer_sync is not None:
+    if isinstance(trainer.strategy, ParallelStrategy) and trainer.strategy._layer_sync is not None:
         raise ValueError(
             "sync_batchnorm (or another LayerSync plugin): Megatron's models have no batch normalisation, and the"
             " strategy converts no layers. Remove it."

@@ -110,6 +110,9 @@ class StopsTogether(GuardsSteps):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write the checkpoint, with a note of a validation that is due; a stop's one makes way for it."""
+        if not self._is_set_up:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         note_due_validation(checkpoint, trainer)
