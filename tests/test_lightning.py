@@ -65,9 +65,9 @@ PUBLIC = {
     "Callbacks": set(callbacks.__all__),
     "Trainer flags": set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"},
     "Plugins": set(plugins.__all__) | {"ClusterEnvironment"},
-    "Hooks of a callback": set(CALLBACK_HOOKS),
+    "Hooks of a callback": {*CALLBACK_HOOKS, "state_key"},
     "Hooks and methods of a module": {*MODULE_HOOKS, *public_methods(pl.LightningModule), "load_from_checkpoint"},
-    "Hooks of a data module": {*DATA_HOOKS, "load_from_checkpoint"} - {"from_datasets"},
+    "Hooks of a data module": {*DATA_HOOKS, "load_from_checkpoint"},
 }
 
 
