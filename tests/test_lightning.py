@@ -78,7 +78,7 @@ def test_everything_public_has_a_row(section):
 
 
 @cache
-def tests_of(file: str) -> set[str]:
+def defined_in(file: str) -> set[str]:
     tree = ast.parse((ROOT / file).read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
@@ -93,7 +93,7 @@ def test_every_row_has_a_kind_and_a_test(section):
         for test in named:
             file, function, case = re.fullmatch(r"(?:([\w/]+\.py)::)?(test_\w+)(?:\[([\w-]+)\])?", test).groups()  # type: ignore[union-attr]
             path = f"tests/{file}" if file else "tests/test_lightning.py"
-            assert function in tests_of(path), f"{name}: no {function} in {path}"
+            assert function in defined_in(path), f"{name}: no {function} in {path}"
             if case is not None:
                 assert case in {**CALLBACKS, **FLAGS}, f"{name}: no case {case}"
 
@@ -120,7 +120,7 @@ def assert_as_stock(outcome: dict[str, Outcome], *, facts: bool = True) -> None:
     for name, weight in sft.weights.items():
         torch.testing.assert_close(weight, stock.weights[name], rtol=0, atol=TOLERANCE)
     for name in ("policy/loss", "val/loss", "test/loss"):
-        assert sft.metrics.get(name) == pytest.approx(stock.metrics.get(name), rel=1e-5), name
+        assert same(sft.metrics.get(name), stock.metrics.get(name)), name
     if facts:
         assert same(sft.facts, stock.facts), (sft.facts, stock.facts)
 
