@@ -229,6 +229,7 @@ def own_job(
         "data": {"init_args": {"tokenizer": str(model), "seed": seed}},
     }
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.csv").unlink(missing_ok=True)  # of a run that was not finished, which this one replaces
     command = cli_command(base, overlays, write_overlay(directory / "overlay.yaml", changes))
     result = directory / "run.json"
     return Job(name, command, result, lambda seconds: write_json(result, read_run(directory / "metrics.csv", seconds)))
@@ -263,7 +264,7 @@ def read_run(path: Path, seconds: float) -> dict[str, Any]:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
     def column(name: str) -> list[list[float]]:
-        return [[int(row["step"]) + 1, row[name]] for row in rows if name in row]
+        return [[int(row["step"]), row[name]] for row in rows if name in row]
 
     return {
         # logged in fp32, whose 0.9 is below 0.9

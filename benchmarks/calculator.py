@@ -67,7 +67,7 @@ def main() -> None:
         else ["--trainer.max_steps", str(options.grpo_steps), "--trainer.val_check_interval", str(options.grpo_steps)]
     )
     command("validate", "calculator", out, "--trainer.logger.init_args.name", "before")
-    (before,) = validations(out / "before" / "metrics.csv")
+    (before,) = validations(out / "before" / "validate" / "metrics.csv")
     command("fit", "calculator", out, *grpo)
     after = validations(out / "grpo" / "metrics.csv")
     figures = {

@@ -4,12 +4,14 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.leader import watch
 from lightning_megatron_rl.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport
     from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
     from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+    from lightning_megatron_rl.callbacks.run_progress import RunProgress
     from lightning_megatron_rl.callbacks.weight_average import WeightAverage
     from lightning_megatron_rl.callbacks.weight_sync import WeightSync
     from lightning_megatron_rl.data.preference import PreferenceDataModule
@@ -41,6 +43,7 @@ _HOMES = {
     "PromptDataModule": "data.prompts",
     "RewardModule": "modules.reward_model",
     "RolloutSamples": "callbacks.rollout_samples",
+    "RunProgress": "callbacks.run_progress",
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
     "Sample": "sample",
@@ -64,6 +67,7 @@ __all__ = [
     "PromptDataModule",
     "RewardModule",
     "RolloutSamples",
+    "RunProgress",
     "SFTDataModule",
     "SFTModule",
     "Sample",
@@ -90,3 +94,5 @@ def _register_strategy() -> None:
 # --help and the engine's process do without Lightning's seconds of import; whoever has paid for them gets the strategy
 if "lightning.pytorch" in sys.modules:
     _register_strategy()
+
+watch()  # before the imports that take long

@@ -1,8 +1,11 @@
 """Entry point of `lightning-megatron-rl` and `python -m lightning_megatron_rl`: light until a run needs more."""
 
+import os
+import signal
 import sys
 
 from lightning_megatron_rl import __version__
+from lightning_megatron_rl.cpus import openmp_defaults
 
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
@@ -16,8 +19,10 @@ commands:
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
   convert        Hugging Face models to distributed checkpoints and back (convert --help)
   doctor         say what this machine has, what it lacks, and what helps (doctor --help)
+  schema         print a JSON schema of the YAML files, for editors (schema --help)
 
-Each command takes Lightning's arguments: --config FILE (repeat it for overlays, later ones win), --trainer.*,
+The first four take Lightning's arguments: --config FILE (repeat it for overlays, later ones win; configs/... that is
+not there is the one that came with the package), --trainer.*,
 --model.*, --data.*, --ckpt_path PATH, --print_config. `lightning-megatron-rl fit --help` lists them, and
 `lightning-megatron-rl fit --model.help GRPOModule` those of a class. Environment variables such as
 PL_FIT__CONFIG=FILE or PL_FIT__TRAINER__MAX_STEPS=10 set what neither files nor arguments do.
@@ -28,6 +33,15 @@ file (bash, zsh, tcsh or fish).
 example:
   lightning-megatron-rl fit --config configs/demo/grpo.yaml --trainer.max_steps 20
 """
+
+
+def allow_interrupt() -> None:
+    """Let SIGINT end this process and what it starts where it was started with the signal ignored.
+
+    Shells ignore it for background jobs of scripts, and some CI systems do; a run could not be interrupted there.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -46,6 +60,9 @@ def main(args: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"lightning-megatron-rl {__version__}")
         return
+    if args is None:  # this process is the command's own, and has not loaded OpenMP yet
+        os.environ.update(openmp_defaults())
+        allow_interrupt()
     if arguments[0] == "verify-layout":
         from lightning_megatron_rl.verify.command import main as verify_layout
 
@@ -58,8 +75,16 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.doctor.command import main as doctor
 
         sys.exit(doctor(arguments[1:]))
+    if arguments[0] == "schema":
+        from lightning_megatron_rl.schema import main as schema
+
+        sys.exit(schema(arguments[1:]))
+    from lightning_megatron_rl import console
+
+    console.begin()  # before libraries are imported, which warn of each other
     from lightning_megatron_rl.cli import run
 
+    console.begin()  # their loggers have handlers by now
     run(args)
 
 

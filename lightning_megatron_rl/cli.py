@@ -7,18 +7,24 @@ import os
 import pydoc
 import re
 import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import shtab
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from jsonargparse import Namespace
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
+from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
@@ -26,6 +32,8 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.devices.checks import check_auto, check_cuda, check_device_count
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
+from lightning_megatron_rl.files import numbered
+from lightning_megatron_rl.masking import is_secret_name, mask_secrets, mask_text
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -40,9 +48,11 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
-_CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, WeightAverage, WeightSync)
+_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightAverage, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
+# an installed package has configs/ inside, a checkout beside it
+_CONFIG_ROOTS = (Path(__file__).parent, Path(__file__).parent.parent)
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
 # how jsonargparse begins an error with others below it, and its lines that say nothing which the others do not
@@ -62,6 +72,10 @@ _UNKNOWN_KEY = re.compile(
 class Parser(LightningArgumentParser):
     """Lightning's parser with errors of a line or two in place of pages of usage."""
 
+    def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+        """Return the config as text, as `--print_config` and config.yaml have it, with secrets masked."""
+        return super().dump(_mask_config(cfg), *args, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong and end with code 2, as argparse does."""
         if not self.exit_on_error or _is_debugging():
@@ -69,7 +83,29 @@ class Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
         known = parser.get_defaults(skip_validation=True).keys()
-        self.exit(2, f"{program}: error: {explain(message, known)}\n({program} --help lists what there is)\n")
+        self.exit(
+            2, f"{program}: error: {mask_text(explain(message, known))}\n({program} --help lists what there is)\n"
+        )
+
+
+class ConfigOfRun(SaveConfigCallback):
+    """Saves the config beside the log as ``config.yaml``; if another one has that name, as ``config-2.yaml``, ..."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Choose the name, then save as Lightning does; nothing if this very config is there already."""
+        directory = trainer.log_dir  # a collective
+        if not self.already_saved and trainer.is_global_zero and directory is not None:
+            files, text = get_filesystem(directory), self.parser.dump(self.config, skip_none=False)
+            for path in numbered(Path(self.config_filename)):
+                place = os.path.join(directory, path.name)
+                if not files.isfile(place):
+                    break
+                self.already_saved = files.read_text(place, encoding="utf-8") == text
+                if self.already_saved:
+                    break
+            self.config_filename = path.name
+        self.already_saved = trainer.strategy.broadcast(self.already_saved)
+        super().setup(trainer, pl_module, stage)
 
 
 class CommandLine(LightningCLI):
@@ -83,9 +119,14 @@ class CommandLine(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             # inference mode would make tensors that Megatron's buffers could not be updated with afterwards
-            trainer_defaults={"inference_mode": False},
+            # and the table at start says what Lightning's summary of the modules would
+            trainer_defaults={
+                "inference_mode": False,
+                "enable_model_summary": False,
+                "callbacks": [PredictionFiles()],
+            },
             seed_everything_default=1234,
-            save_config_kwargs={"overwrite": True},  # a second run into a directory is the user's wish
+            save_config_callback=ConfigOfRun,
             parser_class=Parser,
             parser_kwargs={"prog": PROGRAM, "default_env": True},
             # Lightning's top-level `optimizer:` replaces the module's, and Megatron's has to be built by the strategy
@@ -97,11 +138,18 @@ class CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Refuse environment variables that would be ignored, then parse as always."""
         arguments = sys.argv[1:] if args is None else args
-        if arguments[:1] == ["--print_completion"] and self._runs:
-            self._print_completion(*arguments[1:])
+        if arguments and arguments[0].partition("=")[0] == "--print_completion" and self._runs:
+            # also in jsonargparse's words, `--print_completion=shtab-bash`, whose own takes minutes
+            self._print_completion(*[word for word in (arguments[0].partition("=")[2], *arguments[1:]) if word])
+        found = shipped_configs(arguments)
         for command in self.subcommands() if self._runs else [None]:
             self._check_environment(parser, command)
-        super().parse_arguments(parser, args)
+        if found == arguments:
+            super().parse_arguments(parser, args)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # for whoever passes them
+            super().parse_arguments(parser, found)
 
     def _check_environment(self, parser: LightningArgumentParser, command: str | None) -> None:
         start = "PL_" if command is None else f"PL_{command.upper()}__"
@@ -128,6 +176,16 @@ class CommandLine(LightningCLI):
         except (RuntimeError, ValueError) as error:
             self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
 
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Add what the console shows of a run, unless the config has a progress bar or wants none."""
+        settings = self._get(self.config_init, "trainer")
+        given = settings["callbacks"] or []
+        callbacks = [*given] if isinstance(given, list) else [given]
+        has_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks)
+        if settings["enable_progress_bar"] is not False and not has_bar:
+            callbacks.append(RunProgress())
+        return super().instantiate_trainer(**{"callbacks": [*callbacks, RunLog()], **kwargs})
+
     def instantiate_classes(self) -> None:
         """Build module, data and Trainer; settings that one of them refuses are the user's errors, not ours."""
         try:
@@ -140,6 +198,7 @@ class CommandLine(LightningCLI):
 
     def _print_completion(self, shell: str = "") -> NoReturn:
         # shtab on jsonargparse's parser writes 120 MB: it follows a tensor's `data` from tensor to tensor
+        shell = shell.removeprefix("shtab-")
         if shell not in shtab.SUPPORTED_SHELLS:
             self.parser.error(f"--print_completion {shell}: name one of {', '.join(shtab.SUPPORTED_SHELLS)}")
         parser = argparse.ArgumentParser(PROGRAM)
@@ -164,7 +223,37 @@ class CommandLine(LightningCLI):
 
     def _fail(self, message: str) -> NoReturn:
         program = f"{PROGRAM} {self.subcommand}" if self._runs else PROGRAM
-        self.parser.exit(2, f"{program}: error: {message}\n")
+        self.parser.exit(2, f"{program}: error: {mask_text(message)}\n")
+
+
+def shipped_configs(arguments: list[str]) -> list[str]:
+    """Return arguments in which a `--config configs/...` that is not there is the file that came with the package.
+
+    Example:
+        ``shipped_configs(["fit", "--config", "configs/lora.yaml"])`` in an empty directory
+    """
+    found = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, path = argument.rpartition("=") if argument.startswith("--config=") else ("", "", argument)
+        is_config = bool(equals) or before in ("--config", "-c")
+        if is_config and path.startswith("configs/") and not os.path.exists(path):
+            path = next((str(root / path) for root in _CONFIG_ROOTS if (root / path).is_file()), path)
+        found.append(f"{option}{equals}{path}")
+    return found
+
+
+def _mask_config(config: Any, name: str = "") -> Any:
+    """Return a copy of a parsed config, or of what it has under `name`, whose secrets are masked."""
+    if isinstance(config, Namespace):
+        copy = config.clone()
+        for key, value in config.items():  # of nested namespaces, too: trainer.max_steps
+            copy[key] = _mask_config(value, key.rpartition(".")[2])
+        return copy
+    if type(config) in (list, tuple):
+        return type(config)(_mask_config(value, name) for value in config)
+    if type(config) is dict and not is_secret_name(name):
+        return {key: _mask_config(value, str(key)) for key, value in config.items()}
+    return mask_secrets({name: config})[name]
 
 
 def run(args: list[str] | None = None) -> LightningCLI:

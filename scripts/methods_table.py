@@ -13,7 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def methods_table(figures: dict[str, Any]) -> str:
-    """The rows, in the order in which methods get there, below a line that says what was run."""
+    """The rows, in the order in which methods get there, below a line that says what was run; then what was not run."""
     machine, torch = (figures["environment"][name] for name in ("machine", "torch"))
     threshold, per_rollout, limit = (figures[name] for name in ("threshold", "samples_per_rollout", "max_rollouts"))
     lines = [
@@ -32,6 +32,9 @@ def methods_table(figures: dict[str, Any]) -> str:
             f"| [`{method}`]({overlay}) | {reached} | {row['samples']:,} | {row['accuracy']:.3f} |"
             f" {row['worst_abs_logp_diff']:.1e} |\n"
         )
+    for method in sorted(path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")):
+        if method not in figures["methods"]:
+            lines.append(f"| [`{method}`](../configs/algorithms/{method}.yaml) | not measured | – | – | – |\n")
     return "".join(lines)
 
 

@@ -276,6 +276,32 @@ def _place(result: Result, measured: dict[str, Any]) -> str:
     return f"{measured['shape']}, {result['device'].removeprefix('NVIDIA ').split()[0]}{split(measured)}"
 
 
+def busy_machine(results: Path = RESULTS) -> str:
+    """Return the table of runs on a CPU that others use as well."""
+    header = "| CPUs | settings | beside | ms per token, 32 sequences: median | worst | s per step: median | worst |"
+    rows = []
+    for _, result in load("busy_machine.json", results):
+        for row in result["rows"]:
+            token, step = row["ms_per_token"], row["step_s"]
+            cpus = f"quota of {result['quota_cpus']:g} on {result['cpu_cores']}" if row["condition"] == "quota" else ""
+            rows.append(
+                f"| {cpus or result['cpu_cores']} | {row['setting']} | {row['condition']}"
+                f" | {token['median']:.1f} | {token['max']:.1f} | {step['median']:.2f} | {step['max']:.2f} |"
+            )
+    return table(header, rows)
+
+
+def busy_goals(results: Path = RESULTS) -> str:
+    """Return what the runs on a busy CPU are held to."""
+    header = "| worst of ten, as a multiple of the worst alone | goal | sampler | step |"
+    rows = [
+        f"| {goal['goal']} | {goal['limit']:g} | {goal['ms_per_token']:.2f} | {goal['step_s']:.2f} |"
+        for _, result in load("busy_machine.json", results)
+        for goal in result["goals"]
+    ]
+    return table(header, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "goals": goals,
     "throughput": throughput,
@@ -285,6 +311,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "real run": real_run,
     "curves": curves,
+    "busy machine": busy_machine,
+    "busy goals": busy_goals,
     "checkpoint": checkpoint,
     "performance": headline,
     "kill drill": kill_drill,

@@ -2,8 +2,10 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line does; and so no test changes the environment
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -20,6 +22,9 @@ from tests.distributed import WorkerPool
 pytest_plugins = ["tests.policing"]
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job: tests interrupt themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 gc.set_threshold(50_000)  # Python's 700 cost a quarter of the time of every large import
 
 
@@ -29,7 +34,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-SHARE_A_PROCESS = ("rollout", "gpu")  # rooms whose files share engines, or a device
+SHARE_A_PROCESS = ("rollout",)  # folders whose files share engines
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which tests run one after the other
@@ -41,6 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         # not pytest-xdist's groups: with pytest 9.2 they are ignored without a word (pytest-xdist issue 1386)
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
+            if file.parent.name == "gpu" and file.name != "test_memory.py":  # whose tests take turns with all others
+                return nodeid.partition("[")[0]
             return file.parent.name if file.parent.name in SHARE_A_PROCESS else str(file)
 
     return Rooms(config, log)

@@ -29,7 +29,8 @@ DEADLINE = 400.0  # seconds per test, unless it is marked with `deadline(seconds
 LAST_RESORT = 60.0  # seconds after which a test that did not react to its deadline ends the run
 GRACE = 3.0  # seconds for processes and threads that were told to end
 # Python's, POSIX semaphores (but joblib's, which it makes when it is imported), torch's, NCCL's, vLLM's on a CPU
-SHARED_MEMORY = re.compile(r"psm_|sem\.(?!loky-)|torch_|nccl-|.*-cpushm_")
+SHARED_MEMORY = re.compile(r"psm_|sem\.(?!loky-)|torch_|nccl-|.*-cpushm_|cuda\.shm\.")
+CUDA_DRIVER = re.compile(r"cuda\.shm\.[0-9a-f]+\.([0-9a-f]+)\.")  # with its process's id; there while that lives
 LIBRARY_VARIABLES = {  # set by pytest, by this plugin, or by libraries always to the same value
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
@@ -171,7 +172,7 @@ def _leaked_processes(before: Snapshot, keep: set[int]) -> list[psutil.Process]:
 
 def shared_memory() -> frozenset[str]:
     """Names in /dev/shm of the kinds that Python and torch make, without those that other process trees have open."""
-    names = {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name)}
+    names = {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name) and not _belongs_to_living(name)}
     if not names:
         return frozenset()
     ours = {os.getpid(), *(process.pid for process in _processes())}
@@ -184,6 +185,12 @@ def shared_memory() -> frozenset[str]:
             continue
         names = {name for name in names if f"/dev/shm/{name}" not in mapped}
     return frozenset(names)
+
+
+def _belongs_to_living(name: str) -> bool:
+    """Whether CUDA's driver keeps it for a process that still runs."""
+    owner = CUDA_DRIVER.match(name)
+    return owner is not None and psutil.pid_exists(int(owner.group(1), 16))
 
 
 def leaked_memory(before: frozenset[str]) -> list[str]:

@@ -47,6 +47,28 @@ def test_bytes_of_the_optimizer_by_hand():
     assert floor.optimizer_bytes(weight_bytes=4) == (4 + 4 + 8) + (4 + 8)
 
 
+def test_goals_of_a_busy_machine_by_hand():
+    busy = importlib.import_module("busy_machine")
+
+    def row(setting: str, condition: str, token: float, step: float) -> dict[str, Any]:
+        return {"setting": setting, "condition": condition, "ms_per_token": {"max": token}, "step_s": {"max": step}}
+
+    alone = row("chosen", "alone", 2.0, 1.0)
+    side = [row("chosen", "two runs side by side", worst, 1.5) for worst in (3.0, 7.0)]
+    found = busy.reached("two runs side by side", [alone, *side])
+    assert found == {
+        "goal": "two runs side by side", "limit": 3.0, "ms_per_token": 3.5, "step_s": 1.5, "ok": False,
+    }  # fmt: skip
+
+
+def test_growth_is_the_slope_of_the_second_half():
+    growth = importlib.import_module("memory_growth")
+    start = [{"step": step, "mib": 100.0 * step} for step in range(10)]
+    later = [{"step": step, "mib": 900.0 + 0.5 * step} for step in range(10, 20)]
+    assert growth.slope(start + later, "mib") == pytest.approx(500.0)
+    assert growth.heap()[0] > 0
+
+
 def test_floor_of_decoding_is_what_takes_longer():
     from dataclasses import replace
 

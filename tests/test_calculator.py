@@ -26,4 +26,4 @@ def test_policy_with_a_calculator_improves(tmp_path):
     figures = json.loads(results.read_text())
     assert figures["before"]["turns_mean"] >= 1
     assert figures["accuracy_after"] >= figures["accuracy_before"] + MARGIN
-    assert figures["validations"][-1]["step"] == 15
+    assert figures["validations"][-1]["step"] == 16

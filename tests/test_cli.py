@@ -275,6 +275,36 @@ def small_run(model: Path, directory: Path) -> Path:
     return directory / "config.yaml"
 
 
+def test_a_config_is_saved_beside_those_of_other_runs(tmp_path):
+    """Under a name of its own, unless it is the same; whichever command and run comes second."""
+
+    def save(command: str, *args: str) -> None:
+        logger = ("--trainer.logger.init_args.save_dir", str(tmp_path))
+        built = build(command, "--config", SFT, *logger, *args)
+        (callback,) = [it for it in built.trainer.callbacks if isinstance(it, cli.ConfigOfRun)]
+        callback.setup(built.trainer, built.model, command)
+
+    def saved() -> dict[str, int]:
+        files = sorted((tmp_path / "sft").iterdir())
+        return {file.name: yaml.safe_load(file.read_text())["trainer"]["max_steps"] for file in files}
+
+    save("fit")
+    first = (tmp_path / "sft" / "config.yaml").read_bytes()
+    save("fit")
+    assert saved() == {"config.yaml": 230}
+    save("fit", "--trainer.max_steps", "7")
+    save("validate", "--trainer.max_steps", "8")
+    save("fit", "--trainer.max_steps", "7")
+    assert saved() == {"config-2.yaml": 7, "config-3.yaml": 8, "config.yaml": 230}
+    assert (tmp_path / "sft" / "config.yaml").read_bytes() == first
+
+
+def test_predict_writes_its_predictions():
+    """Without a callback of the user's: the command has no other way to give them."""
+    callbacks = build("validate", "--config", SFT).trainer.callbacks
+    assert [type(it).__name__ for it in callbacks].count("PredictionFiles") == 1
+
+
 def start(*args: str | Path) -> subprocess.Popen[str]:
     """Start a real command line whose working directory is the repository."""
     command = [sys.executable, "-m", "lightning_megatron_rl", *map(str, args)]
@@ -313,8 +343,14 @@ def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, t
     assert again.returncode == 0, output
     before["trainer"] |= {"max_steps": 1, "devices": 1}
     before["trainer"]["strategy"]["init_args"] |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
-    assert yaml.safe_load(saved.read_text()) == before
-    assert "reward/last_digit" in (tmp_path / "grpo" / "metrics.csv").read_text()
+    # its own, in `fit-2` if the first run has come to log its step
+    config, log = (
+        max(tmp_path.glob(f"grpo/**/{name}"), key=os.path.getmtime) for name in ("config*.yaml", "metrics.csv")
+    )
+    assert config != saved
+    assert config.parent == log.parent
+    assert yaml.safe_load(config.read_text()) == before
+    assert "reward/last_digit" in log.read_text()
     assert (tmp_path / "grpo" / "hf" / "last" / "config.json").exists()
 
 

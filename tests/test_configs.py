@@ -13,7 +13,8 @@ from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, Built, build
 
-DEMO = sorted((ROOT / "configs" / "demo").glob("*.yaml"))
+GPU = ROOT / "configs" / "demo" / "gpu.yaml"  # an overlay of the others
+DEMO = sorted(set((ROOT / "configs" / "demo").glob("*.yaml")) - {GPU})
 LAYOUTS = sorted((ROOT / "configs" / "layouts").glob("*.yaml"))
 LORA = ROOT / "configs" / "lora.yaml"
 DISTILLATION = ROOT / "configs" / "distillation.yaml"
@@ -22,7 +23,7 @@ GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 
 
 def test_all_configs_are_known_here():
-    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, *LAYOUTS, *ALGORITHMS, LORA, DISTILLATION])
+    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, GPU, *LAYOUTS, *ALGORITHMS, LORA, DISTILLATION])
     assert len(DEMO) >= 2
     assert len(LAYOUTS) >= 3
 
@@ -46,6 +47,21 @@ def test_config_builds(config: Path, layout: Path | None):
     assert cli.trainer.strategy.layout.data_parallel_size(devices) >= 1
     assert cli.config["fit"]["trainer"]["inference_mode"] is False  # Megatron could not update inference tensors
     assert type(cli.model).__name__ in ("SFTModule", "GRPOModule", "PPOModule", "DPOModule", "RewardModule")
+
+
+@pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
+def test_gpu_overlay_moves_the_demo_to_every_gpu(config: Path):
+    """With the accelerator given back, since none may be here: the rest is what the overlay says."""
+    cli = build(
+        "fit", "--config", config, "--config", GPU, "--trainer.accelerator", "cpu", "--trainer.devices", "1",
+        "--trainer.precision", "32-true",
+    )  # fmt: skip
+    assert cli.trainer.strategy.layout.tensor_model_parallel_size == 1
+    assert not cli.trainer.strategy.layout.sequence_parallel
+    overlay = yaml.safe_load(GPU.read_text())["trainer"]
+    assert {name: overlay[name] for name in ("accelerator", "devices", "precision")} == {
+        "accelerator": "gpu", "devices": "auto", "precision": "bf16-mixed",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
@@ -150,4 +166,6 @@ def test_unknown_method_in_yaml_lists_what_exists(tmp_path: Path, capsys: pytest
     overlay.write_text(yaml.safe_dump({"model": {"init_args": {"loss": {"policy_loss": "gpso"}}}}))
     with pytest.raises(SystemExit):
         build("fit", "--config", GRPO, "--config", overlay)
-    assert "unknown policy loss 'gpso': choose one of cispo, gspo, ppo_clip, sapo" in capsys.readouterr().err
+    assert (
+        "unknown policy loss 'gpso': choose one of cispo, gspo, luspo, ppo_clip, sapo, vespo" in capsys.readouterr().err
+    )

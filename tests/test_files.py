@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.files import Lock, LockedDirectory, check_writable
+from lightning_megatron_rl.files import Lock, LockedDirectory, check_local, check_writable, create, is_url, numbered
 
 
 def held(path: Path) -> bool | None:
@@ -106,3 +106,43 @@ def test_a_directory_that_cannot_be_looked_into_is_named(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(OSError, match=rf"dirpath='{closed}/deep/out' cannot be written: {closed}: Permission denied"):
         check_writable(closed / "deep" / "out", "dirpath")
+
+
+# as they are written, and what pathlib and os.path.realpath make of them
+URLS = [
+    "memory://a",
+    "s3://b/c",
+    "local:///d",
+    "file:///e",
+    "gs://f",
+    "simplecache::s3://g",
+    "memory:/a",
+    "/here/file:/e",
+    "S3://b",
+]
+
+
+@pytest.mark.parametrize("path", URLS)
+def test_urls_are_no_paths(path):
+    assert is_url(path)
+    assert is_url(Path(path))
+    with pytest.raises(ValueError, match=r"setting='.*' is a URL \(\w+\), .* Give a plain path"):
+        check_local(path, "setting")
+    with pytest.raises(ValueError, match="is a URL"):
+        check_writable(Path(path), "setting")
+
+
+@pytest.mark.parametrize(
+    "path", ["runs/1", "/a/b-c.d", "runs/12:30:05/x", "runs/lr=1e-3,step=2", "../x", "~/runs", "a:b"]
+)
+def test_paths_are_no_urls(path):
+    assert not is_url(path)
+    check_local(path, "setting")
+
+
+def test_a_name_is_given_to_one(tmp_path):
+    """The first that is free, whoever else is looking."""
+    names = numbered(tmp_path / "a.b.jsonl")
+    assert [next(names).name for _ in range(3)] == ["a.b.jsonl", "a.b-2.jsonl", "a.b-3.jsonl"]
+    assert create(tmp_path / "a")
+    assert not create(tmp_path / "a")

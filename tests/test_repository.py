@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_megatron_rl"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 MAX_LINES = 600
 LONG_FILES: set[str] = set()  # files over MAX_LINES that are better left whole, each with its reason
 
@@ -32,7 +33,7 @@ QUICK_ROOMS = {
     "doctor",
     "devices",
 }  # imported for the command line's --help
-VLLM_ALONE = "vllm_receiver"  # vLLM's workers import it by its name, nobody else does
+VLLM_ALONE = ("vllm_receiver", "vllm_local_worker")  # vLLM's workers import them by their names, nobody else does
 SLOW_PACKAGES = {"megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib"}
 COME_WITH = {  # declared by a package that is declared here
     "numpy": "transformers",
@@ -117,14 +118,19 @@ def test_importing_what_the_command_line_needs_imports_nothing_slow():
     for file in package_files():
         for module, line in imports(ast.parse(file.read_text())):
             assert not module.endswith(VLLM_ALONE), f"{file.relative_to(ROOT)}:{line}: {module}"
-        if room_of(file) in QUICK_ROOMS and file.stem != VLLM_ALONE:
+        if room_of(file) in QUICK_ROOMS and file.stem not in VLLM_ALONE:
             for module, line in imports(ast.parse(file.read_text()), everywhere=False):
                 assert module.split(".")[0] not in SLOW_PACKAGES, f"{file.relative_to(ROOT)}:{line}: {module}"
 
 
 def test_imported_packages_are_declared():
     extras = PROJECT["optional-dependencies"]
-    lines = [*PROJECT["dependencies"], *(line for name, extra in extras.items() if name != "dev" for line in extra)]
+    apart = [line for group in GROUPS.values() for line in group]
+    lines = [
+        *PROJECT["dependencies"],
+        *apart,
+        *(line for name, extra in extras.items() if name != "dev" for line in extra),
+    ]
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     providers = importlib.metadata.packages_distributions()
     for file in package_files():

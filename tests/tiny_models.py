@@ -1,9 +1,11 @@
 """Tiny random models and a character tokenizer, built from configs: nothing is downloaded."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+FILE = "model.safetensors"
 VOCAB_SIZE = 128
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -130,10 +133,14 @@ def tiny_config(family: str) -> PretrainedConfig:
     raise ValueError(f"unknown family {family!r}")
 
 
-def save_tiny_model(directory: Path, family: str, seed: int = 0, vocab_size: int | None = None) -> Path:
-    """Write a random fp32 model of `family` and the tokenizer into `directory`; norms are made distinct from one."""
+def save_tiny_model(directory: Path, family: str, seed: int = 0, **fields: Any) -> Path:
+    """Write a random fp32 model of `family` and the tokenizer into `directory`; norms are made distinct from one.
+
+    `fields` are of its config.
+    """
     config = tiny_config(family)
-    config.vocab_size = vocab_size or config.vocab_size
+    for name, value in fields.items():
+        setattr(config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -146,4 +153,12 @@ def save_tiny_model(directory: Path, family: str, seed: int = 0, vocab_size: int
                     buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def save_without_numbers(source: Path, directory: Path) -> Path:
+    """Write a copy of a model whose weights are all NaN: whoever reads them raises an error."""
+    shutil.copytree(source, directory)
+    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(source / FILE).items()}
+    save_file(tensors, directory / FILE, {"format": "pt"})
     return directory

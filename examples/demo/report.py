@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
-PHASES = ("rollout", "reward", "old_logp", "ref_logp", "update", "weight_sync")
+PHASES = ("start", "rollout", "reward", "old_logp", "ref_logp", "update", "weight_sync")
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Results:
 
     accuracy_before: float  # greedy, on held-out problems, after SFT: its Hugging Face export, by Transformers
     accuracy_after: float  # the same after GRPO, by vLLM
+    ran_on: str  # devices of the trainer
     accuracy_export: float  # that of its Hugging Face export, by Transformers
     seconds: float
     peak_memory_gb: float
@@ -28,6 +30,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
+def describe_devices(config: Path) -> str:
+    """Return what a run was trained on, by its config and this machine."""
+    trainer = yaml.safe_load(config.read_text())["trainer"]
+    devices = trainer["devices"]
+    if trainer["accelerator"] == "cpu":
+        return f"{devices} processes on a CPU"
+    count = torch.cuda.device_count() if devices in ("auto", -1) else devices
+    return f"{count} x {torch.cuda.get_device_name(0)}"
+
+
 def last_value(rows: list[dict[str, float]], name: str) -> float:
     """Return the last logged value of a metric."""
     return [row[name] for row in rows if name in row][-1]
@@ -35,7 +47,7 @@ def last_value(rows: list[dict[str, float]], name: str) -> float:
 
 def column(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
     """Return steps and values of a metric."""
-    found = [(row["step"] + 1, row[name]) for row in rows if name in row]
+    found = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
 
 
@@ -77,6 +89,7 @@ def plot(results: Results, path: Path) -> None:
     for axes in (reward, accuracy, kl, mismatch):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"GRPO on {results.ran_on}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -88,7 +101,7 @@ def print_table(results: Results, out: Path) -> None:
     from rich.table import Table
 
     steps = results.steps
-    outcome = Table(title="demo: GRPO on two CPU cores", title_justify="left", show_header=False)
+    outcome = Table(title=f"demo: GRPO on {results.ran_on}", title_justify="left", show_header=False)
     rows = [
         ("accuracy after SFT (500 held-out problems)", f"{results.accuracy_before:.3f}"),
         ("accuracy after GRPO", f"{results.accuracy_after:.3f}"),
@@ -98,11 +111,11 @@ def print_table(results: Results, out: Path) -> None:
     ]
     for row in rows:
         outcome.add_row(*row)
-    phases = Table(title="where the time of the rollouts went", title_justify="left", min_width=45)
+    phases = Table(title="where the time of GRPO went", title_justify="left", min_width=45)
     for name, justify in (("phase", "left"), ("seconds", "right"), ("share", "right")):
         phases.add_column(name, justify=justify)  # type: ignore[arg-type]
     totals = {phase: sum(column(steps, f"time/{phase}_s")[1]) for phase in PHASES}
-    whole = sum(column(steps, "time/step_s")[1])
+    whole = totals["start"] + sum(column(steps, "time/step_s")[1])
     totals["other"] = whole - sum(totals.values())
     for phase, seconds in totals.items():
         phases.add_row(phase, f"{seconds:.1f}", f"{seconds / whole:.0%}")
@@ -115,6 +128,7 @@ def print_table(results: Results, out: Path) -> None:
         "accuracy_before": results.accuracy_before,
         "accuracy_after": results.accuracy_after,
         "accuracy_export": results.accuracy_export,
+        "ran_on": results.ran_on,
         "rollouts": len(column(steps, "reward/mean")[0]),
         "worst_abs_logp_diff": max(column(steps, "mismatch/abs_logp_diff")[1]),
         "seconds": results.seconds,

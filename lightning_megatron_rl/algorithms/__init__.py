@@ -16,7 +16,8 @@ from lightning_megatron_rl.algorithms.correction import (
     truncated_importance_weights,
 )
 from lightning_megatron_rl.algorithms.gae import gae
-from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, KLEstimator, kl_penalty
+from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, KLEstimator, k3_capped, kl_penalty
+from lightning_megatron_rl.algorithms.masks import off_policy_mask, top_entropy_mask
 from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics, add_policy_metrics
 from lightning_megatron_rl.algorithms.overlong import overlong_penalty
 from lightning_megatron_rl.algorithms.policy_losses import (
@@ -25,9 +26,11 @@ from lightning_megatron_rl.algorithms.policy_losses import (
     cispo,
     clip_masks,
     gspo,
+    luspo,
     policy_loss,
     ppo_clip,
     sapo,
+    vespo,
 )
 from lightning_megatron_rl.algorithms.schedules import LinearSchedule
 from lightning_megatron_rl.algorithms.sequences import Sequences
@@ -57,13 +60,18 @@ __all__ = [
     "group_advantages",
     "gspo",
     "icepop_weights",
+    "k3_capped",
     "kl_penalty",
+    "luspo",
+    "off_policy_mask",
     "overlong_penalty",
     "policy_loss",
     "ppo_clip",
     "sapo",
     "sequence_weights",
+    "top_entropy_mask",
     "truncated_importance_weights",
+    "vespo",
     "weighted_sum",
     "whiten",
     "zero_spread",

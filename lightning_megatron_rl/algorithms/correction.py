@@ -48,42 +48,37 @@ def truncated_importance_weights(
     Example:
         log π_old - log π_roll = [ln 1.5, ln 3] gives [1.5, 2] per token and, being one sequence, [2, 2] per sequence.
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"unknown level {level!r} of the importance weights: choose one of sequence, token")
     if not cap > 0:
         raise ValueError(f"the importance weights' cap is {cap}: choose a positive number (2 is usual)")
     valid = torch.ones_like(old_logprobs, dtype=torch.bool) if mask is None else mask
-    if level == "token":
-        weights = log_ratio(old_logprobs, rollout_logprobs).exp().clamp(max=cap)
-    else:
-        if sequence_index is None:
-            if old_logprobs.dim() != 2:
-                raise ValueError(
-                    f"log-probs of shape {tuple(old_logprobs.shape)} do not tell where a sequence ends: "
-                    'pass sequence_index, or use level="token"'
-                )
-            sequence_index = torch.arange(len(old_logprobs), device=old_logprobs.device)[:, None].expand_as(valid)
-        weights = _sequence_ratio(old_logprobs, rollout_logprobs, valid, sequence_index).clamp(max=cap)
-    return torch.where(valid, weights, 0.0).to(old_logprobs.dtype)
+    weights = _importance_weights(old_logprobs, rollout_logprobs, valid, level, sequence_index)
+    return torch.where(valid, weights.clamp(max=cap), 0.0).to(old_logprobs.dtype)
 
 
 @torch.no_grad()
 def icepop_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence"] = "token",
+    low: float = 0.5,
+    high: float = 5.0,
 ) -> Tensor:
     """Weights w where low <= w <= high and 0 elsewhere, w as in `truncated_importance_weights` (IcePop, Ring-1T).
 
-    Where trainer and sampler disagree that much on a token, it is rejected instead of being weighted with the bound.
-    Shapes are any, of all three alike.
+    Where trainer and sampler disagree that much on a token, it is rejected instead of being weighted with the bound; at
+    level "sequence" the whole sequence is (MIS, Liu et al., 2025). Shapes are any, of all three alike; at level
+    "sequence" `[b, s]`, a row being one whole sequence.
 
     Raises:
-        ValueError: Not 0 <= low < 1 < high.
+        ValueError: Not 0 <= low < 1 < high; an unknown level.
 
     Example:
         w = [0.4, 1.5, 6.0] gives [0.0, 1.5, 0.0].
     """
     _check_bounds("icepop", low, high)
-    weights = log_ratio(old_logprobs.double(), rollout_logprobs.double()).exp()
+    weights = _importance_weights(old_logprobs, rollout_logprobs, mask, level, None)
     return torch.where(mask & (weights >= low) & (weights <= high), weights, 0.0).to(old_logprobs.dtype)
 
 
@@ -133,11 +128,28 @@ def _check_bounds(name: str, low: float, high: float) -> None:
         raise ValueError(f"the bounds [{low}, {high}] of {name} must contain 1: choose 0 <= low < 1 < high")
 
 
-def _sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, valid: Tensor, sequence_index: Tensor) -> Tensor:
-    """Return the product of the token ratios of each token's sequence, of the log-probs' shape, float64."""
-    if old_logprobs.numel() == 0:
-        return torch.zeros_like(old_logprobs, dtype=torch.float64)
+def _importance_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, valid: Tensor, level: str, sequence_index: Tensor | None
+) -> Tensor:
+    """Return exp(log π_old - log π_roll) of each token, or the product over each token's sequence, float64.
+
+    Raises:
+        ValueError: An unknown level, or sequences that cannot be told apart.
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"unknown level {level!r} of the importance weights: choose one of sequence, token")
     differences = torch.where(valid, old_logprobs.double() - rollout_logprobs.double(), 0.0)
+    if level == "token":
+        return log_ratio(differences, torch.zeros_like(differences)).exp()
+    if sequence_index is None:
+        if old_logprobs.dim() != 2:
+            raise ValueError(
+                f"log-probs of shape {tuple(old_logprobs.shape)} do not tell where a sequence ends: "
+                'pass sequence_index, or use level="token"'
+            )
+        sequence_index = torch.arange(len(old_logprobs), device=old_logprobs.device)[:, None].expand_as(valid)
+    if not differences.numel():
+        return differences
     sums = differences.new_zeros(int(sequence_index.max()) + 1)
     sums.index_add_(0, sequence_index.flatten(), differences.flatten())
     return log_ratio(sums, torch.zeros_like(sums)).exp()[sequence_index]

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.policy_losses import log_ratio
 from lightning_megatron_rl.algorithms.registry import Returned, choose
 
-MAX_K3 = 10.0  # one token with a vanishing probability must not outweigh the batch
+MAX_K3 = 10.0  # one token with a vanishing probability must not outweigh the batch; reached at d = 2.61 and at d = -11
 
 
 class KLEstimator(Protocol):
@@ -42,13 +42,27 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return e^d - d - 1 at most 10, d = log π_ref - log π clamped to ±20: unbiased, never negative.
+    """Return e^d - d - 1 at most 10, d = log π_ref - log π clamped to ±20: unbiased below the cap, never negative.
+
+    Where the cap is reached, at d > 2.61 and at d < -11, the gradient is exactly 0: the token is no longer drawn to the
+    reference. `k3_capped` says where; k2 has no cap.
 
     Example:
         ``k3(torch.tensor([-1.0]), torch.tensor([-2.0]))`` is [e^-1] = [0.368].
     """
     difference = log_ratio(ref_logprobs, logprobs)
     return (torch.expm1(difference) - difference).clamp(max=MAX_K3)  # expm1: e^d - 1 loses all digits at small d
+
+
+@torch.no_grad()
+def k3_capped(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return where `k3` is at its cap and has no gradient, bool of the inputs' shape.
+
+    Example:
+        ``k3_capped(torch.tensor([-4.0]), torch.tensor([-1.0]))`` is [True]: d = 3.
+    """
+    difference = log_ratio(ref_logprobs, logprobs)
+    return torch.expm1(difference) - difference > MAX_K3
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
@@ -77,7 +91,8 @@ def kl_penalty(
 
     The tokens were sampled by π, or by `old_logprobs`: then each estimate is weighted with the ratio e^d of `ppo_clip`,
     with its gradient. This makes value and gradient unbiased off policy for k1 and k3 (arXiv:2512.02556), and gives k1,
-    whose own gradient has mean zero, the gradient of the KL divergence.
+    whose own gradient has mean zero, the gradient of the KL divergence. At k3's cap the ratio's gradient is left out as
+    well: with a constant estimate it would only lower log π, also where π_ref is the larger one.
 
     Raises:
         ValueError: an unknown estimator.
@@ -86,4 +101,9 @@ def kl_penalty(
         ``kl_penalty(logprobs, logprobs, "k3")`` is exactly 0 everywhere.
     """
     estimate = kl_estimator(estimator)(logprobs, ref_logprobs)
-    return estimate if old_logprobs is None else log_ratio(logprobs, old_logprobs).exp() * estimate
+    if old_logprobs is None:
+        return estimate
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    if kl_estimator(estimator) is k3:
+        ratio = torch.where(k3_capped(logprobs, ref_logprobs), ratio.detach(), ratio)
+    return ratio * estimate

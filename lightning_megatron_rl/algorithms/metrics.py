@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.kl import kl_penalty
+from lightning_megatron_rl.algorithms.kl import k3_capped, kl_penalty
 from lightning_megatron_rl.algorithms.policy_losses import clip_masks, log_ratio
 from lightning_megatron_rl.algorithms.tally import Tally
 
@@ -76,6 +76,7 @@ def add_policy_metrics(
     - `clip_frac_high`: share of tokens with A > 0 and r > 1 + clip_high
     - `entropy`: mean of `entropy`, of the full-vocabulary distributions; left out if None
     - `kl_ref`: mean k3 estimate of KL(π_θ || π_ref) (at most 10 per token); left out without `ref_logprobs`
+    - `kl_capped_frac`: share of tokens at that bound, where k3 has no gradient; left out without `ref_logprobs`
 
     Example:
         Before the first update of a rollout kl_old is 0, ratio_max 1 and both clip fractions 0.
@@ -90,7 +91,9 @@ def add_policy_metrics(
     if entropy is not None:
         tally.add_mean("policy/entropy", entropy, mask)
     if ref_logprobs is not None:
-        tally.add_mean("policy/kl_ref", kl_penalty(logprobs, _valid(ref_logprobs, mask), "k3"), mask)
+        ref_logprobs = _valid(ref_logprobs, mask)
+        tally.add_mean("policy/kl_ref", kl_penalty(logprobs, ref_logprobs, "k3"), mask)
+        tally.add_mean("policy/kl_capped_frac", k3_capped(logprobs, ref_logprobs), mask)
 
 
 def _valid(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Policy-gradient losses per token, by name or as a user's own callable."""
 
+import math
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ from lightning_megatron_rl.algorithms.registry import choose
 from lightning_megatron_rl.algorithms.sequences import Sequences
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far beyond any clip range, and squares of it still fit fp32
+MIN_LOG_WEIGHT = math.log(1e-8)  # of a sequence's weight in vespo
 
 
 class PolicyLoss(Protocol):
@@ -102,12 +104,83 @@ def gspo(
         Two tokens with d = 0.2 and 0.4 have s = e^0.3 each; with A = 1 and a range up to 1.5 their loss is -1.35.
     """
     _check_range(clip_low, clip_high)
-    if sequences is None:
-        raise ValueError("gspo has one ratio per sequence: pass `sequences`, which says where they are")
-    mean = sequences.mean(log_ratio(logprobs.detach(), old_logprobs))
+    mean = _known("gspo", sequences).mean(log_ratio(logprobs.detach(), old_logprobs))
     ratio = (logprobs - logprobs.detach() + mean).exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     return loss, ratio.detach()
+
+
+def luspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+) -> tuple[Tensor, Tensor]:
+    """`gspo`'s loss of a sequence times the sequence's length (LUSPO, arXiv:2602.05261), in its token form.
+
+    Per token it is `gspo`; what differs is the aggregation, `seq_mean_token_sum`: the sum over a sequence's tokens has
+    the value and the gradient of its length times the sequence's loss.
+
+    Returns:
+        The loss per token and the sequence's ratio s at each of its tokens.
+
+    Raises:
+        ValueError: No `sequences`, or a clip range that is not 0 <= clip_low < 1, clip_high >= 0.
+    """
+    _known("luspo", sequences)
+    return gspo(logprobs, old_logprobs, advantages, sequences, clip_low=clip_low, clip_high=clip_high)
+
+
+def vespo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    correction_weights: Tensor | None = None,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Policy gradient weighted by a smooth function of the sequence's ratio, -φ(w) A log π (VESPO, arXiv:2602.10693).
+
+    φ(w) = e^(λ + k log w - λ w) without gradient, 1 at w = 1; k and λ are those of A >= 0 or of A < 0. w is the product
+    over the sequence of r, as in `ppo_clip`, and of the correction for the sampler, in [1e-8, e^20]. The correction is
+    part of w: do not multiply it with the loss as well.
+
+    Args:
+        correction_weights: Of each token, in w by their product; None for no correction. 0 counts as 1e-8, so one
+            rejected token leaves nothing of its sequence.
+        k_positive: How steeply sequences with w < 1 lose weight where A >= 0.
+        lambda_positive: How steeply sequences with w > 1 lose weight where A >= 0.
+        k_negative: As `k_positive`, where A < 0.
+        lambda_negative: As `lambda_positive`, where A < 0.
+
+    Returns:
+        The loss per token and the sequence's w at each of its tokens.
+
+    Raises:
+        ValueError: No `sequences`; a negative k, a λ that is not positive, or both such that φ exceeds e^20.
+
+    Example:
+        Two tokens with r = 2 and 1 have w = 2; with A = 1 their weight is φ = e^(3 + 2 log 2 - 6) = 0.199.
+    """
+    check_vespo(k_positive=k_positive, lambda_positive=lambda_positive)
+    check_vespo(k_negative=k_negative, lambda_negative=lambda_negative)
+    sequences = _known("vespo", sequences)
+    log_weights = log_ratio(logprobs.detach(), old_logprobs)
+    if correction_weights is not None:
+        log_weights = log_weights + correction_weights.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    total = sequences.sum(log_weights).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    is_positive = advantages >= 0
+    k = torch.full_like(total, k_negative).masked_fill(is_positive, k_positive)
+    lam = torch.full_like(total, lambda_negative).masked_fill(is_positive, lambda_positive)
+    weights = total.exp()
+    return -(lam + k * total - lam * weights).exp() * advantages * logprobs, weights
 
 
 def cispo(
@@ -179,7 +252,16 @@ def clip_masks(
     return (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "sapo": sapo}
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "luspo": luspo,
+    "vespo": vespo,
+    "cispo": cispo,
+    "sapo": sapo,
+}
+SEQUENCE_LOSSES: tuple[PolicyLoss, ...] = (gspo, luspo)
+"""Token forms of losses with one ratio and one value per sequence."""
 
 
 def policy_loss(loss: str | PolicyLoss) -> PolicyLoss:
@@ -192,6 +274,35 @@ def policy_loss(loss: str | PolicyLoss) -> PolicyLoss:
         ``policy_loss("ppo_clip") is ppo_clip``.
     """
     return choose(POLICY_LOSSES, loss, "policy loss", ("logprobs", "old_logprobs", "advantages", "sequences"))
+
+
+def check_vespo(**settings: float) -> None:
+    """Refuse a pair of `vespo`'s settings, k first and λ second, whose φ is no weight.
+
+    φ is largest at w = k / λ, where log φ = λ + k (log(k / λ) - 1).
+
+    Raises:
+        ValueError: A negative k, a λ that is not positive, or log φ above 20.
+    """
+    (k_name, k), (lambda_name, lam) = settings.items()
+    if not (0 <= k < math.inf and 0 < lam < math.inf):
+        raise ValueError(
+            f"{k_name}={k} and {lambda_name}={lam}: choose k >= 0 and λ > 0 (2 and 3 are usual where A >= 0, 3 and 2"
+            " where A < 0)"
+        )
+    largest = lam + (k * (math.log(k / lam) - 1) if k else 0.0)
+    if largest > MAX_LOG_RATIO:
+        raise ValueError(
+            f"{k_name}={k} and {lambda_name}={lam}: sequences with w = k / λ = {k / lam:.3g} would be weighted with"
+            f" e^(λ + k (log(k / λ) - 1)) = e^{largest:.3g}, the limit is e^{MAX_LOG_RATIO:g}: bring k and λ closer"
+            " together"
+        )
+
+
+def _known(name: str, sequences: Sequences | None) -> Sequences:
+    if sequences is None:
+        raise ValueError(f"{name} has one ratio per sequence: pass `sequences`, which says where they are")
+    return sequences
 
 
 def _check_range(clip_low: float, clip_high: float) -> None:

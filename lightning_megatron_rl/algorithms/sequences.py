@@ -32,12 +32,24 @@ class Sequences:
         Where a sequence has no counting token, and on padding, it is 0. What stands at positions that do not count is
         never looked at.
         """
+        total, count = self._sums(values)
+        return self._spread(total / count.clamp(min=1), values.dtype)
+
+    @torch.no_grad()
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the counting tokens of each token's sequence; otherwise as `mean`."""
+        return self._spread(self._sums(values)[0], values.dtype)
+
+    def _sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum and the number of the counting values of each sequence, float64 `[sequences]`."""
         owner = torch.where(self.mask, self.index, 0).flatten()
-        counted = self.mask.flatten().double()
         known = torch.where(self.mask, values.double(), 0.0).flatten()
         sums = known.new_zeros(2, max(self.num_sequences, 1))
         sums[0].index_add_(0, owner, known)
-        sums[1].index_add_(0, owner, counted)
+        sums[1].index_add_(0, owner, self.mask.flatten().double())
         total, count = self.all_reduce(sums).unbind()
-        means = total / count.clamp(min=1)
-        return torch.where(self.index >= 0, means[self.index.clamp(min=0)], 0.0).to(values.dtype)
+        return total, count
+
+    def _spread(self, of_sequences: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the value of each token's sequence, 0 on padding."""
+        return torch.where(self.index >= 0, of_sequences[self.index.clamp(min=0)], 0.0).to(dtype)

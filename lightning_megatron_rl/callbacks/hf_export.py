@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
@@ -19,14 +19,19 @@ from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
+from lightning_megatron_rl.notices import tell_failure, tell_loss
+from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.products import asks_for_tf32
 from lightning_megatron_rl.strategy.resuming import resumes
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
-# compute the same function (2e-6 is usual; 1e-3 leaves room for long sums on large models). In bf16 the trainer's
-# activations carry 8 bits: single log-probs differ by some 0.1; a wrong, missing or permuted tensor by far more.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+# compute the same function (2e-6 is usual, 7e-6 was seen on a GPU; long sums of large models get the rest). With 8 bits
+# of mantissa (bf16) single log-probs differ by some 0.1, with 10 (fp16, TF32) by a quarter of that; a wrong, missing or
+# permuted tensor by far more.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.125}
+_TF32_TOLERANCE = 0.125
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
 
 
@@ -49,8 +54,8 @@ class HFExport(Callback):
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
         average: Export the average that a `WeightAverage` callback keeps, in place of the weights themselves.
-        on_error: What an export that fails does to the run: "warn" lets it go on and lists the failures once more when
-            it ends, "raise" stops it.
+        on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
+            lists the failures (exit code 1); with "warn" it ends as if nothing had been; "raise" stops it at once.
 
     Example:
         ``Trainer(callbacks=[HFExport(dirpath="runs/grpo/hf")])``
@@ -65,9 +70,11 @@ class HFExport(Callback):
         overwrite: bool = False,
         adapter: Literal["merged", "peft", "both"] = "merged",
         max_shard_size_gb: float = 5.0,
-        on_error: Literal["warn", "raise"] = "warn",
+        on_error: Literal["fail", "warn", "raise"] = "fail",
         average: bool = False,
     ) -> None:
+        if on_error not in ("fail", "warn", "raise"):
+            raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
         if not max_shard_size_gb > 0:
@@ -147,14 +154,6 @@ class HFExport(Callback):
         if self.at_end:
             self.export(pl_module, self._last)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Tell once more, as the run's last words, what went wrong."""
-        if self.failures:
-            rank_zero_warn(
-                f"HFExport: {len(self.failures)} exports of this run FAILED: {'; '.join(self.failures)}. The weights"
-                " are in the run's checkpoints: `lightning-megatron-rl convert CHECKPOINT DIRECTORY` exports them."
-            )
-
     @property
     def _last(self) -> Path:
         return self.dirpath / "last"
@@ -209,7 +208,14 @@ class HFExport(Callback):
                     if self.on_error == "raise":
                         raise
                     self.failures.append(str(error))
-                    rank_zero_warn(f"HFExport FAILED, training goes on: {error}")
+                    message = (
+                        f"HFExport FAILED, training goes on: {error} The weights are in the run's checkpoints:"
+                        " `lightning-megatron-rl convert CHECKPOINT DIRECTORY` exports them."
+                    )
+                    if self.on_error == "fail":  # on every rank, so that every one ends with it
+                        tell_failure(message, aloud=pl_module.global_rank == 0)
+                    else:
+                        rank_zero_only(tell_loss)(message)
 
     def _write(
         self, pl_module: Any, target: Path, probe: list[TokenSequence], expected: list[Tensor], *, is_adapter: bool
@@ -281,7 +287,10 @@ class HFExport(Callback):
                 f"is not the trained model: {len(differences)} tensors on disk are not the trainer's ({first}). The"
                 " disk may be at fault; training state is in the checkpoints."
             )
-        tolerance = _TOLERANCE[pl_module.strategy.precision_plugin.params_dtype]
+        strategy = pl_module.strategy
+        params_dtype = strategy.precision_plugin.params_dtype
+        is_tf32 = params_dtype == torch.float32 and strategy.root_device.type == "cuda" and asks_for_tf32()
+        tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCE[params_dtype]
         what = "scores" if pl_module.exports_classifier else "log-probs"
         load = partial(
             _scores if pl_module.exports_classifier else _logprobs,
@@ -354,9 +363,13 @@ def _set_aside(target: Path, staging: Path) -> Path:
 def _logprobs(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:
     """Log-probs of `tokens` [b, s] under an export, or an adapter on its `base`, [b, s - 1]."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    AutoTokenizer.from_pretrained(base or directory)
-    model = AutoModelForCausalLM.from_pretrained(base or directory, dtype=torch.float32).eval()
+    disable_progress_bar()
+    trust = trusts_remote_code()
+    AutoTokenizer.from_pretrained(base or directory, trust_remote_code=trust)
+    found = AutoModelForCausalLM.from_pretrained(base or directory, dtype=torch.float32, trust_remote_code=trust)
+    model = found.eval()
     if base is not None:
         merge_adapter(model, directory)
     logprobs = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
@@ -366,7 +379,11 @@ def _logprobs(directory: Path, tokens: Tensor, *, temperature: float, base: Path
 def _scores(directory: Path, tokens: Tensor, *, temperature: float, base: Path | None) -> Tensor:
     """Scores of `tokens` [b, s] under an exported reward model, [b, 1]; there is no temperature, and no adapter."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    disable_progress_bar()
+    trust = trusts_remote_code()
+    AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    found = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, trust_remote_code=trust)
+    model = found.eval()
     return torch.stack([model(row[None]).logits[0] for row in tokens])  # one by one: no padding token is needed

@@ -3,15 +3,15 @@
 import math
 import subprocess
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import UTC, datetime
-from inspect import signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import yaml
 
+from lightning_megatron_rl.run_settings import kept_arguments, masked, set_fields
 from lightning_megatron_rl.versions import installed_versions
 
 _PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers")
@@ -53,7 +53,8 @@ def describe_run(module: Any, proof: str) -> RunFacts:
     }
     if module.lora is not None:
         run["adapters"] = module.lora.describe()
-    metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+    # not the x axis
+    metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items()) if "/" in name}
     return RunFacts(
         module.hf_model.name_or_path,
         module.exports_classifier,
@@ -78,9 +79,7 @@ def describe_data(data: Any) -> str:
 def plain_settings(owner: Any) -> dict[str, str]:
     """Return what an object keeps of the arguments it was made with.
 
-    Numbers, texts, functions, lists of them, and the fields of dataclasses: of those that are not this package's
-    (Megatron's `OptimizerConfig` has a hundred) only the fields that differ from their defaults. An argument
-    ``optimizer`` is kept as ``optimizer`` or, for example, ``optimizer_config``.
+    Numbers, texts, functions, lists of them, and the fields of dataclasses; see `run_settings`.
 
     Args:
         owner: Module or data module.
@@ -88,15 +87,11 @@ def plain_settings(owner: Any) -> dict[str, str]:
     Example:
         ``{"num_generations": "8", "sampling.temperature": "1.0", ...}``
     """
-    makers = [vars(kind)["__init__"] for kind in type(owner).__mro__[:-1] if "__init__" in vars(kind)]
-    arguments = {name for maker in makers for name in signature(maker).parameters} - {"self", "args", "kwargs"}
     found: dict[str, str] = {}
-    for name, value in vars(owner).items():
-        if name not in arguments and not any(name.startswith(f"{argument}_") for argument in arguments):
-            continue
+    for name, value in kept_arguments(owner).items():
         inner = {f"{name}.{key}": item for key, item in _items(value).items()} or {name: value}
         for key, item in inner.items():
-            text = _text(item)
+            text = _text(masked(item, key))
             if text is not None:
                 found[key] = _short(text)
     return dict(sorted(found.items()))
@@ -106,15 +101,7 @@ def _items(value: Any) -> dict[str, Any]:
     """The fields of a dataclass or the entries of a mapping."""
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
-    if not is_dataclass(value) or isinstance(value, type):
-        return {}
-    ours = type(value).__module__.startswith(__name__.partition(".")[0])
-    return {field.name: getattr(value, field.name) for field in fields(value) if ours or not _is_default(field, value)}
-
-
-def _is_default(field: Any, owner: Any) -> bool:
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    return bool(getattr(owner, field.name) == default)
+    return set_fields(value) if is_dataclass(value) and not isinstance(value, type) else {}
 
 
 def _text(value: Any) -> str | None:

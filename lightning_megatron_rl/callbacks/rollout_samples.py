@@ -1,5 +1,6 @@
 """`RolloutSamples`: what the policy writes, for the eye and for later."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,42 +10,74 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.files import check_writable
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rollout.record import record_line
+from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.resuming import resumes
 
 _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console shows
 
 
 class RolloutSamples(Callback):
-    """Show a few samples of a step on the console and keep all of them, those of validation too, as JSON lines.
+    """Show a few samples of a step on the console and keep samples, those of validation too, as JSON lines.
+
+    Each run has files of its own: a resumed run continues them, another run in the same directory writes
+    ``rollouts-dp0-2.jsonl`` and so on (see `RecordFile`). Steps are `global_step`, as in the metrics and the names of
+    checkpoints.
 
     Args:
         num_samples: Samples per shown step on the console; 0 shows none.
         every_n_steps: Steps between two shows; files get every step.
         dirpath: Directory of the files, one per model replica; ``samples`` in the logger's directory if not given.
+        max_samples_per_step: Most samples of a step, and of a validation, that a replica's file gets: those of the
+            first prompts, with all responses to them. None for all.
+        max_file_mb: Size in 10^6 bytes at which a file gets no more samples. None for no limit.
+
+    What the limits leave out is said once when it begins, and as a number at the end.
 
     Example:
         ``Trainer(callbacks=[RolloutSamples(num_samples=2, every_n_steps=10)])``
     """
 
-    def __init__(self, num_samples: int = 3, every_n_steps: int = 10, dirpath: str | None = None) -> None:
+    def __init__(
+        self,
+        num_samples: int = 3,
+        every_n_steps: int = 10,
+        dirpath: str | None = None,
+        max_samples_per_step: int | None = 256,
+        max_file_mb: float | None = 1000.0,
+    ) -> None:
         if num_samples < 0 or every_n_steps < 1:
             raise ValueError(f"num_samples={num_samples} must be >= 0 and every_n_steps={every_n_steps} >= 1.")
+        if max_samples_per_step is not None and max_samples_per_step < 1:
+            raise ValueError(f"max_samples_per_step={max_samples_per_step}: at least 1, or None for all samples.")
+        if max_file_mb is not None and not max_file_mb > 0:
+            raise ValueError(f"max_file_mb={max_file_mb}: a size in 10^6 bytes above 0, or None for no limit.")
         self.num_samples = num_samples
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
-        self._file: Path | None = None
-        self._evaluation_file: Path | None = None
+        self.max_samples_per_step = max_samples_per_step
+        self.max_file_mb = max_file_mb
+        self._run_id = ""
+        self._rollouts: RecordFile | None = None
+        self._evaluations: RecordFile | None = None
+        self._num_seen = self._num_written = 0  # samples of this replica, in this run
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the directory and check that it can be written."""
         root = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "samples")
         root = Path(trainer.strategy.broadcast(str(root)))
         run_on_rank_zero(partial(check_writable, root, "RolloutSamples(dirpath)"))
-        replica = trainer.strategy.distributed_sampler_kwargs["rank"]  # type: ignore[attr-defined]
-        self._file = root / f"rollouts-dp{replica}.jsonl"
-        self._evaluation_file = root / f"evaluation-dp{replica}.jsonl"
+        strategy: Any = trainer.strategy
+        replica = strategy.distributed_sampler_kwargs["rank"]
+        self._run_id, self._num_seen, self._num_written = strategy.run_id, 0, 0
+        size = float("inf") if self.max_file_mb is None else self.max_file_mb * 1e6
+        again = stage == "fit" and resumes(trainer) is True
+        make = partial(RecordFile, run_id=self._run_id, max_bytes=size, resumes=again)
+        self._rollouts = make(root / f"rollouts-dp{replica}.jsonl")
+        self._evaluations = make(root / f"evaluation-dp{replica}.jsonl")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the step's samples, show some."""
@@ -52,8 +85,7 @@ class RolloutSamples(Callback):
             return
         samples: list[Sample] = pl_module.last_rollout.samples
         if trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
-            assert self._file is not None
-            _append(self._file, samples, trainer.global_step)
+            self._append(self._rollouts, samples, trainer.global_step)
         if self.num_samples and (trainer.global_step - 1) % self.every_n_steps == 0:
             _show(samples[: self.num_samples], trainer.global_step)
 
@@ -61,18 +93,45 @@ class RolloutSamples(Callback):
         """Write the samples of the validation, all sets together."""
         if trainer.sanity_checking or not trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
             return
-        assert self._evaluation_file is not None
-        _append(self._evaluation_file, pl_module.evaluation.samples, trainer.global_step)
+        self._append(self._evaluations, pl_module.evaluation.samples, trainer.global_step)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """As for validation."""
         self.on_validation_end(trainer, pl_module)
 
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Say what was left out."""
+        if self._num_written < self._num_seen:
+            self._warn(f"of {self._num_seen} samples of the first replica {self._num_written} were written")
+        self._num_seen = self._num_written = 0
 
-def _append(file: Path, samples: list[Sample], step: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as stream:
-        stream.writelines(record_line(sample, step) for sample in samples)
+    def _append(self, file: RecordFile | None, samples: list[Sample], step: int) -> None:
+        assert file is not None
+        kept = whole_groups(samples, self.max_samples_per_step)
+        number = file.append([record_line(sample, step, self._run_id) for sample in kept], step)
+        if self._num_written == self._num_seen and number < len(samples):
+            self._warn(f"{number} of {len(samples)} samples of step {step} go into {file.path}, and so on from here")
+        self._num_seen += len(samples)
+        self._num_written += number
+
+    def _warn(self, what: str) -> None:
+        rank_zero_only(tell_loss)(
+            f"RolloutSamples: {what} (max_samples_per_step={self.max_samples_per_step},"
+            f" max_file_mb={self.max_file_mb}; null for no limit)."
+        )
+
+
+def whole_groups(samples: Sequence[Sample], limit: int | None) -> Sequence[Sample]:
+    """Return the first samples, at most `limit` of them, with all responses to a prompt or none of them.
+
+    Of a first group that is larger than the limit there are as many as that.
+    """
+    if limit is None or len(samples) <= limit:
+        return samples
+    end = limit
+    while end > 0 and samples[end].prompt is samples[end - 1].prompt:
+        end -= 1
+    return samples[: end or limit]
 
 
 @rank_zero_only

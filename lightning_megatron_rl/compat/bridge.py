@@ -28,6 +28,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": f"{_BRIDGES}.gemma.gemma3_bridge",
     "GptOssForCausalLM": f"{_BRIDGES}.gpt_oss.gpt_oss_bridge",
 }
+_ORIENTED = "lightning_megatron_rl.compat.gpt_oss_bridge"  # takes the place of Bridge's own
 
 
 @functools.cache
@@ -43,13 +44,18 @@ def import_auto_bridge() -> Any:
         # Megatron-core must look for Transformer Engine before the stand-in below exists, or it would find that.
         importlib.import_module("megatron.core.transformer.moe.moe_utils")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        if not any((Path(location) / "bridge").is_dir() for location in importlib.import_module("megatron").__path__):
+            raise RuntimeError(
+                "Megatron-Bridge, which converts Hugging Face models, is not installed: pip install --no-deps"
+                " megatron-bridge==0.6.2 (docs/install.md says why without its dependencies)"
+            )
         packages = {module.rpartition(".")[0] for module in FAMILIES.values() if module.startswith(_BRIDGES)}
         for package in ("megatron.bridge", _BRIDGES, *sorted(packages)):
             _add_bare_package(package)
         with _transformer_engine_names():
             importlib.import_module("megatron.bridge.peft.lora_layers")
         auto_bridge = importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge")
-        for module in FAMILIES.values():
+        for module in (*FAMILIES.values(), _ORIENTED):
             importlib.import_module(module)
         return auto_bridge.AutoBridge
 

@@ -36,7 +36,9 @@ def install_shared_gloo(device: torch.device) -> None:
             if not shared:
                 names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
                 shared.extend(original.create_device(interface=name) for name in names)
-                if not names:
+                if not names and size == 1:
+                    shared.append(original.create_device(hostname="127.0.0.1"))  # nobody else has to reach it
+                elif not names:
                     shared.append(original.create_default_device())
             options = original._Options()
             options._devices, options._timeout, options._threads = shared, timeout, len(shared)

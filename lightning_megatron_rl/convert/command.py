@@ -55,7 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", type=parse_size, help="of a safetensors file (default 5GB)"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model brings along")
     return parser
 
 
@@ -98,7 +97,8 @@ def _convert(args: list[str]) -> int:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 
-    from lightning_megatron_rl.convert.process import peak_memory_gb, single_process
+    from lightning_megatron_rl.compat.single_process import single_process
+    from lightning_megatron_rl.convert.process import peak_memory_gb
     from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, DamagedCheckpointError, is_checkpoint
 
     started = time.perf_counter()
@@ -145,7 +145,7 @@ def _to_checkpoint(options: argparse.Namespace, destination: Path) -> tuple[str,
     from lightning_megatron_rl.convert.source import DTYPES, open_model
     from lightning_megatron_rl.convert.to_checkpoint import verify_checkpoint, write_checkpoint
 
-    model = open_model(options.source, trust_remote_code=options.trust_remote_code)
+    model = open_model(options.source)
     skeleton = write_checkpoint(model, destination, DTYPES.get(options.dtype))
     differences = verify_checkpoint(skeleton, destination) if options.verify else []
     return f"{destination}: a distributed checkpoint of {skeleton.bytes / 1e9:.2f} GB", differences
@@ -161,7 +161,6 @@ def _to_hf(options: argparse.Namespace, destination: Path) -> tuple[str, list[st
         part=options.part,
         model=options.model,
         verify=not options.skip_checksums,
-        trust_remote_code=options.trust_remote_code,
     )
     others = other_models(stored.tensors)
     if others and options.part is None:

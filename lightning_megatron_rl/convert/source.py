@@ -20,7 +20,7 @@ _HEAD = "output_layer.weight"
 _OPTIMIZER = "optimizer."  # begins the names of its state's tensors
 
 
-def open_model(name_or_path: str, *, trust_remote_code: bool = False) -> HFModel:
+def open_model(name_or_path: str) -> HFModel:
     """Return a Hugging Face model with its weights: a language model, or a classifier with one label.
 
     Raises:
@@ -29,7 +29,7 @@ def open_model(name_or_path: str, *, trust_remote_code: bool = False) -> HFModel
     directory = local_checkpoint(name_or_path)
     architectures = json.loads((directory / "config.json").read_text()).get("architectures") or [""]
     kind = ValueModel if architectures[0].endswith("ForSequenceClassification") else HFModel
-    return kind(name_or_path, trust_remote_code=trust_remote_code)
+    return kind(name_or_path)
 
 
 class _SettingsOnly(HFModel):
@@ -41,6 +41,9 @@ class _SettingsOnly(HFModel):
             check_settings(directory)
             return directory
         return super()._find(name_or_path)
+
+    def _check_weights(self) -> None:
+        """Nothing: its weights are the distributed checkpoint's."""
 
 
 class _ValueSettingsOnly(_SettingsOnly, ValueModel):
@@ -71,7 +74,6 @@ class StoredModel:
         part: str | None = None,
         model: str | None = None,
         verify: bool = True,
-        trust_remote_code: bool = False,
     ) -> "StoredModel":
         """Find a model in a checkpoint.
 
@@ -80,7 +82,6 @@ class StoredModel:
             part: Name of a model that was saved beside the trained one: "critic", "reference".
             model: Hugging Face model whose config and tokenizer it has; by default those that training saved with it.
             verify: Compare the checksums of its files, not only their sizes.
-            trust_remote_code: Run the code of models that bring their own.
 
         Raises:
             ValueError: It is not there, is damaged, or nothing tells its config.
@@ -98,7 +99,7 @@ class StoredModel:
         has_value_head = tensors.shapes.get(f"{prefix}{_HEAD}", (0,))[0] == 1
         saved = path / ("hf_critic" if part == "critic" else "hf")
         if identity is not None:
-            found = _open_base(path, model or origin(saved), identity, has_value_head, trust_remote_code)
+            found = _open_base(path, model or origin(saved), identity, has_value_head)
         elif model is None and not saved.is_dir():
             raise ValueError(
                 f"checkpoint {path} has no {saved.name}/ with config and tokenizer (a module that is no ModelModule"
@@ -106,7 +107,7 @@ class StoredModel:
             )
         else:
             kind = _ValueSettingsOnly if has_value_head else _SettingsOnly
-            found = kind(model or str(saved), trust_remote_code=trust_remote_code)
+            found = kind(model or str(saved))
         lora = None if identity is None else _adapter_settings(identity)
         return cls(path, description, tensors, found, prefix, lora, has_value_head)
 
@@ -132,14 +133,14 @@ def other_models(tensors: StoredTensors) -> list[str]:
     return sorted(name for name in found if not name.startswith(_OPTIMIZER))
 
 
-def _open_base(path: Path, model: str | None, identity: dict[str, Any], has_head: bool, trust: bool) -> HFModel:
+def _open_base(path: Path, model: str | None, identity: dict[str, Any], has_head: bool) -> HFModel:
     """The model that a checkpoint's adapters are on."""
     if model is None:
         raise ValueError(
             f"checkpoint {path} holds adapters only, and does not say of which model: give it with --model."
         )
     try:
-        base = (ValueModel if has_head else HFModel)(model, trust_remote_code=trust)
+        base = (ValueModel if has_head else HFModel)(model)
     except ValueError as error:
         raise ValueError(f"checkpoint {path} holds adapters on {model!r}: {error}; or give it with --model.") from error
     if base.fingerprint != identity["base model"]:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_megatron_rl.convert.skeleton import Piece, Skeleton
+from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
 from lightning_megatron_rl.strategy.shards import SavedShards
 
 
@@ -56,7 +57,7 @@ class StoredTensors:
             pieces: Its parts.
 
         Raises:
-            ValueError: A part of it is not in the checkpoint.
+            ValueError: A part of it is not in the checkpoint, or a number of it is not finite.
         """
         whole = torch.empty(parameter.shape, dtype=self.dtype(pieces[0].key))
         targets = {(piece.key, piece.offsets): piece.of(whole) for piece in pieces}
@@ -73,6 +74,9 @@ class StoredTensors:
                 )
             items += found
         self._reader.read_data(LoadPlan(items), _Into(targets))
+        if nonfinite_names([("", whole)]):
+            keys = [f"{key} at {offsets} has {describe_nonfinite(part)}" for (key, offsets), part in targets.items()]
+            raise ValueError(not_finite(keys))
         return whole
 
     def _chunks_at(self, piece: Piece) -> list[ChunkStorageMetadata]:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
 from lightning_megatron_rl.data.sources import Row, Source, describe_source, load_rows, needs_download
 from lightning_megatron_rl.data.templates import load_tokenizer
+from lightning_megatron_rl.notices import tell_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,7 +193,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
                 f"{min(lengths)}): raise it"
             )
         if overlong:
-            rank_zero_warn(
+            rank_zero_only(tell_loss)(
                 f"{dataset}: {len(overlong)} of {len(items)} rows dropped: more than {setting}={limit} tokens"
             )
         return [item for item, length in zip(items, lengths, strict=True) if length <= limit]

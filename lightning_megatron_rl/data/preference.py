@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.data.base import Overlong, RowDataModule
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.sft import completion_segments, segments_to_sequence
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import Message, PromptTemplate, check_messages, conversation_segments
+from lightning_megatron_rl.notices import tell_loss
 
 
 @dataclass
@@ -98,7 +99,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         if not told_apart:
             raise ValueError(f"in all {len(pairs)} rows of {dataset} the chosen response equals the rejected one")
         if len(told_apart) < len(pairs):
-            rank_zero_warn(
+            rank_zero_only(tell_loss)(
                 f"{dataset}: {len(pairs) - len(told_apart)} of {len(pairs)} rows dropped: chosen and rejected are equal"
             )
         lengths = [len(pair) for pair in told_apart]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -121,10 +123,11 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trusts_remote_code())
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer could be loaded from {name_or_path!r}: {error}. Give the directory or hub name of a model"
+            f"no tokenizer could be loaded from {name_or_path!r}: {error}{remedy(error)}. Give the directory or hub"
+            " name of a model"
         ) from error
 
 

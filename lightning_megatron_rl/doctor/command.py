@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import asdict
 
 from lightning_megatron_rl.arguments import new_parser
+from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.doctor.findings import Finding
 
 PROGRAM = "lightning-megatron-rl doctor"
@@ -42,18 +43,19 @@ def main(args: list[str]) -> int:
     """
     options = make_parser().parse_args(args)
 
-    from lightning_megatron_rl.devices.measure import measure_devices
     from lightning_megatron_rl.doctor.findings import examine, wanted_device
     from lightning_megatron_rl.doctor.packages import measure_system
 
-    system, facts = measure_system(), measure_devices()
+    system, facts = measure_system(), _measure_devices()
     device = wanted_device(options.device, facts)
     findings = examine(system, facts, device)
     missing = sum(finding.level == "missing" for finding in findings)
     if options.json:
-        devices = asdict(facts)
-        devices["links"] = {f"{first}-{second}": link for (first, second), link in facts.links.items()}
-        devices["vllm_packages"] = sorted(facts.vllm_packages)
+        devices = None
+        if facts is not None:
+            devices = asdict(facts)
+            devices["links"] = {f"{first}-{second}": link for (first, second), link in facts.links.items()}
+            devices["vllm_packages"] = sorted(facts.vllm_packages)
         print(
             json.dumps(
                 {
@@ -70,6 +72,15 @@ def main(args: list[str]) -> int:
         print("\n".join(format_finding(finding) for finding in findings))
         print(f"\n{conclusion(device, findings)}")
     return 1 if missing else 0
+
+
+def _measure_devices() -> DeviceFacts | None:
+    """The facts that torch knows; None where it cannot be imported."""
+    try:
+        from lightning_megatron_rl.devices.measure import measure_devices
+    except (ImportError, OSError):  # not installed, or a library of it is missing
+        return None
+    return measure_devices()
 
 
 def format_finding(finding: Finding) -> str:

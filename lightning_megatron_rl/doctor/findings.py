@@ -1,15 +1,16 @@
 """From facts to findings: each line of the report, whether it is well, and what helps if it is not."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from lightning_megatron_rl.cpus import busy_words
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import DeviceFacts, version_text
 from lightning_megatron_rl.devices.memory import GIB
 from lightning_megatron_rl.doctor.packages import REQUIRED, TRANSFORMER_ENGINE, VLLM, SystemFacts, fits
-from lightning_megatron_rl.rollout.installation import choose_device
 
 Level = Literal["ok", "note", "warning", "missing"]
 SHARED_MEMORY_BYTES = GIB  # vLLM's processes and data loaders pass messages through it; containers start with 64 MiB
@@ -29,25 +30,30 @@ class Finding:
     remedy: str = ""
 
 
-def wanted_device(wanted: str, facts: DeviceFacts) -> str:
+def wanted_device(wanted: str, facts: DeviceFacts | None) -> str:
     """Return "cuda" or "cpu": what this machine is to be judged for.
 
-    "auto" is CUDA where there is a driver, a device, or vLLM's build for CUDA.
+    "auto" is CUDA where there is a driver, a device, or vLLM's build for CUDA. Without torch there are no facts.
 
     Example:
         ``wanted_device("auto", DeviceFacts(torch="2.11.0")) == "cpu"``
     """
     if wanted != "auto":
         return wanted
+    if facts is None:
+        return "cuda" if shutil.which("nvidia-smi") else "cpu"
     return "cuda" if facts.driver is not None or facts.gpus or "vllm" in facts.vllm_packages else "cpu"
 
 
-def examine(system: SystemFacts, facts: DeviceFacts, device: str) -> list[Finding]:
-    """Return all findings for runs on `device` ("cpu" or "cuda")."""
+def examine(system: SystemFacts, facts: DeviceFacts | None, device: str) -> list[Finding]:
+    """Return all findings for runs on `device` ("cpu" or "cuda"); `facts` are None where torch cannot be imported."""
     findings = [*_platform(system), *_packages(system, device)]
-    findings += _cuda(facts) if device == "cuda" else [_without_cuda(facts)]
-    findings.append(_sampler(facts, device))
-    return [*findings, *_machine(system, device)]
+    if facts is None:
+        findings.append(Finding("devices, vLLM", "missing", "not looked at: torch cannot be imported", _setup(device)))
+    else:
+        findings += _cuda(facts) if device == "cuda" else [_without_cuda(facts)]
+        findings.append(_sampler(facts, device))
+    return [*findings, *_cpus(system), *_machine(system, device)]
 
 
 def _platform(system: SystemFacts) -> list[Finding]:
@@ -57,17 +63,24 @@ def _platform(system: SystemFacts) -> list[Finding]:
         Finding("python", "ok", system.python)
         if python_ok
         else Finding("python", "missing", system.python, "make setup takes or fetches a Python 3.12"),
-        Finding("platform", "ok", f"{where}, {system.cpus} cores, {system.memory_bytes / GIB:.0f} GiB")
+        Finding("platform", "ok", f"{where}, {system.memory_bytes / GIB:.0f} GiB")
         if where == "Linux on x86_64"
         else Finding("platform", "missing", where, "the pinned packages are for Linux on x86_64"),
     ]
 
 
+def _setup(device: str) -> str:
+    return checks.GPU_SETUP if device == "cuda" else "make setup (docs/install.md)"
+
+
 def _packages(system: SystemFacts, device: str) -> list[Finding]:
-    setup = checks.GPU_SETUP if device == "cuda" else "make setup (docs/install.md)"
     findings = []
     for name, wanted in REQUIRED.items():
         found = system.versions.get(name)
+        if name == "megatron-bridge":
+            setup = f"{_setup(device)}, or pip install --no-deps megatron-bridge{wanted}"
+        else:
+            setup = _setup(device)
         if found is None:
             findings.append(Finding(name, "missing", f"not installed, wanted {wanted}", setup))
         elif not fits(found, wanted):
@@ -127,6 +140,8 @@ def _links(facts: DeviceFacts) -> list[Finding]:
 
 
 def _sampler(facts: DeviceFacts, device: str) -> Finding:
+    from lightning_megatron_rl.rollout.installation import choose_device  # imports torch
+
     def check() -> None:
         choose_device(device, set(facts.vllm_packages), no_gpu=checks.missing_cuda(facts))
         checks.check_vllm(facts)
@@ -137,6 +152,21 @@ def _sampler(facts: DeviceFacts, device: str) -> Finding:
     if finding.level == "ok" and facts.vllm is not None and not fits(facts.vllm.version, VLLM):
         return Finding("vLLM", "missing", f"{version}, wanted {VLLM}", "make setup (docs/install.md)")
     return finding
+
+
+def _cpus(system: SystemFacts) -> list[Finding]:
+    text = f"{system.cpus} to use, by {system.cpu_source}"
+    findings = [
+        Finding("CPUs", "warning", text, system.cpu_problem) if system.cpu_problem else Finding("CPUs", "ok", text)
+    ]
+    busy = busy_words(system.others_load, system.cpus)
+    if busy is not None:
+        findings.append(
+            Finding("load", "warning", busy, "wait for them, end them, or give them a lower priority (nice)")
+        )
+    elif system.others_load is not None:
+        findings.append(Finding("load", "ok", f"other processes use {system.others_load:.1f} CPUs"))
+    return findings
 
 
 def _machine(system: SystemFacts, device: str) -> list[Finding]:
@@ -153,6 +183,11 @@ def _machine(system: SystemFacts, device: str) -> list[Finding]:
         "" if enough else f"give it {SHARED_MEMORY_BYTES // GIB} GiB or more: --shm-size=8g or --ipc=host in Docker"
     )
     findings.append(Finding("shared memory", "ok" if enough else "warning", text, remedy))
+    findings.append(
+        Finding("sandbox", "ok", system.sandbox)
+        if not system.unprotected
+        else Finding("sandbox", "note", system.sandbox, "CodeTests(require=[...]) refuses to run without what you name")
+    )
     findings.append(Finding("uv", "ok" if system.uv else "note", system.uv or "none: make setup installs its own"))
     findings.append(Finding("pyenv", "ok" if system.pyenv else "note", system.pyenv or "none: not needed"))
     return findings

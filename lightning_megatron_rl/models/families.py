@@ -66,7 +66,7 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         "like Qwen3",
         "experts in every layer, softmax router",
-        "decoder_sparse_step, mlp_only_layers (dense layers in between)",
+        "decoder_sparse_step, mlp_only_layers (dense layers in between), one expert per token with norm_topk_prob",
         ("num_experts", "moe_intermediate_size"),
     ),
     "mixtral": Family(
@@ -74,7 +74,7 @@ FAMILIES = {
         "MixtralForCausalLM",
         "like Mistral",
         "experts in every layer, softmax over the chosen ones",
-        "scaled rotary embedding",
+        "scaled rotary embedding, one expert per token",
         ("num_local_experts", "intermediate_size"),
     ),
     "deepseek_v3": Family(
@@ -82,7 +82,9 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         "latent attention; default and yarn rotary embedding",
         "first layers dense, then shared and routed experts; sigmoid router with a bias per expert, groups of experts",
-        "attention_bias, norm_topk_prob=false; multi-token prediction is ignored",
+        "attention_bias, norm_topk_prob=false, one expert per token, several groups of experts unless"
+        " num_experts_per_tok // topk_group is 2, rms_norm_eps other than 1e-6, yarn with truncate, attention_factor or"
+        " only one of mscale and mscale_all_dim; multi-token prediction is ignored",
         ("n_routed_experts", "moe_intermediate_size"),
     ),
     "gemma3_text": Family(
@@ -97,7 +99,7 @@ FAMILIES = {
         "GptOssForCausalLM",
         "grouped queries with biases and sinks, every other layer with a window; yarn rotary embedding",
         "experts with biases in every layer, softmax over the chosen ones",
-        "other values of yarn than the released models'",
+        "other values of yarn than the released models', one expert per token",
         ("num_local_experts", "intermediate_size"),
         expert_tensor_parallel=False,  # each of the ranks would add the bias
     ),

@@ -5,13 +5,16 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _ORIGIN = "name_or_path"  # in the index of a checkpoint without weights
 _REMEDY = "the download or copy is not complete, repeat it"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -38,15 +41,20 @@ def local_checkpoint(name_or_path: str) -> Path:
             f"model directory {path} has no *.safetensors weights: save the model again with "
             "`save_pretrained(..., safe_serialization=True)`"
         )
-    named = set(weight_map(path).values()) if (path / INDEX_FILE).is_file() else set()
-    missing = sorted(file for file in named if not (path / file).is_file())
+    if not (path / WEIGHTS_FILE).is_file() and not (path / INDEX_FILE).is_file():
+        others = some(sorted(file.name for file in path.glob("*.safetensors")))
+        raise ValueError(
+            f"model directory {path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, only {others}: Transformers would not"
+            f" find its weights. Rename the file to {WEIGHTS_FILE}, or add the index"
+        )
+    files = sorted(set(weight_map(path).values()))
+    missing = [file for file in files if not (path / file).is_file()]
     if missing:
         raise ValueError(
-            f"model directory {path} lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} of the files"
-            f" that {INDEX_FILE} names: {_REMEDY}"
+            f"model directory {path} lacks {some(missing)} of the files that {INDEX_FILE} names: {_REMEDY}"
         )
-    for file in sorted(path / file for file in named) or sorted(path.glob("*.safetensors")):
-        _check_weights(file)
+    for file in files:
+        _check_weights(path / file)
     return path
 
 
@@ -92,13 +100,22 @@ def raise_everywhere(error: str | None, kind: type[ValueError] = ValueError) -> 
         raise kind(messages[0])
 
 
+def anywhere(mine: bool) -> bool:
+    """Return whether something holds on any rank; a collective."""
+    everywhere = [mine]
+    if dist.is_initialized():
+        everywhere = [mine] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+    return any(everywhere)
+
+
 def fingerprint(path: Path) -> str:
     """Return a hash of a checkpoint's tensors: names, types, shapes and the first 4 KiB of each.
 
     The same for every way of cutting the tensors into files; directory and other files do not matter.
     """
     entries = []
-    for file in path.glob("*.safetensors"):
+    for file in (path / name for name in set(weight_map(path).values())):
         header, begin = read_header(file)
         with file.open("rb") as stream:
             for name, entry in header.items():
@@ -136,14 +153,87 @@ def origin(directory: Path) -> str | None:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a checkpoint, as its index has it, or the headers of its files."""
-    index = path / INDEX_FILE
-    if index.is_file():
-        files = _read_json(index).get("weight_map")
-        if not isinstance(files, dict):
-            raise ValueError(f"{index} is damaged: it has no weight_map; {_REMEDY}")
-        return files
-    return {name: file.name for file in sorted(path.glob("*.safetensors")) for name in read_header(file)[0]}
+    """Return the file of each tensor of a checkpoint, where Transformers looks: its one file, or what its index names.
+
+    Raises:
+        ValueError: An index that cannot be read, that names anything but files of the directory, or that names other
+            files than the `model.safetensors` beside it.
+    """
+    single, index = path / WEIGHTS_FILE, path / INDEX_FILE
+    if not index.is_file():
+        return dict.fromkeys(read_header(single)[0], single.name) if single.is_file() else {}
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} is damaged: it has no weight_map; {_REMEDY}")
+    strange = [name for name, file in files.items() if not isinstance(file, str) or Path(file).name != file]
+    if strange:
+        raise ValueError(
+            f"{index} is damaged: {some(strange)} should have the name of a file in this directory, not"
+            f" {files[strange[0]]!r}; {_REMEDY}"
+        )
+    if single.is_file() and set(files.values()) != {single.name}:
+        others = some(sorted(set(files.values())))
+        raise ValueError(
+            f"model directory {path} has both {WEIGHTS_FILE} and an index of other files ({others}): Transformers loads"
+            " the one, other programs the others. Remove what does not belong to the model"
+        )
+    return files
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a checkpoint's files say of one tensor."""
+
+    file: str
+    dtype: str  # in safetensors' words: "BF16", "F8_E4M3"
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape} in {self.file}"
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return what a checkpoint's files hold, by name; only their headers are read.
+
+    Raises:
+        ValueError: The index and the files disagree: a tensor is not in the file that it is said to be in, is in
+            several files, or is not in the index.
+    """
+    files = weight_map(path)
+    found: dict[str, list[StoredTensor]] = {}
+    for file in sorted(set(files.values())):
+        for name, entry in read_header(path / file)[0].items():
+            found.setdefault(name, []).append(StoredTensor(file, entry["dtype"], tuple(entry["shape"])))
+    absent = [name for name, file in files.items() if file not in {tensor.file for tensor in found.get(name, [])}]
+    if absent:
+        raise ValueError(
+            f"{path / INDEX_FILE} says that {some(absent)} {'is' if len(absent) == 1 else 'are'} in"
+            f" {some(sorted({files[name] for name in absent}))}, which has no such tensor: {_REMEDY}"
+        )
+    twice = [name for name, tensors in found.items() if len(tensors) > 1]
+    if twice:
+        raise ValueError(
+            f"model directory {path} has {some(twice)} in several files"
+            f" ({' and '.join(tensor.file for tensor in found[twice[0]])}): which one counts depends on who reads them."
+            f" Remove one; or {_REMEDY}"
+        )
+    unlisted = [name for name in found if name not in files]
+    if unlisted:
+        raise ValueError(
+            f"model directory {path} has {some(unlisted)} in {found[unlisted[0]][0].file}, but not in {INDEX_FILE}:"
+            f" Transformers would load it, other programs not. Write the index anew; or {_REMEDY}"
+        )
+    return {name: tensor for name, (tensor,) in found.items()}
+
+
+def some(names: Sequence[str], limit: int = 3) -> str:
+    """Return the first names of a list, and how many more there are.
+
+    Example:
+        ``some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"``
+    """
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def num_weights(path: Path) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
+
 
 class HFWeights:
     """The weights of a Hugging Face checkpoint as Megatron has them, each made when it is asked for.
@@ -42,7 +44,8 @@ class HFWeights:
         """Return a whole parameter of the model, in its own precision, on the CPU.
 
         Raises:
-            ValueError: The checkpoint's tensors have another shape than the model's.
+            ValueError: The checkpoint's tensors have another shape than the model's, or are not finite in its
+                precision.
         """
         source = task.mapping.hf_param
         if isinstance(source, str) and getattr(task.mapping, "is_grouped_export", False):
@@ -55,7 +58,10 @@ class HFWeights:
                 f"the checkpoint's {source} make {task.global_param_name} {tuple(weight.shape)}, but the model of its"
                 f" config.json has {tuple(task.param_weight.shape)}: weights and config do not belong together"
             )
-        return weight.to(task.param_weight.dtype)
+        weight = weight.to(task.param_weight.dtype)
+        if nonfinite_names([("", weight)]):
+            raise ValueError(not_finite([describe_bad(task, self._state)]))
+        return weight
 
     def _keep(self, name: str) -> Any:
         layer = name.rpartition(".")[0]
@@ -63,3 +69,23 @@ class HFWeights:
         if name not in self._kept:
             self._kept[name] = self._converter.maybe_modify_loaded_hf_weight(name, self._state)
         return self._kept[name]
+
+
+def describe_bad(task: Any, state: Any) -> str:
+    """Say which of a checkpoint's tensors make a parameter that is not finite, and why it is not.
+
+    Args:
+        task: Megatron-Bridge's conversion of the parameter.
+        state: Of the checkpoint's tensors, by name.
+    """
+    source, dtype = task.mapping.hf_param, task.param_weight.dtype
+    there = set(state.source.get_all_keys())
+    names = [source] if isinstance(source, str) else list(source.values())
+    tensors = {name: state[name] for name in names if name in there}
+    bad = nonfinite_names(tensors.items())
+    if bad:
+        return ", ".join(f"{name} has {describe_nonfinite(tensors[name])}" for name in bad)
+    limit = torch.finfo(dtype).max
+    largest = {name: float(tensor.abs().max()) for name, tensor in tensors.items()}
+    over = [f"{name} reaches {value:g}" for name, value in largest.items() if value > limit]
+    return f"{', '.join(over or names)}, and {dtype} ends at {limit:g}" if over else ", ".join(names)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,19 +14,31 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
+from lightning_megatron_rl.console import prints_to_log
+from lightning_megatron_rl.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
 from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients, tune_for_experts
-from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
-from lightning_megatron_rl.models.hf_import import HFWeights
+from lightning_megatron_rl.models.hf_check import check_weights
+from lightning_megatron_rl.models.hf_files import (
+    anywhere,
+    fingerprint,
+    local_checkpoint,
+    raise_everywhere,
+    settings_files,
+)
+from lightning_megatron_rl.models.hf_import import HFWeights, describe_bad
 from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.hf_source import source_class
 from lightning_megatron_rl.models.lora import LoRASettings, add_adapters, check_targets
+from lightning_megatron_rl.models.padding import leave_out_padding, padding_row
 from lightning_megatron_rl.models.quantised import dequantised_source, quantisation
 from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
+from lightning_megatron_rl.models.verification import VerifyModel, check_mode, computed_overrides, verify_model
+from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
@@ -35,25 +48,36 @@ KEPT_IN_FP32 = "e_score_correction_bias"
 class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
-    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing or the
-    family is not supported.
+    The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family
+    is not supported, or the weights are not those of the config (`hf_check.check_weights`). `verify` says how it is
+    made sure that Megatron computes the model as Transformers does, see `check_computation`; None, not at all, is for
+    that check itself.
 
     Example:
         ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
         ``chunks = model.build_chunks(…)``; after training ``model.save_pretrained(chunks, "export")``.
     """
 
-    def __init__(self, name_or_path: str, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, name_or_path: str, *, verify: VerifyModel | None = "auto") -> None:
+        if verify is not None:
+            check_mode(verify)
         self.name_or_path = name_or_path
-        self.trust_remote_code = trust_remote_code
+        self.verify = verify
+        self._checked: dict[str, Any] | None = None  # overrides with which its computation is known to be right
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
         layout_check.check_family(self.config)
+        self.padding_row = padding_row(self.config)
         self.quantisation = quantisation(self.config)
+        self._check_weights()
 
     def _find(self, name_or_path: str) -> Path:
         """The checkpoint's directory."""
         return local_checkpoint(name_or_path)
+
+    def _check_weights(self) -> None:
+        """Refuse weights that do not belong to the config; of the files only the headers are read."""
+        check_weights(self.path, self.config)
 
     def settings_files(self, directory: str) -> dict[str, bytes]:
         """Return the files of the checkpoint without its weights by their paths; see `hf_files.settings_files`."""
@@ -64,7 +88,12 @@ class HFModel(SavesFiles):
         """The config of the language model that the checkpoint holds."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
+        except Exception as error:  # of the config classes' own checks, and of what they take for granted
+            raise ValueError(
+                f"Transformers cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}{remedy(error)}"
+            ) from error
 
     @property
     def export_config(self) -> Any:
@@ -76,7 +105,7 @@ class HFModel(SavesFiles):
         """The checkpoint's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,6 +140,28 @@ class HFModel(SavesFiles):
             sequence_parallel=sequence_parallel,
         )
 
+    def check_computation(self, config_overrides: dict[str, Any] | None = None) -> None:
+        """Refuse a model that Megatron may compute differently from Transformers; a collective.
+
+        Either a shipped proof covers its settings, or a miniature of it is run through both, once; see
+        `verification.verify_model`. `build_chunks` does this before it loads weights.
+
+        Raises:
+            ValueError: With the settings that no proof covers.
+        """
+        overrides = computed_overrides(config_overrides or {})
+        if self.verify is None or overrides == self._checked:
+            return
+        try:
+            provider = self._bridge.to_megatron_provider(load_weights=False)
+        except Exception as error:
+            raise ValueError(
+                f"Megatron-Bridge cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
+            ) from error
+        raw = json.loads((self.path / "config.json").read_bytes())
+        verify_model(self.name_or_path, raw, self.config, provider, overrides, self.verify)
+        self._checked = overrides
+
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the converter, which is made again where it is needed: it has classes of its own."""
         return {name: value for name, value in vars(self).items() if name != "_bridge"}
@@ -126,7 +177,7 @@ class HFModel(SavesFiles):
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
         bridge = auto_bridge.from_hf_pretrained(
-            str(self.path), trust_remote_code=self.trust_remote_code, architectures=self.config.architectures
+            str(self.path), trust_remote_code=trusts_remote_code(), architectures=self.config.architectures
         )
         from megatron.bridge.models.hf_pretrained.state import StateDict
 
@@ -152,8 +203,8 @@ class HFModel(SavesFiles):
         `TransformerConfig`. Losses are summed over tokens (`calculate_per_token_loss`), micro-batches may differ in
         length, dropout is off. With `lora` its adapters are trainable and nothing else. On the meta device the model
         has shapes and no numbers. Raises `ValueError` for a layout the model cannot be split into, for unknown
-        overrides and for overrides of what the strategy decides, for adapters that fit no layer, and if the checkpoint
-        lacks a weight.
+        overrides and for overrides of what the strategy decides, for adapters that fit no layer, and if a weight is NaN
+        or infinite in the checkpoint or in `params_dtype`.
         """
         overrides = config_overrides or {}
         settings = _settings(params_dtype, sequence_parallel)
@@ -163,6 +214,7 @@ class HFModel(SavesFiles):
             params_dtype=params_dtype,
             context_parallel_size=settings["context_parallel_size"],
         )
+        self.check_computation(overrides)
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         tune_for_experts(backend, provider.num_moe_experts)
@@ -198,16 +250,18 @@ class HFModel(SavesFiles):
         install_recompute(transformer_engine=backend == "transformer_engine")
         if load_weights:
             provider.register_pre_wrap_hook(_poison, prepend=True)
-            provider.register_pre_wrap_hook(self._check_complete)
+            provider.register_pre_wrap_hook(self._check_loaded)
         if lora is not None:
             provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False,
-            mixed_precision_wrapper=None,
-            use_cpu_initialization=device.type != "cuda",
-            init_model_with_meta_device=device.type == "meta",
-        )
+        with prints_to_log():
+            chunks = provider.provide_distributed_model(
+                wrap_with_ddp=False,
+                mixed_precision_wrapper=None,
+                use_cpu_initialization=device.type != "cuda",
+                init_model_with_meta_device=device.type == "meta",
+            )
         sum_expert_biases_once(chunks)
+        leave_out_padding(chunks, self.padding_row)
         if lora is not None:
             add_adapters(chunks, lora)
         for chunk in chunks:  # for `wrap_for_training`: the layers need the buffers that Megatron's DDP makes
@@ -222,11 +276,21 @@ class HFModel(SavesFiles):
         """Whether a tensor of a chunk comes from the checkpoint."""
         return True
 
-    def _check_complete(self, chunks: list[Any]) -> list[Any]:
-        """Refuse a model with a weight that loading left out: Megatron-Bridge only warns."""
+    def _check_loaded(self, chunks: list[Any]) -> list[Any]:
+        """Refuse weights that are NaN or infinite; a collective, and every rank raises the same error.
+
+        A weight that loading left out is NaN, see `_poison`: Megatron-Bridge only warns.
+        """
         tensors = [pair for chunk in chunks for pair in _loaded_tensors(chunk) if self._is_loaded(pair[0])]
-        missing = [name for name, tensor in tensors if tensor.isnan().all()]
-        raise_everywhere(f"checkpoint {self.path} has no weights for {', '.join(missing)}" if missing else None)
+        bad = nonfinite_names((str(index), tensor) for index, (_, tensor) in enumerate(tensors))
+        if not anywhere(bool(bad)):
+            return chunks
+        tasks = {id(task.param_weight): task for task in self.conversion_tasks(chunks) if task is not None}
+        found = [
+            describe_bad(tasks[id(tensor)], self._bridge.hf_pretrained.state) if id(tensor) in tasks else name
+            for name, tensor in (tensors[int(index)] for index in bad)
+        ]
+        raise_everywhere(f"checkpoint {self.path}: {not_finite(found)}" if found else None)
         return chunks
 
     def export_weights(

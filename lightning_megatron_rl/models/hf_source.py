@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.models.hf_files import read_header
+from lightning_megatron_rl.models.hf_files import read_header, weight_map
 from lightning_megatron_rl.models.hf_writer import SAFETENSORS_DTYPES
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -52,7 +52,15 @@ def source_class() -> Any:
 
         def __init__(self, path: Path) -> None:
             super().__init__(path)
+            self._files: dict[str, str] | None = None
             self._headers: dict[Path, tuple[tuple[int, ...], dict[str, Any], int]] = {}
+
+        @property
+        def key_to_filename_map(self) -> dict[str, str]:
+            """The file of each tensor, by Transformers' rule; Megatron-Bridge would take every file that is there."""
+            if self._files is None:
+                self._files = weight_map(self.path)
+            return self._files
 
         def get_all_keys(self) -> list[str]:
             if self._names is None:
@@ -61,8 +69,7 @@ def source_class() -> Any:
 
         def list_names(self) -> list[str]:
             """Return the names of all tensors that there are for Megatron-Bridge."""
-            names: list[str] = super().get_all_keys()
-            return names
+            return sorted(self.key_to_filename_map)
 
         def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
             return {name: self._read(name) for name in keys_to_load}

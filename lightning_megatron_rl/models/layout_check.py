@@ -52,7 +52,18 @@ def check_family(config: Any) -> None:
     if not set(architectures) & set(supported):
         raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")
     model_type = config.model_type
+    if model_type not in FAMILIES or FAMILIES[model_type].architecture not in architectures:
+        raise ValueError(
+            f"config.json says architectures={architectures}, and Transformers reads it as a model of type"
+            f" {model_type!r}: these do not belong together, or are not supported together. Supported are "
+            + ", ".join(f"{family.architecture} of type {name!r}" for name, family in FAMILIES.items())
+        )
     _check_rope(model_type, config.rope_parameters or {})
+    if getattr(config, "num_experts_per_tok", None) == 1 and _normalises_chosen(config):
+        raise ValueError(
+            f"num_experts_per_tok=1 of a {model_type} model is not supported: the weights of the chosen experts are a"
+            " softmax over these alone, which Megatron does not have for one expert"
+        )
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
     activation = config.hidden_activation if model_type == "gemma3_text" else config.hidden_act
@@ -79,11 +90,20 @@ def check_family(config: Any) -> None:
         _check_window_layers(config, every=2)
 
 
+def _normalises_chosen(config: Any) -> bool:
+    """Whether the weights of a token's experts are a softmax over those that were chosen."""
+    return config.model_type in ("mixtral", "gpt_oss") or (
+        config.model_type == "qwen3_moe" and bool(config.norm_topk_prob)
+    )
+
+
 def _check_rope(model_type: str, rope: dict[str, Any]) -> None:
     """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
     if model_type == "gemma3_text":  # one for layers with a window and one for the others
-        _check_rope("gemma3_text (sliding_attention)", rope["sliding_attention"])
-        _check_rope("gemma3_text (full_attention)", rope["full_attention"])
+        for kind in ("sliding_attention", "full_attention"):
+            if not isinstance(rope.get(kind), dict):
+                raise ValueError(f"Gemma 3 with rope_parameters={rope}: it has no entry for {kind}")
+            _check_rope(f"gemma3_text ({kind})", rope[kind])
         return
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ROPE_TYPES.get(model_type, ("default",)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron_rl.models.hf_source import source_class
 
 Quantisation = Literal["fp8", "mxfp4"]
-_SCALE = "_scale_inv"  # beside the name of the tensor that it belongs to
+SCALE = "_scale_inv"  # beside the name of the tensor that it belongs to
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -42,6 +42,14 @@ def quantisation(config: Any) -> Quantisation | None:
     )
 
 
+def block_size(config: Any) -> tuple[int, int]:
+    """Return how many rows and columns of an fp8 weight share a scale."""
+    settings = _settings(config)
+    assert settings is not None
+    rows, columns = settings["weight_block_size"]
+    return int(rows), int(columns)
+
+
 def _settings(config: Any) -> dict[str, Any] | None:
     settings = getattr(config, "quantization_config", None)
     if settings is None or isinstance(settings, dict):
@@ -57,21 +65,19 @@ def dequantised_source(directory: Path, config: Any) -> Any:
         directory: The checkpoint.
         config: Its Hugging Face config.
     """
-    settings = _settings(config)
-    assert settings is not None
-    block: tuple[int, int] = tuple(settings["weight_block_size"])
+    block = block_size(config)
     dtype = config.dtype or torch.bfloat16
 
     class Dequantised(source_class()):  # type: ignore[misc]
         def list_names(self) -> list[str]:
-            return [name for name in super().list_names() if not name.endswith(_SCALE)]
+            return [name for name in super().list_names() if not name.endswith(SCALE)]
 
         def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
             found: dict[str, Tensor] = super().load_tensors(keys_to_load)
             for name in [name for name, tensor in found.items() if tensor.dtype in _FP8]:
-                if name + _SCALE not in self.key_to_filename_map:
-                    raise ValueError(f"checkpoint {self.path} has {name} in fp8 without its scales {name + _SCALE}")
-                scale = super().load_tensors([name + _SCALE])[name + _SCALE]
+                if name + SCALE not in self.key_to_filename_map:
+                    raise ValueError(f"checkpoint {self.path} has {name} in fp8 without its scales {name + SCALE}")
+                scale = super().load_tensors([name + SCALE])[name + SCALE]
                 found[name] = dequantise(found[name], scale, block).to(dtype)
             return found
 

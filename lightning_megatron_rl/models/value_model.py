@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.models.families import FAMILIES
+from lightning_megatron_rl.models.hf_check import check_weights
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.value_head import new_weight, put_value_head, untie_output_layer
 
@@ -40,6 +41,9 @@ class ValueModel(HFModel):
                 )
             config.architectures = [family.architecture]
         return config
+
+    def _check_weights(self) -> None:
+        check_weights(self.path, self.config, head=HEAD)
 
     @property
     def export_config(self) -> Any:

@@ -1,16 +1,18 @@
 """`DPOModule`: direct preference optimisation, a policy from preference pairs without a reward model."""
 
-from functools import partial
+import math
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor, nn
 
-from lightning_megatron_rl.algorithms.preferences import dpo_sigmoid, ipo
+from lightning_megatron_rl.algorithms.preferences import DPO_LOSSES
+from lightning_megatron_rl.algorithms.registry import lookup
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
@@ -26,21 +28,28 @@ class DPOModule(PairModule, PolicyModule):
     Args:
         model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
         beta: Strength of the tie to the reference.
-        loss: "sigmoid" (DPO, log-ratios summed over the response) or "ipo" (log-ratios averaged over it).
-        label_smoothing: Share of preferences taken to be the wrong way round; "sigmoid" only.
+        loss: "sigmoid" (DPO), "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero",
+            "apo_down" or "discopop", of log-ratios summed over the response; "ipo" or "sigmoid_norm", of log-ratios
+            averaged over it.
+        label_smoothing: Share of preferences taken to be the wrong way round; "sigmoid", "sigmoid_norm", "robust" and
+            "exo_pair" only, which needs it (1e-3 is usual).
+        discopop_tau: How sharply "discopop" goes over from its logistic to its exponential part.
         optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
         lr_scheduler: Called with the optimizer; stepped once per `global_step`.
         max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
-        ValueError: An unknown loss; a beta or a label smoothing out of range, or smoothing that the loss has not.
+        ValueError: An unknown loss; a beta, a label smoothing or a discopop_tau out of range; smoothing that the loss
+            does not have, or lacks.
 
     Example:
         ``Trainer(strategy=MegatronStrategy()).fit(DPOModule(model="Qwen/Qwen3-0.6B"), PreferenceDataModule(...))``
@@ -50,14 +59,29 @@ class DPOModule(PairModule, PolicyModule):
         self,
         model: str,
         beta: float = 0.1,
-        loss: Literal["sigmoid", "ipo"] = "sigmoid",
+        loss: Literal[
+            "sigmoid",
+            "sigmoid_norm",
+            "hinge",
+            "ipo",
+            "exo_pair",
+            "nca_pair",
+            "robust",
+            "bco_pair",
+            "sppo_hard",
+            "apo_zero",
+            "apo_down",
+            "discopop",
+        ] = "sigmoid",
         label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
         optimizer: Optional["OptimizerConfig"] = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_tokens_per_microbatch: int = 8192,
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
@@ -71,25 +95,40 @@ class DPOModule(PairModule, PolicyModule):
             packing=packing,
             layer_backend=layer_backend,
             model_config=model_config,
+            verify_model=verify_model,
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
             init_from=init_from,
         )
-        if beta <= 0:
+        if not 0 < beta < math.inf:
             raise ValueError(f"beta={beta}: it must be positive; 0.1 is usual, a smaller one ties less.")
-        if loss not in ("sigmoid", "ipo"):
-            raise ValueError(f"unknown loss {loss!r}: choose one of ipo, sigmoid")
+        self.pair_loss_kind = lookup(DPO_LOSSES, loss, "loss")
         if not 0 <= label_smoothing < 0.5:
             raise ValueError(
                 f"label_smoothing={label_smoothing}: a share of preferences from 0 to below 0.5; at 0.5 they say"
                 " nothing, and beyond they are the wrong way round."
             )
-        if loss == "ipo" and label_smoothing:
-            raise ValueError(f"label_smoothing={label_smoothing} with loss='ipo', which has none: set it to 0.")
+        if label_smoothing and not self.pair_loss_kind.smooths:
+            smoothed = ", ".join(sorted(name for name, kind in DPO_LOSSES.items() if kind.smooths))
+            raise ValueError(
+                f"label_smoothing={label_smoothing} with loss={loss!r}, which has none: set it to 0, or choose one of"
+                f" {smoothed}."
+            )
+        if loss == "exo_pair" and not label_smoothing:
+            raise ValueError(
+                "label_smoothing=0 with loss='exo_pair', which takes its logarithm: set it to a small share, 1e-3 is"
+                " usual."
+            )
+        if not 0 < discopop_tau <= 1:
+            raise ValueError(
+                f"discopop_tau={discopop_tau}: choose 0 < discopop_tau <= 1 (0.05 is usual); above 1 a pair far the"
+                " wrong way round has a loss that grows exponentially."
+            )
         self.beta = beta
         self.loss = loss
         self.label_smoothing = label_smoothing
+        self.discopop_tau = discopop_tau
         self.reference: list[nn.Module] | None = None  # a list, not a submodule: it is neither trained nor saved
 
     def configure_model(self) -> None:
@@ -100,12 +139,14 @@ class DPOModule(PairModule, PolicyModule):
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Return the loss of log-ratios ``[pairs]``, see `side_values`."""
-        if self.loss == "ipo":
-            return ipo(chosen, rejected, self.beta)
-        return partial(dpo_sigmoid, beta=self.beta, label_smoothing=self.label_smoothing)(chosen, rejected)
+        kind = self.pair_loss_kind
+        options = {"label_smoothing": self.label_smoothing} if kind.smooths else {}
+        if kind.takes_tau:
+            options["tau"] = self.discopop_tau
+        return kind.function(chosen, rejected, beta=self.beta, **options)
 
     def side_values(self, sequences: list[TokenSequence]) -> Tensor:
-        """Return log π_θ / π_ref of each response, summed over its tokens or, for "ipo", averaged; ``[sequences]``."""
+        """Return log π_θ / π_ref of each response, summed over its tokens or averaged, as the loss takes them."""
         policy = self.score(sequences).logprobs
         reference = self.score_reference(sequences).logprobs
         ratios = [
@@ -122,8 +163,8 @@ class DPOModule(PairModule, PolicyModule):
             return self.score(sequences)
 
     def token_share(self, sequence: TokenSequence) -> float:
-        """Return 1, or for "ipo" 1 / length of the response."""
-        return 1 / int(sequence.loss_mask.sum()) if self.loss == "ipo" else 1.0
+        """Return 1, or 1 / length of the response if the loss is of averages."""
+        return 1 / int(sequence.loss_mask.sum()) if self.pair_loss_kind.averages else 1.0
 
     def preference_scale(self) -> float:
         """Return beta: the implicit reward of a response is beta times its log-ratio."""

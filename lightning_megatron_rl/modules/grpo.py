@@ -12,6 +12,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
@@ -62,6 +63,8 @@ class GRPOModule(SamplesResponses):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
@@ -101,6 +104,7 @@ class GRPOModule(SamplesResponses):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
@@ -115,6 +119,7 @@ class GRPOModule(SamplesResponses):
             packing=packing,
             layer_backend=layer_backend,
             model_config=model_config,
+            verify_model=verify_model,
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
@@ -221,6 +226,8 @@ class GRPOModule(SamplesResponses):
             with self.phase("old_logp"):
                 scores = self.score(rollout.sequences, routing="record" if self.replays_routing else "free")
                 rollout.set_field("old_logprobs", scores.logprobs)
+                if self.loss.config.top_entropy_quantile < 1:
+                    rollout.set_entropies(scores.entropies)
                 if self.replays_routing:
                     rollout.set_routing(scores.routing)
         if self.reference_kind != "none":
@@ -241,11 +248,12 @@ class GRPOModule(SamplesResponses):
 
     def forward_backward(self, rollout: Rollout) -> Tensor:
         """Compute the gradients of one part of a rollout; return its loss, equal on every rank."""
-        rollout.set_token_weights(
-            self.loss,
-            max_response_length=self.sampling.max_tokens,
-            all_reduce=lambda vector: self.reduce_on_device(vector, "sum"),
-        )
+
+        def over_replicas(vector: Tensor) -> Tensor:
+            return self.reduce_on_device(vector, "sum")
+
+        rollout.set_token_weights(self.loss, max_response_length=self.sampling.max_tokens, all_reduce=over_replicas)
+        rollout.set_top_entropy(self.loss, over_replicas)
         metrics = self.update(rollout.sequences, self.loss)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
         return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
@@ -263,6 +271,7 @@ class GRPOModule(SamplesResponses):
             ),
             ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
+            ("sampler", self.engine.describe()),
             *self.describe_episodes(),
             *self.loss.config.describe(),
             ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),

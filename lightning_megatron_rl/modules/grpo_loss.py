@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.aggregation import sequence_weights
 from lightning_megatron_rl.algorithms.correction import Correction, correction
 from lightning_megatron_rl.algorithms.kl import kl_penalty
+from lightning_megatron_rl.algorithms.masks import off_policy_mask, top_entropy_mask
 from lightning_megatron_rl.algorithms.metrics import add_policy_metrics
 from lightning_megatron_rl.algorithms.policy_losses import PolicyLoss, policy_loss
 from lightning_megatron_rl.algorithms.sequences import Sequences
@@ -18,6 +20,8 @@ from lightning_megatron_rl.data.packing import MicroBatch
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 
 __all__ = ["GRPOLoss", "GRPOLossConfig"]
+
+TOP_ENTROPY_FIELD = "top_entropy"  # 1 where a token has a policy loss, 0 where its entropy is too low
 
 
 class GRPOLoss:
@@ -53,9 +57,26 @@ class GRPOLoss:
         # masked positions hold log-probs of padding: take them out before any exp
         logprobs = torch.where(mask, logprobs, old)
         sequences = Sequences(batch.sequence_index, mask, batch.num_sequences, self.sum_over_shares)
-        losses, ratio = self.policy_loss(logprobs, old, advantages, sequences)
-        if "correction_weights" in fields:
-            losses = losses * fields["correction_weights"]
+        weights = fields.get("correction_weights")
+        if config.corrects_within_loss:
+            within: Any = {"correction_weights": weights}
+            losses, ratio = self.policy_loss(logprobs, old, advantages, sequences, **within)
+        else:
+            losses, ratio = self.policy_loss(logprobs, old, advantages, sequences)
+            if weights is not None and config.weighs_sequences and config.weight_level == "token":
+                # the loss of a sequence times each of these weights, added up: in the token form, their mean
+                weights = sequences.mean(weights)
+            losses = losses if weights is None else losses * weights
+        if config.off_policy_mask_threshold is not None:
+            kept = off_policy_mask(
+                logprobs, fields["rollout_logprobs"], advantages, sequences, threshold=config.off_policy_mask_threshold
+            )
+            losses = losses * kept
+            tally.add_mean("policy/off_policy_masked_frac", ~kept, mask)
+        bonus = entropy
+        if TOP_ENTROPY_FIELD in fields:
+            losses, bonus = losses * fields[TOP_ENTROPY_FIELD], entropy * fields[TOP_ENTROPY_FIELD]
+            tally.add_mean("policy/entropy_masked_frac", fields[TOP_ENTROPY_FIELD] == 0, mask)
         reference = fields.get("ref_logprobs")
         if reference is not None and config.kl_coef and config.kl_in == "loss":
             weighted_by = old if config.kl_importance_weighting else None
@@ -63,7 +84,7 @@ class GRPOLoss:
                 logprobs, reference, config.kl_estimator, old_logprobs=weighted_by
             )
         if self.entropy_coef:
-            losses = losses - self.entropy_coef * entropy
+            losses = losses - self.entropy_coef * bonus
         add_policy_metrics(
             tally,
             logprobs=logprobs.detach(),
@@ -87,6 +108,27 @@ class GRPOLoss:
             mask: Response tokens.
         """
         return None if self.correction is None else self.correction(old_logprobs, rollout_logprobs, mask)
+
+    def top_entropy_masks(
+        self, entropies: list[Tensor], masks: list[Tensor], all_reduce: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return per sequence which tokens have a policy loss, bool ``[tokens]``; a collective.
+
+        The share `top_entropy_quantile` is of the tokens of all sequences of all replicas.
+
+        Args:
+            entropies: Of each sequence's tokens under the old policy, nats.
+            masks: Tokens that the loss sums over.
+            all_reduce: Sums a tensor over the data-parallel ranks.
+        """
+        nothing = torch.empty(0)
+        kept = top_entropy_mask(
+            torch.cat([nothing, *entropies]),
+            torch.cat([nothing.bool(), *masks]),
+            quantile=self.config.top_entropy_quantile,
+            all_reduce=all_reduce,
+        )
+        return list(kept.split([len(mask) for mask in masks]))
 
     def token_weights(
         self,

@@ -1,5 +1,6 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -17,12 +18,14 @@ from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel, check_mode
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.notices import finish
 from lightning_megatron_rl.rollout.engine import RolloutEngine
-from lightning_megatron_rl.strategy.distributed import context_parallel_sum
+from lightning_megatron_rl.strategy.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -48,6 +51,8 @@ class ModelModule(TakesSteps, ReportsSteps):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
@@ -68,6 +73,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
         init_from: str | None = None,
@@ -85,7 +91,9 @@ class ModelModule(TakesSteps, ReportsSteps):
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.packing = packing
         self.layer_backend = layer_backend
+        check_mode(verify_model)
         self.model_config = model_config or {}
+        self.verify_model = verify_model
         self.moe = moe
         self.lora = lora
         self.init_from = init_from
@@ -117,7 +125,8 @@ class ModelModule(TakesSteps, ReportsSteps):
         return self._hf_model
 
     def setup(self, stage: str) -> None:
-        """Find the model, check that the layout can hold it and the optimizer's settings, before weights are loaded."""
+        """Find and check the model, that the layout can hold it, and the optimizer's settings, before weights load."""
+        self._setup_began = time.perf_counter()
         if stage == "fit":
             self.strategy.resolve_optimizer_config(self._optimizer_config())
         if self.strategy.offloads and not self.samples_responses:
@@ -138,6 +147,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        self._hf_model.check_computation(self.model_config)
         if self.init_from is not None:
             read_manifest(Path(self.init_from))
         self.strategy.saved_with_model = {}  # no other model, until there is one
@@ -169,7 +179,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         """Return the Hugging Face side of `model_path`."""
         from lightning_megatron_rl.models.hf_model import HFModel
 
-        return HFModel(self.model_path)
+        return HFModel(self.model_path, verify=self.verify_model)
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
@@ -177,6 +187,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             chunks = self.build_chunks()
             self.attach_routers(chunks, self.strategy.root_device)
             self.model = nn.ModuleList(chunks)
+            self.strategy.limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
 
     def build_chunks(self) -> list[nn.Module]:
         """Return freshly built chunks holding the weights of `model_path`, or of the checkpoint `init_from`."""
@@ -194,6 +205,14 @@ class ModelModule(TakesSteps, ReportsSteps):
         if self.init_from is not None:
             self.strategy.load_weights(Path(self.init_from), chunks)
         return chunks
+
+    def on_fit_end(self) -> None:
+        """Repeat what was lost in this run.
+
+        Raises:
+            RunFailedError: On every rank, if something failed that the run was for; everything else is done by now.
+        """
+        run_on_all_ranks(finish)
 
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""

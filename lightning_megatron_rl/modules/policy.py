@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.model import ModelModule, check_num_tokens
 from lightning_megatron_rl.modules.steps import OutputProcessor
 
@@ -38,6 +39,8 @@ class PolicyModule(ModelModule):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
@@ -53,6 +56,7 @@ class PolicyModule(ModelModule):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
@@ -66,6 +70,7 @@ class PolicyModule(ModelModule):
             packing=packing,
             layer_backend=layer_backend,
             model_config=model_config,
+            verify_model=verify_model,
             moe=moe,
             lora=lora,
             init_from=init_from,

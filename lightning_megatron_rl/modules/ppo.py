@@ -18,6 +18,7 @@ from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.models.value_head import value_processor
+from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -63,6 +64,8 @@ class PPOModule(GRPOModule):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`, of actor and critic.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         logprob_chunk_size: Tokens whose logits exist at one time.
         moe: How the routers of a mixture-of-experts actor are trained.
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
@@ -101,6 +104,7 @@ class PPOModule(GRPOModule):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         logprob_chunk_size: int = 2048,
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
@@ -127,6 +131,7 @@ class PPOModule(GRPOModule):
             packing=packing,
             layer_backend=layer_backend,
             model_config=model_config,
+            verify_model=verify_model,
             logprob_chunk_size=logprob_chunk_size,
             moe=moe,
             lora=lora,
@@ -158,7 +163,7 @@ class PPOModule(GRPOModule):
         from lightning_megatron_rl.models.hf_model import HFModel
         from lightning_megatron_rl.models.value_model import ValueModel
 
-        found = ValueModel(self.critic_settings.model or self.model_path)
+        found = ValueModel(self.critic_settings.model or self.model_path, verify=self.verify_model)
         experts = num_experts(found.config)
         if experts > 1:
             raise ValueError(
@@ -182,6 +187,7 @@ class PPOModule(GRPOModule):
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        found.check_computation(self.model_config)
         return found
 
     def configure_model(self) -> None:

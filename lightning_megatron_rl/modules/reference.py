@@ -125,7 +125,7 @@ class HoldsReference(PolicyModule):
     def _find_teacher(self, model: str) -> "HFModel":
         from lightning_megatron_rl.models.hf_model import HFModel
 
-        teacher = HFModel(model)
+        teacher = HFModel(model, verify=self.verify_model)
         theirs, ours = teacher.config.vocab_size, self.hf_model.config.vocab_size
         if theirs < ours or teacher.tokenizer.get_vocab() != self.hf_model.tokenizer.get_vocab():
             raise ValueError(
@@ -141,6 +141,7 @@ class HoldsReference(PolicyModule):
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
+        teacher.check_computation()
         return teacher
 
     def _build_reference(self) -> list[nn.Module]:

@@ -10,10 +10,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_megatron_rl.cpus import OthersLoad, busy_words, usable_cpus
 from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
+from lightning_megatron_rl.strategy.products import asks_for_tf32
 
+START_PHASE = "start"  # from the Trainer's call of `setup` to a model and a sampler that are ready
 SYNC_PHASES = ("weight_sync", "sleep", "offload")  # what may come before the step's own clock starts
 
 
@@ -30,8 +33,10 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         super().__init__()
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
+        self._setup_began = time.perf_counter()  # when the Trainer called `setup`
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
+        self._others = OthersLoad()  # until then
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,8 +49,9 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - started
 
     def on_fit_start(self) -> None:
-        """Forget the times of what another Trainer did with this module."""
+        """Forget the times of what another Trainer did with this module; note what it took to get here."""
         self.phase_seconds.clear()
+        self.phase_seconds[START_PHASE] = time.perf_counter() - self._setup_began
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
@@ -61,6 +67,13 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         return []
 
     @property
+    def _products(self) -> str:
+        """What to add to the precision's name: that fp32 matrices are multiplied as TF32."""
+        strategy = self.strategy
+        fp32_on_gpu = strategy.root_device.type == "cuda" and strategy.precision_plugin.precision == "32-true"
+        return ", products in TF32" if fp32_on_gpu and asks_for_tf32() else ""
+
+    @property
     def _packing_name(self) -> str:
         return "packed" if self.packing else "padded"
 
@@ -71,12 +84,20 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         rows = [
             ("model", f"{self.model_path} ({self.hf_model.config.model_type}), {parameters:,} parameters on this rank"),
             ("layout", self.strategy.layout.describe(self.trainer.world_size)),
-            ("precision", f"{self.strategy.precision_plugin.precision}, {optimizer}"),
+            ("precision", f"{self.strategy.precision_plugin.precision}{self._products}, {optimizer}"),
             *([] if self.lora is None else [("LoRA", f"{self.lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
             *self.describe_moe(),
+            *self._describe_cpus(),
         ]
         print_table("run", rows)
+
+    def _describe_cpus(self) -> list[tuple[str, str]]:
+        """Return rows about the CPUs of this machine, and about others that keep them busy."""
+        cpus, threads = usable_cpus(), torch.get_num_threads()
+        rows = [("CPUs", f"{cpus.count} by {cpus.source}; {threads} thread(s) of torch on each rank")]
+        busy = busy_words(self._others.cpus(), cpus.count)
+        return [*rows, *([("load", busy)] if busy else []), *([("CPU quota", cpus.problem)] if cpus.problem else [])]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is known only after the optimizer step: gradient norm, learning rate and times."""
@@ -84,7 +105,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         local["time/step_s"] = time.perf_counter() - self._step_started + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
-        local |= self.memory_metrics()
+        local |= self.rank_metrics()
         tokens = self.reduce_on_device(torch.tensor([self._step_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
         self._step_tokens = 0
@@ -99,8 +120,8 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             }
         )
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Return what more there is to say about memory; the largest of all ranks is logged."""
+    def rank_metrics(self) -> dict[str, float]:
+        """Return what more this rank has to say; the largest of all ranks is logged."""
         return {}
 
     def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from lightning_megatron_rl.algorithms.preferences import bradley_terry
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
 
@@ -39,6 +40,8 @@ class RewardModule(PairModule):
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
         model_config: Overrides of Megatron's `TransformerConfig`.
+        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
+            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and the head, and leave the model's own weights as they are.
 
@@ -63,6 +66,7 @@ class RewardModule(PairModule):
         packing: bool = True,
         layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
         model_config: dict[str, Any] | None = None,
+        verify_model: VerifyModel = "auto",
         moe: MoESettings | None = None,
         lora: LoRASettings | None = None,
     ) -> None:
@@ -74,6 +78,7 @@ class RewardModule(PairModule):
             packing=packing,
             layer_backend=layer_backend,
             model_config=model_config,
+            verify_model=verify_model,
             moe=moe,
             lora=lora,
         )
@@ -85,7 +90,7 @@ class RewardModule(PairModule):
         """Return the Hugging Face side of `model_path`, with a value head."""
         from lightning_megatron_rl.models.value_model import ValueModel
 
-        return ValueModel(self.model_path)
+        return ValueModel(self.model_path, verify=self.verify_model)
 
     def output_processor(self) -> OutputProcessor:
         """Return what makes values of hidden states."""

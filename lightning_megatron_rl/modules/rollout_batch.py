@@ -11,13 +11,14 @@ from lightning_megatron_rl.algorithms.advantages import GROUP_RELATIVE, zero_spr
 from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.grpo_loss import TOP_ENTROPY_FIELD, GRPOLoss
 from lightning_megatron_rl.modules.reward_metrics import add_reward_metrics
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
 from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample
 
+_ENTROPY_FIELD = "old_entropies"
 _NGRAM = 4  # tokens; the length at which a repetition is counted as one
 
 
@@ -66,6 +67,22 @@ class Rollout:
         assert rows is not None
         kept = [row[: len(sequence)].clone() for row, sequence in zip(rows, self.sequences, strict=True)]
         self.set_field("correction_weights", kept)  # a view sent to another replica would take all rows along
+
+    def set_entropies(self, entropies: Sequence[Tensor]) -> None:
+        """Give each token its entropy under the old policy, for `set_top_entropy`."""
+        self.set_field(_ENTROPY_FIELD, entropies)
+
+    def set_top_entropy(self, loss: GRPOLoss, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Say which tokens are among those with the largest entropy of the update; a collective, in place of entropies.
+
+        Does nothing if the loss takes all tokens.
+        """
+        if loss.config.top_entropy_quantile == 1:
+            return
+        entropies = [sequence.fields.pop(_ENTROPY_FIELD) for sequence in self.sequences]
+        kept = loss.top_entropy_masks(entropies, [sequence.loss_mask for sequence in self.sequences], all_reduce)
+        # clones: a view that is sent to another replica would take all sequences along
+        self.set_field(TOP_ENTROPY_FIELD, [mask.float() for mask in kept])
 
     def set_advantages(self, advantages: Tensor) -> None:
         """Give each sample and each token of its sequence the sample's advantage, from `[samples]`."""

@@ -13,6 +13,7 @@ from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.reference import HoldsReference
+from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rewards.guard import guard_all
@@ -44,6 +45,7 @@ class SamplesResponses(HoldsReference):
     synced_version: int | None = None  # weights that the engine samples with
     last_sync: SyncReport | None = None  # of the leader's engine
     _engine_started = False
+    _engine_ready = False  # whether it was waited for
     _guarded: GuardedEnvironment | None = None
     _phase: SamplingPhase | None = None
 
@@ -90,10 +92,20 @@ class SamplesResponses(HoldsReference):
                 f"the ranks {replica.ranks} of a replica are not neighbours, which an engine in the trainer's processes"
                 " needs: use VLLMEngine, or a layout without pipeline parallelism."
             )
+        self.engine.expect(self._most_tokens())
         self.engine.start(self.hf_model.path)
         if self.engine.sleep_level:  # the model is built in the memory that it leaves
             self.engine.wait_ready()
             self.engine.sleep(self.engine.sleep_level)
+
+    def _most_tokens(self) -> int | None:
+        """Tokens that this run samples at most for training, of one replica; None: it has no end, or none is known."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        batch_size, max_steps = getattr(data, "batch_size", None), self.trainer.max_steps
+        if batch_size is None or max_steps < 0:
+            return None
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        return max_steps * batch_size // replicas * self.num_generations * self.sampling.max_tokens
 
     @property
     def sampling_phase(self) -> SamplingPhase:
@@ -148,7 +160,7 @@ class SamplesResponses(HoldsReference):
     def close_engine(self) -> None:
         """End the engine; the next phase that samples starts it anew."""
         self.engine.close()
-        self._engine_started, self.synced_version = False, None
+        self._engine_started, self._engine_ready, self.synced_version = False, False, None
         if self._phase is not None:
             self._phase.reload()  # a checkpoint may be saved of what is there
 
@@ -205,9 +217,9 @@ class SamplesResponses(HoldsReference):
         if not self.sampling_phase.finish():
             self.synced_version = None
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Return what changed hands around the last rollout: memory of this rank's trainer and of its sampler."""
-        metrics = {}
+    def rank_metrics(self) -> dict[str, float]:
+        """Return the restarts of this rank's engine, and what memory changed hands around the last rollout."""
+        metrics = {"perf/engine_restarts": float(self.engine.num_restarts)}
         if self.strategy.offloads:
             metrics["perf/offloaded_gb"] = self.sampling_phase.offloaded_bytes / 1e9
         if self.engine.sleep_level:
@@ -265,6 +277,11 @@ class SamplesResponses(HoldsReference):
 
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to this replica's engine; a collective of all replicas."""
+        if not self._engine_ready:
+            if not self.engine.sleep_level:  # else `setup` has waited for it, and it sleeps
+                with self.phase(START_PHASE):
+                    self.sampling_phase.run(self.engine.wait_ready)
+            self._engine_ready = True
         self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.algorithms.kl import kl_penalty
+from lightning_megatron_rl.algorithms.kl import k3, k3_capped, kl_estimator, kl_penalty
 from lightning_megatron_rl.algorithms.overlong import overlong_penalty
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
@@ -78,7 +78,10 @@ def penalised_rewards(
 
 
 def kl_penalties(rollout: Rollout, config: GRPOLossConfig, tally: Tally) -> list[Tensor]:
-    """Return -kl_coef times the KL of each token, float64 `[tokens]` per sequence; empty if KL is not in the reward."""
+    """Return -kl_coef times the KL of each token, float64 `[tokens]` per sequence; empty if KL is not in the reward.
+
+    The tally gets ``reward/kl_penalty`` and, of k3, ``reward/kl_capped_frac``.
+    """
     if not config.kl_coef or config.kl_in != "reward":
         return []
     penalties = []
@@ -88,6 +91,8 @@ def kl_penalties(rollout: Rollout, config: GRPOLossConfig, tally: Tally) -> list
         penalty = torch.zeros(len(mask), dtype=torch.float64)
         penalty[mask] = -config.kl_coef * kl_penalty(old[mask], reference[mask], config.kl_estimator)
         penalties.append(penalty)
+        if kl_estimator(config.kl_estimator) is k3:
+            tally.add_mean("reward/kl_capped_frac", k3_capped(old[mask], reference[mask]))
     if penalties:
         tally.add_mean("reward/kl_penalty", torch.stack([penalty.sum() for penalty in penalties]))
     return penalties

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,8 +25,10 @@ from lightning_megatron_rl.models.size import model_size
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.engine import RolloutEngine
+from lightning_megatron_rl.rollout.installation import check_for_gpu, installed_packages
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
+from lightning_megatron_rl.strategy.products import check_products
 from lightning_megatron_rl.strategy.state_size import has_fused_adam, state_size
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
 
     Raises:
         ValueError: Torch has no kernels for the GPU, or it lacks a number format or memory; with the arithmetic.
-        RuntimeError: Transformer Engine or vLLM does not fit the installed torch.
+        RuntimeError: Transformer Engine or vLLM does not fit the installed torch, or fp32 is not multiplied as fp32.
     """
     strategy = module.strategy
     device = strategy.root_device
@@ -83,8 +86,13 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     checks.check_precision(facts, precision.precision)
     fields = module.model_config
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
-    if _backend(module) == "transformer_engine":
+    has_engine = _backend(module) == "transformer_engine"
+    if has_engine:
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
+    if precision.precision == "32-true":
+        run_on_all_ranks(partial(check_products, device, transformer_engine=has_engine))
+    if isinstance(engine, VLLMEngine):
+        check_for_gpu(engine.device, installed_packages())
     plans: list[MemoryPlan] = []
     samplers: tuple[GPU, ...] = ()
     if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):

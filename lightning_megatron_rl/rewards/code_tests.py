@@ -1,7 +1,6 @@
 """Unit tests as a reward: code from the response runs in the sandbox against the tests that came with the prompt."""
 
 import json
-import os
 import re
 import secrets
 import warnings
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from lightning_megatron_rl.cpus import usable_cpus
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
@@ -54,7 +54,7 @@ class CodeTests:
         tests_column: Column with the tests.
         partial: Give the fraction of passed tests instead of 1.0 for all.
         limits: What each run may use.
-        concurrency: Runs at one time; the number of CPUs if not given.
+        concurrency: Runs at one time; the number of CPUs that this process may use if not given.
         require: Protections without which the run ends instead of going on with those that the kernel grants.
         python: Interpreter of the programs, below /usr; this process's if not given.
         name: What it is called in the logs.
@@ -81,7 +81,7 @@ class CodeTests:
             raise ValueError(f"require={unknown} of the reward {name!r}: the protections are {', '.join(MEANING)}")
         self.tests_column = tests_column
         self.partial = partial
-        self.concurrency = concurrency or os.cpu_count() or 1
+        self.concurrency = concurrency or usable_cpus().count
         self.require = tuple(require)
         self.name = name
         self.sandbox = Sandbox(limits, python=python)

@@ -3,12 +3,12 @@
 import asyncio
 import inspect
 import math
-import warnings
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describe_sample, reward_name
 from lightning_megatron_rl.rewards.deadline import BoundedCalls
 from lightning_megatron_rl.sample import Sample
@@ -169,7 +169,7 @@ class GuardedReward:
                 f"failed on {len(failures)} of {len(samples)} samples, which get {self.default:g}: "
                 f"{'; '.join(named)}{more}"
             )
-        warnings.warn(f"the reward {self.name!r} {text}", RuntimeWarning, stacklevel=3)
+        tell_loss(f"the reward {self.name!r} {text}")
 
 
 def guarded(reward: Reward) -> GuardedReward:

@@ -1,8 +1,8 @@
 """Runs math-verify in a child process that can be killed: what a policy writes may take for ever to evaluate."""
 
-import warnings
 from pathlib import Path
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
 
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -38,9 +38,7 @@ class MathVerifier(LimitedChild):
         try:
             return bool(self.ask([reference, response]))
         except RequestError as error:
-            warnings.warn(
-                f"comparing the answer {reference!r} with the response {response[:200]!r} {error}: counted as wrong",
-                RuntimeWarning,
-                stacklevel=2,
+            tell_loss(
+                f"comparing the answer {reference!r} with the response {response[:200]!r} {error}: counted as wrong"
             )
             return False

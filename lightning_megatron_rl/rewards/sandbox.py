@@ -20,6 +20,7 @@ _KEPT_OUTPUT = 2**20  # bytes of each stream that are read back
 
 Level = Literal["namespaces", "user", "limits"]
 LEVELS: tuple[Level, ...] = ("namespaces", "user", "limits")
+FILTERED = "uncounted_memory"  # the protection of the system-call filter, which is independent of the level
 PROTECTIONS: dict[Level, tuple[str, ...]] = {
     "namespaces": ("cpu", "memory", "file_size", "processes", "environment", "files", "network"),
     "user": ("cpu", "memory", "file_size", "processes", "environment"),
@@ -28,6 +29,7 @@ PROTECTIONS: dict[Level, tuple[str, ...]] = {
 MEANING = {
     "cpu": "limited CPU time",
     "memory": "limited memory of each process",
+    "uncounted_memory": "no memory that the limits do not count: memfd, System V and POSIX IPC, keys, rings (seccomp)",
     "file_size": "limited size of files",
     "processes": "a limited number of processes, which all end with the program",
     "environment": "neither inherits nor can read the environment of other processes, nor signal them",
@@ -119,6 +121,7 @@ class Sandbox:
         self.levels = levels
         self.refusals: dict[str, str] = {}  # by level that was tried in vain: what the kernel said
         self._level: Level | None = None
+        self._filter = True
 
     @property
     def level(self) -> Level:
@@ -128,23 +131,34 @@ class Sandbox:
             SandboxError: None does, with the kernel's words for each.
         """
         if self._level is None:
-            for level in self.levels:
-                try:
-                    result = self._run("print('runs')", b"", {}, level)
-                except SandboxError as error:
-                    self.refusals[level] = str(error)
-                    continue
-                if result.stdout == "runs\n":
-                    self._level = level
-                    return level
-                self.refusals[level] = f"Python ends with code {result.code}: {result.stderr[-300:]}"
-            raise SandboxError(f"no sandbox can be made here: {self.refusals}")
+            self._level = self._find_level()
         return self._level
+
+    def _find_level(self) -> Level:
+        for level in self.levels:
+            for with_filter in (True, False):
+                try:
+                    result = self._run("print('runs')", b"", {}, level, with_filter)
+                except SandboxError as error:
+                    refused = str(error)
+                else:
+                    if result.stdout == "runs\n":
+                        self._filter = with_filter
+                        return level
+                    refused = f"Python ends with code {result.code}: {result.stderr[-300:]}"
+                filter_refused = with_filter and "seccomp" in refused
+                self.refusals[FILTERED if filter_refused else level] = refused
+                if not filter_refused:
+                    break
+        raise SandboxError(f"no sandbox can be made here: {self.refusals}")
 
     @property
     def active(self) -> list[str]:
         """Names of the protections that programs run under here; `MEANING` explains them."""
-        return list(PROTECTIONS[self.level])
+        active = set(PROTECTIONS[self.level])  # the level also finds out about the filter
+        if self._filter:
+            active.add(FILTERED)
+        return [name for name in MEANING if name in active]
 
     @property
     def inactive(self) -> list[str]:
@@ -175,16 +189,18 @@ class Sandbox:
         Example:
             ``Sandbox().run("print(input())", stdin="hello").stdout == "hello\\n"``
         """
-        return self._run(code, stdin.encode(errors="surrogatepass"), files or {}, self.level)
+        return self._run(code, stdin.encode(errors="surrogatepass"), files or {}, self.level, self._filter)
 
-    def _run(self, code: str, stdin: bytes, files: Mapping[str, str], level: Level) -> SandboxResult:
+    def _run(self, code: str, stdin: bytes, files: Mapping[str, str], level: Level, with_filter: bool) -> SandboxResult:
         directory = Path(tempfile.mkdtemp(prefix="sandbox-"))
         try:
-            return self._run_in(directory, stdin, {**files, "main.py": code}, level)
+            return self._run_in(directory, stdin, {**files, "main.py": code}, level, with_filter)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _run_in(self, directory: Path, stdin: bytes, files: Mapping[str, str], level: Level) -> SandboxResult:
+    def _run_in(
+        self, directory: Path, stdin: bytes, files: Mapping[str, str], level: Level, with_filter: bool
+    ) -> SandboxResult:
         directory.chmod(0o711)  # another user passes through to what is inside, and cannot list it
         (directory / "root").mkdir()
         (directory / "new").mkdir()
@@ -208,6 +224,7 @@ class Sandbox:
             "file_bytes": limits.file_bytes,
             "disk_bytes": limits.disk_bytes,
             "processes": limits.processes,
+            "filter": with_filter,
         }
         started = time.monotonic()
         status, status_fd = os.pipe()

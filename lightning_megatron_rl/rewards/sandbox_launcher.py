@@ -6,12 +6,16 @@ It is run by its path, imports nothing of this package, and says on a pipe what 
   empty directory, nothing else), processes, network, IPC and host name
 - "user": as root where namespaces are refused: another user without privileges, no further processes
 - "limits": not as root: resource limits, no further processes
+
+At each level a filter refuses the system calls that hold memory which no limit counts, where the kernel has filters.
 """
 
 import ctypes
 import json
 import os
+import platform
 import resource
+import struct
 import sys
 from typing import Any
 
@@ -19,6 +23,31 @@ MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RDONLY = 2, 4, 
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, MNT_DETACH = 4, 38, 2
 SYS_MOUNT_SETATTR, AT_RECURSIVE, AT_FDCWD, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, 0x8000, -100, 1, 2
 SANDBOX_USERS = (61184, 4336)  # first id and number of those that systemd keeps for such services
+
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+SECCOMP_ALLOW, SECCOMP_ERRNO, EPERM, ENOSYS = 0x7FFF0000, 0x00050000, 1, 38
+BPF_LOAD, BPF_EQUAL, BPF_AT_LEAST, BPF_RETURN = 0x20, 0x15, 0x35, 0x06  # linux/bpf_common.h
+X32_CALLS = 0x40000000  # numbers of another ABI of the same processor begin there
+# Refused calls: memory outside RLIMIT_AS and the tmpfs (memfd, System V and POSIX IPC, keys, rings and maps of the
+# kernel), and the parts of the kernel that programs have no use for. (audit architecture, call numbers) per machine
+FILTERS = {
+    "x86_64": (
+        0xC000003E,
+        {
+            "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "shmctl": 31, "msgget": 68,
+            "semget": 64, "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250, "io_uring_setup": 425,
+            "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {
+            "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "shmat": 196, "shmctl": 195, "msgget": 186,
+            "semget": 190, "mq_open": 180, "add_key": 217, "request_key": 218, "keyctl": 219, "io_uring_setup": 425,
+            "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
+        },
+    ),
+}  # fmt: skip
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -128,9 +157,29 @@ def limit(spec: dict[str, Any], processes: int) -> None:
         resource.setrlimit(number, (soft, hard))
 
 
+def filter_calls() -> None:
+    """Refuse system calls for this process and what it becomes or starts; needs `PR_SET_NO_NEW_PRIVS`."""
+    machine = platform.machine()
+    if machine not in FILTERS:
+        raise OSError(ENOSYS, f"seccomp: no list of system calls for {machine}")
+    architecture, calls = FILTERS[machine]
+    numbers = sorted(calls.values())
+    refuse_all, refuse_one = SECCOMP_ERRNO | ENOSYS, SECCOMP_ERRNO | EPERM
+    # struct seccomp_data: the number at byte 0, the architecture at byte 4; jumps count the instructions between
+    program = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, refuse_all)]
+    program += [(BPF_LOAD, 0, 0, 0), (BPF_AT_LEAST, 0, 1, X32_CALLS), (BPF_RETURN, 0, 0, refuse_all)]
+    program += [(BPF_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
+    program += [(BPF_RETURN, 0, 0, SECCOMP_ALLOW), (BPF_RETURN, 0, 0, refuse_one)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))  # struct sock_fprog
+    checked(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header), "seccomp")
+
+
 def become(spec: dict[str, Any]) -> None:
     """Replace this process by the program, without environment or privileges."""
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    if spec["filter"]:
+        filter_calls()
     os.execve(spec["command"][0], spec["command"], {})
 
 

@@ -3,10 +3,10 @@
 import functools
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
 from lightning_megatron_rl.sample import Sample
@@ -182,7 +182,7 @@ def _ask(kind: str, rule: Any, sample: Sample, name: str) -> Any:
     try:
         return text_child().ask([kind, rule, sample.final_text])
     except RequestError as error:
-        warnings.warn(f"the reward {name!r} on {describe_sample(sample)} {error}: 0", RuntimeWarning, stacklevel=3)
+        tell_loss(f"the reward {name!r} on {describe_sample(sample)} {error}: 0")
         return None
 
 

@@ -1,6 +1,7 @@
 """What a Hugging Face model directory says about its weights, read without loading them."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from lightning_megatron_rl.models.hf_files import weight_map
 from lightning_megatron_rl.weight_views import WeightViews
 
 OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
@@ -53,7 +55,7 @@ class CheckpointLayout:
         config = json.loads((directory / "config.json").read_text())
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(weight_map(directory).values()))
         elif (directory / "model.safetensors").is_file():
             files = ["model.safetensors"]
         else:
@@ -72,6 +74,11 @@ class CheckpointLayout:
             shapes.pop(OUTPUT_EMBEDDING, None)
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         return cls(shapes, dtype, is_tied, tuple(config.get("architectures") or ()))
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model; a tied output embedding counts once."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
         """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.

@@ -29,7 +29,7 @@ from lightning_megatron_rl.rollout.engine import (
 )
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
 from lightning_megatron_rl.rollout.process import named_memory
-from lightning_megatron_rl.rollout.vllm_settings import engine_environment, llm_arguments
+from lightning_megatron_rl.rollout.vllm_settings import FP32_ENVIRONMENT, engine_environment, llm_arguments
 from lightning_megatron_rl.weight_views import WeightBuckets
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ class ColocatedVLLMEngine(RolloutEngine):
             arguments["disable_custom_all_reduce"] = True  # vLLM's own reads the memory of GPUs of one node
         with isolated():
             # vLLM reads them where it is imported and where it starts; they are not the trainer's
-            os.environ.update(engine_environment(device, eager=self.enforce_eager) | _ranks())
+            environment = engine_environment(device, eager=self.enforce_eager, dtype=arguments["dtype"])
+            os.environ.update(environment | _ranks())
             from lightning_megatron_rl.rollout.vllm_worker import Worker
 
             worker = Worker(weights_fd=None)
@@ -187,6 +188,8 @@ class ColocatedVLLMEngine(RolloutEngine):
                     _drop_names()
         self._worker = worker
         self._device = device
+        # Triton reads them whenever it compiles a kernel
+        self._kernels = {name: environment[name] for name in FP32_ENVIRONMENT if name in environment}
         self._awake, self._has_weights, self.weight_version = {WEIGHTS, KV_CACHE}, True, 0
 
     def wait_ready(self) -> None:
@@ -208,6 +211,7 @@ class ColocatedVLLMEngine(RolloutEngine):
             raise WeightsLostError("the engine dropped its weights when it fell asleep; call update_weights")
         self.wake()
         with isolated():
+            os.environ.update(self._kernels)
             return worker.generate(requests, params)[1]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:

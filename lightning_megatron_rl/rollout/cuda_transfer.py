@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.cuda_memory import Handle, lend, on_device, take_back
 from lightning_megatron_rl.lent_weights import LentWeights, Readiness
+from lightning_megatron_rl.rendezvous import LOOPBACK, local_store
 from lightning_megatron_rl.rollout.placement import PlacedWeights, Placement, fill_buckets
 from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
 
@@ -256,13 +257,11 @@ class NCCLTransport:
             finish: Waits for their answer.
         """
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((LOOPBACK, 0))
             port = probe.getsockname()[1]
         world_size = self._num_workers + 1
-        start({"host": "127.0.0.1", "port": port, "world_size": world_size, "timeout_s": self._timeout_s})
-        self._group = join_group(
-            "127.0.0.1", port, rank=0, world_size=world_size, timeout=timedelta(seconds=self._timeout_s)
-        )
+        start({"port": port, "world_size": world_size, "timeout_s": self._timeout_s})
+        self._group = join_group(port, rank=0, world_size=world_size, timeout=timedelta(seconds=self._timeout_s))
         finish()
 
     def send(self, weights: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
@@ -284,9 +283,9 @@ class NCCLTransport:
         """Nothing was lent."""
 
 
-def join_group(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+def join_group(port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a group of NCCL that is none of the default group's: trainer and workers belong to different worlds."""
-    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout)
+    store = local_store(rank, world_size, port, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)  # type: ignore[return-value]

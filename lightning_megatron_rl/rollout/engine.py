@@ -131,7 +131,16 @@ class RolloutEngine(Protocol):
     max_model_len: int  # longest prompt plus response. # [tokens]
     sleep_level: int = 0  # between rollouts: 0 does not sleep, 1 moves weights to the host, 2 drops them
     tensor_parallel_size: int = 1  # workers that share the model
+    num_restarts: int = 0  # replacements of its process since `start`
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
+
+    def expect(self, num_tokens: int | None) -> None:
+        """Take note, before `start`, of how many tokens the run will sample at most; None: nobody knows."""
+        return
+
+    def describe(self) -> str:
+        """Return what the engine is, for the table at start."""
+        return type(self).__name__
 
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""

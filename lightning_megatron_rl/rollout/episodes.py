@@ -1,12 +1,12 @@
 """Episodes: the policy and an environment take turns; every call of the engine advances all that are alive by one."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_megatron_rl.environments.base import NAME, Action, Ending, Episode, Reply
 from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvironment
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rewards.base import describe_sample
 from lightning_megatron_rl.rewards.guard import describe_error
 from lightning_megatron_rl.rollout.engine import (
@@ -245,11 +245,9 @@ def _report(transcripts: list[_Transcript], samples: list[Sample], environment: 
             " episodes.on_error to default."
         ) from failed[0][0].cause
     more = f"; and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
-    warnings.warn(
+    tell_loss(
         f"the environment {name} failed in {len(failed)} of {len(samples)} episodes, which get"
-        f" {environment.settings.default_reward:g}: {'; '.join(named)}{more}",
-        RuntimeWarning,
-        stacklevel=3,
+        f" {environment.settings.default_reward:g}: {'; '.join(named)}{more}"
     )
 
 

@@ -15,6 +15,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_megatron_rl.files import driver_files
 from lightning_megatron_rl.rollout.watchdog import Watchdog
 
 LOG_LINES = 200  # of the child's output that are kept
@@ -231,7 +232,7 @@ class WorkerProcess:
         """Remember what tensor-parallel workers talk through: killed, they leave it in /dev/shm."""
         for pid in () if self.is_gone else self._group():
             with suppress(OSError):  # ended in between
-                self._named_memory |= named_memory(str(pid))
+                self._named_memory |= named_memory(str(pid)) | driver_files(pid)
 
 
 def _killer(process: "weakref.ref[WorkerProcess]") -> Callable[[], None]:

@@ -8,14 +8,15 @@ from typing import Any
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 
 
-def record_line(sample: Sample, step: int) -> str:
+def record_line(sample: Sample, step: int, run_id: str = "") -> str:
     """Return one sample of `step` as a line of JSON.
 
     Example:
         ``file.writelines(record_line(sample, step=3) for sample in samples)``
     """
     record = {
-        "step": step,
+        "step": step,  # first: `RecordFile` reads it without parsing the line
+        "run": run_id,
         "dataset": sample.prompt.dataset,
         "index": sample.prompt.index,
         "prompt": sample.prompt.text,

@@ -6,11 +6,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import Generation, GenerationRequest, SamplingParams, SyncReport
+from lightning_megatron_rl.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+)
 from lightning_megatron_rl.sample import Sample
 
 
-class ReplayEngine:
+class ReplayEngine(RolloutEngine):
     """Answers each prompt with its recorded responses, whatever the weights.
 
     It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids. An

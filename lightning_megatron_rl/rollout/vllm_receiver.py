@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 class GroupInfo(WeightTransferInitInfo):
     """Where trainer and workers meet for NCCL; the trainer is rank 0, worker i is rank i + 1."""
 
-    host: str
     port: int
     world_size: int
     timeout_s: float
@@ -73,7 +72,6 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join the trainer's group."""
         self._group = join_group(
-            init_info.host,
             init_info.port,
             rank=self.parallel_config.rank + 1,
             world_size=init_info.world_size,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import Ask, IPCTransport, NCCLTransport, Part
 from lightning_megatron_rl.rollout.engine import (
@@ -29,10 +30,12 @@ from lightning_megatron_rl.rollout.process import (
     WorkerProcess,
 )
 from lightning_megatron_rl.rollout.shared_weights import SharedWeights, Slot
+from lightning_megatron_rl.rollout.sockets import SocketDirectory
 from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
 
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm_worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 LET_GO_S = 30.0  # it is an instant's work; more at the end of a run would be a hang
 
 T = TypeVar("T")
@@ -57,6 +60,7 @@ class SupervisedEngine(RolloutEngine):
         self._limits: dict[str, int] | None = None  # of the worker; None until it has said that it is ready
         self._shared: SharedWeights | None = None
         self._failures: list[Exception] = []
+        self._sockets: SocketDirectory | None = None
         # Pushes are numbered from 1; 0 stands for the weights in the model's directory.
         self._num_pushes = 0
         self._wanted_push = 0  # what should sample
@@ -87,7 +91,7 @@ class SupervisedEngine(RolloutEngine):
 
         Raises:
             ValueError: A request is refused; see `check_requests`.
-            RuntimeError: The call failed in vLLM, outlasted `call_timeout_s`, or the process failed too often.
+            RuntimeError: The call failed in vLLM, or the process failed or outlasted `call_timeout_s` too often.
         """
 
         def call(worker: WorkerProcess) -> tuple[int, list[list[Generation]]]:
@@ -116,7 +120,7 @@ class SupervisedEngine(RolloutEngine):
 
         Raises:
             ValueError: The names or shapes differ from those of the model's directory.
-            RuntimeError: The process failed more often than `max_restarts`, or outlasted `call_timeout_s`.
+            RuntimeError: The process failed, or outlasted `call_timeout_s`, more often than `max_restarts`.
         """
         began = time.perf_counter()
         self._started()
@@ -160,12 +164,12 @@ class SupervisedEngine(RolloutEngine):
         while True:
             try:
                 return self._transfer(self._running_worker(), weights, version)
-            except EngineDiedError as error:
+            except (EngineDiedError, EngineTimeoutError) as error:
                 self._failures.append(error)
                 if not isinstance(weights, Sequence):
                     raise WeightsLostError(
-                        f"the engine's process ended during the update to version {version}, and the weights came one"
-                        f" by one: update_weights again with all of them. {error}"
+                        f"the engine's process was lost during the update to version {version}, and the weights came"
+                        f" one by one: update_weights again with all of them. {error}"
                     ) from error
 
     def _transfer(
@@ -247,7 +251,7 @@ class SupervisedEngine(RolloutEngine):
 
         Raises:
             ValueError: `level` is neither, or the engine was built with ``sleep_level=0``.
-            RuntimeError: As `generate`.
+            RuntimeError: The call failed in vLLM. A process that is lost is asleep: the next call starts another.
         """
         self._started()
         check_sleep(level, self.sleep_level)
@@ -255,8 +259,11 @@ class SupervisedEngine(RolloutEngine):
             return 0
         if isinstance(self._transport, IPCTransport) and self._transport.copies_peers:
             self.let_go()  # the copies would stay on the GPU
-        worker = self._running_worker()
-        freed, expected = worker.request("sleep", ("sleep", level), self.call_timeout_s)
+        try:
+            freed, expected = self._running_worker().request("sleep", ("sleep", level), self.call_timeout_s)
+        except (EngineDiedError, EngineTimeoutError) as error:
+            self._failures.append(error)
+            freed, expected = 0, 0
         self._awake = set()
         if level == 2:
             self._worker_push = None
@@ -274,7 +281,7 @@ class SupervisedEngine(RolloutEngine):
         wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
         if wanted - {WEIGHTS, KV_CACHE}:
             raise ValueError(f"wake(tags={tags}): {WEIGHTS!r} and {KV_CACHE!r} can wake")
-        self._wake(self._running_worker(), wanted)
+        self._retrying(lambda worker: self._wake(worker, wanted), self._running_worker)
 
     def _wake(self, worker: WorkerProcess, tags: set[str]) -> None:
         missing = sorted(tags - self._awake, reverse=True)  # weights first
@@ -289,17 +296,33 @@ class SupervisedEngine(RolloutEngine):
             self._worker.close(grace_s=5.0 if self._limits else 0.0)  # while it loads it does not listen
         if self._shared is not None:
             self._shared.close()
+        if self._sockets is not None:
+            self._sockets.close()
         self._forget()
 
-    def _retrying(self, call: Callable[[WorkerProcess], T]) -> T:
-        """Run `call` on a worker that has the wanted weights, on a new one whenever the process died."""
+    def _retrying(
+        self, call: Callable[[WorkerProcess], T], find_worker: Callable[[], WorkerProcess] | None = None
+    ) -> T:
+        """Run `call` on a worker, on a new one whenever the process has died, or has not answered in time.
+
+        Args:
+            call: What is asked of the worker.
+            find_worker: Returns the worker; one that has the wanted weights if not given.
+
+        Raises:
+            RuntimeError: The call failed in vLLM, the process did not start in time, or it was lost too often.
+        """
         self._started()
         while True:
             try:
-                return call(self._ready_worker())
+                return call((find_worker or self._ready_worker)())
             except EngineDiedError as error:
                 self._failures.append(error)
-            except (EngineTimeoutError, EngineCallError) as error:
+            except EngineTimeoutError as error:
+                self._failures.append(error)
+                if self._limits is None:  # a start that takes too long takes as long again
+                    raise
+            except EngineCallError as error:
                 self._failures.append(error)
                 raise
 
@@ -351,20 +374,45 @@ class SupervisedEngine(RolloutEngine):
         if isinstance(self._transport, IPCTransport):
             self._transport.forget(workers_are_gone=True)
         self._awake = {WEIGHTS, KV_CACHE}
+        if self._sockets is None:
+            self._sockets = SocketDirectory()
+        environment = {SOCKETS_VARIABLE: str(self._sockets.path)} | self._environment
         self._worker = WorkerProcess(
-            WORKER_MODULE, self._environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
+            WORKER_MODULE, environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
         )
         self._worker.send("start", ("start", self._llm_arguments), self.start_timeout_s)
 
     def _relaunch(self) -> None:
+        last = self._failures[-1] if self._failures else None  # None: it was interrupted
         if self.num_restarts >= self.max_restarts:
-            last = self._failures[-1] if self._failures else None  # None: it was interrupted
             raise RuntimeError(
                 f"the vLLM engine needs restart {self.num_restarts + 1} of max_restarts={self.max_restarts} and gives "
                 f"up; raise max_restarts if what ended it was an accident; the last failure: {last}"
             ) from last
+        why = "a call was interrupted" if last is None else str(last).split("; last lines")[0].splitlines()[0]
+        self._check_directory(why)
         self.num_restarts += 1
+        tell_loss(
+            f"the vLLM engine's process is replaced (restart {self.num_restarts} of max_restarts={self.max_restarts}):"
+            f" {why}"
+        )
         self._launch()
+
+    def _check_directory(self, why: str) -> None:
+        """Refuse to start another process from a model directory that is not what it was at the start."""
+        directory = self._llm_arguments["model"]
+        try:
+            changed = CheckpointLayout.read(directory).shapes != self._layout.shapes
+            problem = "it holds other tensors than at the start" if changed else ""
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        except Exception as error:  # safetensors has an error of its own for files that are cut off
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise RuntimeError(
+                f"the vLLM engine's process must be replaced ({why}), but its model directory {directory} has vanished"
+                f" or changed since the start: {problem}. Put it back, and go on from the last checkpoint."
+            )
 
     def _started(self) -> SharedWeights:
         if self._shared is None:

@@ -12,7 +12,6 @@ On disk::
 
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ import torch
 from torch import distributed as dist
 
 from lightning_megatron_rl.files import free_bytes, fsync
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, share_files
 from lightning_megatron_rl.strategy.distributed import run_and_finish, run_on_all_ranks, run_on_rank_zero
 from lightning_megatron_rl.strategy.manifest import (
@@ -92,7 +92,7 @@ class PendingCheckpoint:
         beside: Mapping[str, bytes] = MappingProxyType({}),
         stage: "Callable[[dict[str, Any], Path], StagedShards] | None" = None,
     ) -> None:
-        self.path, self._description, self._beside = path, description, dict(beside)
+        self.path, self.description, self._beside = path, description, dict(beside)
         self._started = time.perf_counter()
         self._directory: UnfinishedDirectory | None = None  # rank 0 has it
         self._source = sharded if isinstance(sharded, Path) else None
@@ -170,7 +170,7 @@ class PendingCheckpoint:
                 if name not in files:
                     fsync(self._partial / name)
                     files[name] = record_file(self._partial / name)
-            write_manifest(self._partial, self._description, files)
+            write_manifest(self._partial, self.description, files)
             self._directory.publish()
 
     def _sharded_files(
@@ -260,7 +260,7 @@ def open_checkpoint(
         for other in others:
             if _find_damage(other, verify) is None:
                 if dist.get_rank() == 0:
-                    warnings.warn(f"{damage} It was not loaded: {other} takes its place.", stacklevel=2)
+                    tell_loss(f"{damage} It was not loaded: {other} takes its place.")
                 return other, read_manifest(other)
         damage += f" There is no other undamaged checkpoint in {path.parent} from which this run could go on."
     raise DamagedCheckpointError(damage)
@@ -321,7 +321,29 @@ def load_trainer_state(path: Path, weights_only: bool) -> dict[str, Any]:
     if not weights_only:
         return torch.load(file, map_location="cpu", weights_only=False)
     remedy = " If you trust it, load it with Trainer.fit(..., weights_only=False)."
-    return _on_all_ranks(lambda: _load_plain(file, remedy))
+
+    def load() -> dict[str, Any]:
+        state = _load_plain(file, remedy)
+        _check_kept_checkpoints(file, state)
+        return state
+
+    return _on_all_ranks(load)
+
+
+def _check_kept_checkpoints(file: Path, state: dict[str, Any]) -> None:
+    """Refuse a ModelCheckpoint's state that names checkpoints outside its directory: it deletes what it names."""
+    for name, callback in state.get("callbacks", {}).items():
+        if not isinstance(callback, dict) or not callback.get("dirpath"):
+            continue
+        directory = Path(str(callback["dirpath"]))
+        # not the best one's, which is only read, and may be in the directory of an earlier run
+        named = [callback.get("last_model_path"), callback.get("kth_best_model_path")]
+        for path in filter(None, [*named, *(callback.get("best_k_models") or {})]):
+            if ".." in Path(path).parts or not Path(path).is_relative_to(directory):
+                raise ValueError(
+                    f"{file}: the state of {str(name).partition('{')[0]} names {path} as one of its checkpoints, which"
+                    f" is outside its directory {directory}. Nothing was loaded; take another checkpoint."
+                )
 
 
 def _on_all_ranks[T](function: Callable[[], T]) -> T:

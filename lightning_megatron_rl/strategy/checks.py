@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
+from lightning_megatron_rl.files import check_local
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 _ACCUMULATION = (
@@ -73,6 +74,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
         check_cuda(measure_devices(imports=False))
     check_optimisation(trainer)
     check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    check_checkpoint_places(trainer)
     if isinstance(trainer.strategy, ParallelStrategy) and trainer.strategy._layer_sync is not None:
         raise ValueError(
             "sync_batchnorm (or another LayerSync plugin): Megatron's models have no batch normalisation, and the"
@@ -160,6 +162,38 @@ def check_timers_again(trainer: "pl.Trainer") -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Timer):
             callback.on_fit_start(trainer)
+
+
+def check_checkpoint_places(trainer: "pl.Trainer") -> None:
+    """Refuse URLs as places of checkpoints.
+
+    Raises:
+        ValueError: Names the setting, its value, and what to give in its place.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        if callback.dirpath is not None:
+            check_local(callback.dirpath, f"{type(callback).__name__}(dirpath)")
+        elif trainer.loggers:  # where Lightning puts them then
+            save_dir = trainer.loggers[0].save_dir or trainer.default_root_dir
+            check_local(save_dir, f"{type(trainer.loggers[0]).__name__}(save_dir) of a ModelCheckpoint without dirpath")
+        else:
+            check_local(trainer.default_root_dir, "Trainer(default_root_dir)")
+
+
+def refuse_checkpoint_io(plugin: object) -> None:
+    """Refuse a `CheckpointIO` plugin, which would be given no checkpoint to write or read.
+
+    Raises:
+        ValueError: Names it, and what to use in its place.
+    """
+    if plugin is not None:
+        raise ValueError(
+            f"Trainer(plugins=[{type(plugin).__name__}]): MegatronStrategy writes and reads checkpoints itself, by all"
+            " ranks, and would never call a CheckpointIO plugin. Leave it out; MegatronStrategy(async_save=True), the"
+            " default, writes beside training, and a callback can copy complete checkpoints elsewhere."
+        )
 
 
 def avoid_inference_tensors(trainer: "pl.Trainer") -> None:

@@ -9,10 +9,11 @@ from typing import Any, Union
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.gradients import Gradients
 from lightning_megatron_rl.strategy.nonfinite import (
@@ -113,7 +114,7 @@ class GuardsSteps(OffloadsState):
         trace = optimizer.trace or UpdateTrace(list(self.chunks), "", math.nan, [], [])
         message = describe_failure(trace, optimizer.grad_norm, trainer.global_step)
         if self.on_nonfinite == "skip":
-            rank_zero_warn(message)
+            rank_zero_only(tell_loss)(message)
             return
         directory = Path(self.broadcast(trainer.default_root_dir)) / f"nonfinite-step={trainer.global_step}"
         kept = f"{self._keep_batch(trace, directory)} {self._keep_weights(trainer, directory)}"

@@ -1,9 +1,12 @@
 """`KeepsCheckpoints`: when checkpoints are written, and which of them stay, behind Lightning's callbacks."""
 
+import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,14 +14,27 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
 
+from lightning_megatron_rl.files import Lock
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
 from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
 from lightning_megatron_rl.strategy.directories import is_linked, remove, remove_unfinished, switch_link
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.manifest import is_checkpoint, previous_checkpoints, read_manifest
+from lightning_megatron_rl.strategy.resuming import run_arguments
 from lightning_megatron_rl.strategy.save_queue import SaveQueue
+
+
+@dataclass(frozen=True)
+class SavedLast:
+    """The checkpoint that was saved last in a directory."""
+
+    path: Path
+    step: int
+    has_optimizer: bool
 
 
 class KeepsCheckpoints(CollectiveStrategy):
@@ -29,12 +45,15 @@ class KeepsCheckpoints(CollectiveStrategy):
 
     async_save: bool = True
     timeout_s: float
+    run_id = ""
+    """Of this fit and all that are resumed from its checkpoints; in each manifest, and in what callbacks write."""
 
     def __init__(self, cluster_environment: ClusterEnvironment | None = None) -> None:
         super().__init__(cluster_environment=cluster_environment)
         self._queue = SaveQueue()
         self._queue_group: dist.ProcessGroup | None = None  # of all ranks, for the queue's thread alone
-        self._newest: dict[Path, Path] = {}  # the last checkpoint saved in each directory
+        self._newest: dict[Path, SavedLast] = {}  # by directory
+        self._locks: dict[Path, Lock] = {}  # on the directories that this fit saves into, on rank 0
         self._outlived: list[Path] = []  # to be removed as soon as no link points to them
         self._linking: Sequence[ModelCheckpoint] = ()
 
@@ -52,10 +71,75 @@ class KeepsCheckpoints(CollectiveStrategy):
         self._linking = [callback for callback in callbacks if callback.save_last == "link"]
         for callback in self._linking:
             callback.save_last = True
+        self.lock_directories(trainer)
         if self.is_global_zero:
             for directory in {Path(callback.dirpath) for callback in callbacks if callback.dirpath}:
                 with suppress(OSError):  # a directory that cannot be written is refused by the first save
                     remove_unfinished(directory)
+
+    def lock_directories(self, trainer: "pl.Trainer") -> None:
+        """Keep other runs out of the directories of this one's checkpoints, as far as they are known, until it ends.
+
+        Raises:
+            RuntimeError: Another run is saving into one of them.
+        """
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        directories = {Path(callback.dirpath) for callback in callbacks if callback.dirpath}
+
+        def take() -> None:
+            for directory in sorted(directories - self._locks.keys()):
+                try:
+                    directory.mkdir(parents=True, exist_ok=True)
+                    lock = Lock(directory)
+                except OSError:  # refused by the first save
+                    continue
+                if lock.held is False:
+                    lock.close()
+                    raise RuntimeError(
+                        f"another run is saving checkpoints into {directory}: each would replace and delete the"
+                        " other's. Give this one a ModelCheckpoint(dirpath=...) of its own, or end the other."
+                    )
+                self._locks[directory] = lock
+
+        run_on_rank_zero(take)
+
+    def name_run(self, trainer: "pl.Trainer") -> None:
+        """Find out before anything is written whether this is a new run or an older one that goes on."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        path = (run_arguments(trainer) or {}).get("ckpt_path") if fits else None
+        if path is None and self.run_id and (trainer.global_step > 0 or not fits):  # the same Trainer again
+            return
+        known = run_on_rank_zero(lambda: None if path is None else _run_id(Path(path)))
+        self.run_id = known or self.broadcast(uuid.uuid4().hex[:12])
+
+    def keep_one_last(self, trainer: "pl.Trainer") -> None:
+        """Let `save_last` write to one name, `last.ckpt`, whatever checkpoint the run was resumed from.
+
+        `ModelCheckpoint` replaces the `last.ckpt` that its own state names, and writes `last-v1.ckpt` beside any other.
+        One that another run has left, and which is not a link, gets another name first.
+        """
+        for callback in trainer.checkpoint_callbacks:
+            name = getattr(callback, "CHECKPOINT_NAME_LAST", "{")
+            if not isinstance(callback, ModelCheckpoint) or not callback.save_last or "{" in name:
+                continue
+            last = callback.format_checkpoint_name({}, name)
+            if callback.file_exists(last, trainer):
+                run_on_rank_zero(partial(self._set_aside, Path(last)))
+                callback.last_model_path = last
+
+    def _set_aside(self, last: Path) -> None:
+        if last.is_symlink() or not is_checkpoint(last):
+            return
+        try:
+            manifest = read_manifest(last)
+        except (OSError, ValueError):  # damaged
+            return
+        owner = manifest.get("run_id", self.run_id)
+        if owner != self.run_id:
+            other = last.with_name(f"run-{owner}-step={manifest['global_step']}{last.suffix}")
+            with suppress(OSError):
+                last.rename(other)
+                rank_zero_only(tell_loss)(f"{last} is of another run: it is now {other}, and this run writes its own.")
 
     def stop_keeping(self) -> None:
         """Finish what is being saved, and give the callbacks back as they were.
@@ -69,6 +153,9 @@ class KeepsCheckpoints(CollectiveStrategy):
             for callback in self._linking:
                 callback.save_last = "link"
             self._linking = ()
+            for lock in self._locks.values():
+                lock.close()
+            self._locks = {}
 
     @property
     def saves_later(self) -> bool:
@@ -93,31 +180,41 @@ class KeepsCheckpoints(CollectiveStrategy):
 
     def keep(self, checkpoint: PendingCheckpoint) -> None:
         """Write a checkpoint: beside training within a fit, now otherwise."""
-        self._newest[checkpoint.path.parent] = checkpoint.path
+        self._newest[checkpoint.path.parent] = SavedLast(
+            checkpoint.path, checkpoint.description["global_step"], checkpoint.description["has_optimizer"]
+        )
         if not self.saves_later:
             checkpoint.write()
+            self._remove_outlived()
             rank_zero_info(f"{checkpoint.path}: complete after {checkpoint.age_s:.2f} s.")
             return
         group, waited_s = self._own_group(), checkpoint.age_s
 
         def write() -> None:
             checkpoint.write(group)
+            self._remove_outlived()
             rank_zero_info(
                 f"{checkpoint.path}: training waited {waited_s:.2f} s, complete after {checkpoint.age_s:.2f} s."
             )
 
         self._queue.submit(write, instead=checkpoint.abandon)
 
-    def links(self, path: Path) -> bool:
-        """Whether `path` is the link of a `save_last="link"`; then let it point to the last checkpoint beside it."""
+    def links(self, path: Path, step: int, has_optimizer: bool) -> bool:
+        """Whether `path`, to be saved now, is the link of a `save_last="link"`; then let it point to what was saved.
+
+        It does so to a checkpoint beside it of this step. If there is none (with `monitor`, where this step is not
+        among the best), `path` is saved as a directory.
+        """
         wanted = [callback for callback in self._linking if callback.save_top_k != 0]
-        target = self._newest.get(path.parent)
-        if target is None or not any(Path(callback.last_model_path) == path for callback in wanted):
+        newest = self._newest.get(path.parent)
+        if newest is None or not any(Path(callback.last_model_path) == path for callback in wanted):
+            return False
+        if newest != SavedLast(newest.path, step, has_optimizer) or newest.path == path:
             return False
         group = self._own_group() if self.saves_later else None
 
         def link() -> None:
-            run_on_rank_zero(lambda: switch_link(path, target), group)
+            run_on_rank_zero(lambda: switch_link(path, newest.path), group)
             self._remove_outlived()
 
         if self.saves_later:
@@ -129,7 +226,8 @@ class KeepsCheckpoints(CollectiveStrategy):
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Delete a checkpoint directory (rank 0), when what was saved before this call is complete."""
         path = Path(filepath)
-        if self._newest.get(path.parent) == path:
+        newest = self._newest.get(path.parent)
+        if newest is not None and newest.path == path:
             del self._newest[path.parent]
         self._when_saved(lambda: self._remove(path))
 
@@ -149,7 +247,7 @@ class KeepsCheckpoints(CollectiveStrategy):
         try:
             remove(path)
         except (OSError, ValueError) as error:  # on this rank alone, and no reason to end a run
-            rank_zero_warn(f"the checkpoint {path} was not removed: {error}")
+            rank_zero_only(tell_loss)(f"the checkpoint {path} was not removed: {error}")
 
     def _remove_outlived(self) -> None:
         outlived, self._outlived = self._outlived, []
@@ -161,3 +259,11 @@ class KeepsCheckpoints(CollectiveStrategy):
             timeout = timedelta(seconds=self.timeout_s)
             self._queue_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="SAVE_QUEUE_GROUP_GLOO")
         return self._queue_group
+
+
+def _run_id(path: Path) -> str | None:
+    """The run that a checkpoint belongs to; if it is damaged, that of one beside it, which may take its place."""
+    for candidate in (path, *previous_checkpoints(path)):
+        with suppress(OSError, ValueError):
+            return read_manifest(candidate).get("run_id")
+    return None

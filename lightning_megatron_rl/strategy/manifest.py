@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_megatron_rl.files import check_local, inside
 from lightning_megatron_rl.versions import installed_versions
 
 FORMAT_VERSION = 2
@@ -108,9 +109,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: `path` is not a checkpoint, or one of a newer format.
+        ValueError: `path` is not a checkpoint, or one of a newer format, or a URL.
         DamagedCheckpointError: The manifest is not what was written.
     """
+    check_local(path, "checkpoint")
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist. {_list_checkpoints(path.parent)}")
     if not is_checkpoint(path):
@@ -152,8 +154,13 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool, rank: 
         DamagedCheckpointError: Names the first file that is not what was written.
     """
     files = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
+    if rank == 0:
+        check_links(path)
     for name, record in files[rank::world_size]:
-        file = path / name
+        try:
+            file = inside(path, name)
+        except ValueError as error:
+            raise _damaged(path, MANIFEST_FILE, f"names a file outside the checkpoint: {error}") from error
         if not file.is_file():
             raise _damaged(path, name, "is missing")
         size = file.stat().st_size
@@ -161,6 +168,23 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool, rank: 
             raise _damaged(path, name, f"has {size} bytes where {record['bytes']} were written")
         if verify and (found := record_file(file).sha256) != record["sha256"]:
             raise _damaged(path, name, f"has the SHA-256 {found} where {record['sha256']} was written")
+
+
+def check_links(path: Path) -> None:
+    """Refuse a checkpoint in which a link leads out of it; the checkpoint itself may be reached through one.
+
+    Raises:
+        DamagedCheckpointError: Names the link.
+    """
+    for folder, folders, files in path.walk():  # which follows no links
+        for entry in (folder / name for name in (*folders, *files)):
+            if entry.is_symlink():
+                try:
+                    inside(path, str(entry.relative_to(path)))
+                except ValueError as error:
+                    raise _damaged(
+                        path, str(entry.relative_to(path)), f"leads out of the checkpoint ({error})"
+                    ) from error
 
 
 def previous_checkpoints(path: Path) -> Iterator[Path]:

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -12,19 +13,24 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import ClusterEnvironment
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
+from lightning_megatron_rl.cpus import share_cpus, trainer_threads
+from lightning_megatron_rl.leader import rest, watch
+from lightning_megatron_rl.notices import forget
+from lightning_megatron_rl.rendezvous import local_store
+from lightning_megatron_rl.run_settings import describe_settings
 from lightning_megatron_rl.strategy.checks import (
     SEVERAL_OPTIMIZERS,
     avoid_inference_tensors,
@@ -33,25 +39,32 @@ from lightning_megatron_rl.strategy.checks import (
     check_timers_again,
     check_trainer,
     no_megatron_model,
+    refuse_checkpoint_io,
     warn_of_slow_links,
 )
 from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.garbage import LongLived
+from lightning_megatron_rl.strategy.launching import RankLauncher
 from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from lightning_megatron_rl.strategy.products import choose_products
+from lightning_megatron_rl.strategy.resuming import resumes
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.stopping import StopsTogether
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
+from lightning_megatron_rl.versions import installed_versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
 _DEFAULT_SEED = 1234
+_PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "vllm")
 # its info lines are lists of every parameter, its warnings advice to Megatron's own developers
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -138,6 +151,8 @@ class MegatronStrategy(StopsTogether):
         self.num_nodes = 1
         self.phase_name = "setup"
         self._long_lived = LongLived()
+        self._logs = LogDirectories()
+        self._cpu_share: int | None = None  # CPUs of this rank; None: the user says how many threads there are
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
 
@@ -178,6 +193,15 @@ class MegatronStrategy(StopsTogether):
         return False
 
     @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's default, which is never asked: checkpoints are this strategy's own."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_checkpoint_io(io)
+
+    @property
     def precision_plugin(self) -> MegatronPrecision:
         """Dtypes and clipping, translated from the Trainer's `precision`."""
         plugin = self._precision_plugin
@@ -194,8 +218,12 @@ class MegatronStrategy(StopsTogether):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        # before other ranks are started, and before Lightning does it by affinity alone
+        self._cpu_share = share_cpus(self.num_processes)
+        if self._cpu_share is not None:
+            torch.set_num_threads(self._cpu_share)
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment its ranks; called by the Trainer."""
@@ -209,9 +237,12 @@ class MegatronStrategy(StopsTogether):
         """Check the run, then start process groups, Megatron's parallel state and its random-number trackers."""
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
+        forget()
         check_trainer(self.lightning_module.trainer)
         avoid_inference_tensors(self.lightning_module.trainer)
         self.layout.data_parallel_size(self.world_size)
+        watch()
+        choose_products(self.precision_plugin.precision, self.root_device)
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
@@ -220,13 +251,49 @@ class MegatronStrategy(StopsTogether):
         install_shared_gloo(self.root_device)
         install_adam(self.root_device)
         self._init_process_group()
+        self._start_writing(self.lightning_module.trainer)
         with self.phase("setup"):
             self.layout.initialize(self.timeout_s)
             self.replica = ReplicaGroup(self.timeout_s)
             self._seed_megatron()
 
+    def _start_writing(self, trainer: "pl.Trainer") -> None:
+        """Settle where the run writes, before loggers and callbacks open anything."""
+        command = trainer.state.fn
+        assert command is not None
+        self.name_run(trainer)
+        if command == TrainerFn.FITTING:
+            self.lock_directories(trainer)
+        self._logs.take(trainer.loggers, command.value, self.run_id, resumes=resumes(trainer) is True)
+
+    def _log_settings(self, trainer: "pl.Trainer") -> None:
+        """Give the loggers what the run is made of, as Lightning does with what a module saves as hyper-parameters."""
+        if not trainer.enable_autolog_hparams or not trainer.loggers:
+            return
+        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+        strategy = describe_settings(self) | asdict(self.layout)
+        settings = {
+            "run_id": self.run_id,
+            "model": describe_settings(module),
+            "data": None if data is None else describe_settings(data),
+            "strategy": strategy,
+            "trainer": {
+                "precision": self.precision_plugin.precision,
+                "world_size": self.world_size,
+                "max_steps": trainer.max_steps,
+                "max_epochs": trainer.max_epochs,
+                "gradient_clip_val": trainer.gradient_clip_val,
+            },
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)),
+            "versions": installed_versions(_PACKAGES),
+        }
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
+
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
+        if isinstance(self._launcher, RankLauncher):
+            self._launcher.release_port()
         try:
             # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
             # once, with 388 MiB of the GPU's memory
@@ -234,8 +301,9 @@ class MegatronStrategy(StopsTogether):
                 self.cluster_environment,
                 "nccl" if self.root_device.type == "cuda" else "gloo",
                 timeout=timedelta(seconds=self.timeout_s),
+                store=self._local_store(),
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise
@@ -243,6 +311,20 @@ class MegatronStrategy(StopsTogether):
                 f"the rendezvous port of this run is in use: {address}. Another run on this machine may hold it: unset"
                 f" MASTER_PORT so that a free one is chosen, or set it to another port. Original error: {error}"
             ) from error
+
+    def _local_store(self) -> dist.Store | None:
+        """The store of a run whose processes are all on this machine; None: torch's own rendezvous."""
+        environment = self.cluster_environment
+        assert environment is not None
+        served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if dist.is_initialized() or served_by_torchrun or environment.world_size() != self.num_processes:
+            return None
+        return local_store(
+            environment.global_rank(),
+            environment.world_size(),
+            environment.main_port,
+            timedelta(seconds=self.timeout_s),
+        )
 
     def _seed_megatron(self) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -271,6 +353,7 @@ class MegatronStrategy(StopsTogether):
                 self.watch_signals(trainer)
                 self.start_keeping(trainer)
         self.setup_precision_plugin()
+        self._log_settings(trainer)
         self._is_set_up = True
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -287,6 +370,15 @@ class MegatronStrategy(StopsTogether):
             # Lightning advises manual optimisation, which this strategy refuses
             raise TypeError(SEVERAL_OPTIMIZERS) from error
         check_optimizers(self.optimizers)
+
+    def limit_threads(self, num_parameters: int) -> None:
+        """Give torch on a CPU no more threads than a model of this size keeps busy; what the user has set stays.
+
+        Args:
+            num_parameters: Of this rank.
+        """
+        if self._cpu_share is not None and self.root_device.type == "cpu":
+            torch.set_num_threads(trainer_threads(num_parameters, self._cpu_share))
 
     def model_to_device(self) -> None:
         """Move the chunks to this rank's device (done in `setup`)."""
@@ -434,7 +526,9 @@ class MegatronStrategy(StopsTogether):
         try:
             self.stop_keeping()
         finally:
+            self._logs.release()
             # not super().teardown(): it moves the model and the optimizer state to the CPU
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
+            rest()

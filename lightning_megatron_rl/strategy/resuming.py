@@ -10,20 +10,28 @@ from lightning.pytorch.trainer.states import TrainerFn
 _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
 
 
-def resumes(trainer: "pl.Trainer") -> bool | None:
-    """Whether the run that calls this, in a hook, starts from a checkpoint; None if that cannot be told.
+def run_arguments(trainer: "pl.Trainer") -> dict[str, Any] | None:
+    """Return `ckpt_path` and `weights_only` of the run that calls this, in a hook; None if they cannot be told.
 
-    In `setup` Lightning has looked the checkpoint up ("last", a requeued SLURM job's), but passes it on as an argument
-    alone: `trainer.ckpt_path` is that of the run before, until the weights are loaded. So it is read from that call.
-
-    Example:
-        ``if resumes(trainer) is False: refuse()``
+    Lightning has looked the checkpoint up ("last", a requeued SLURM job's), but passes it on as an argument alone:
+    `trainer.ckpt_path` is that of the run before, until the weights are loaded. `weights_only` it passes to strategies
+    that load before `setup`, and to no others. So both are read from the call of `Trainer._run`.
     """
     for frame, _ in walk_stack(currentframe()):
         known = frame.f_locals if frame.f_code.co_qualname == "Trainer._run" else {}
         if known.get("self") is trainer and "ckpt_path" in known:
-            return known["ckpt_path"] is not None
+            return {"ckpt_path": known["ckpt_path"], "weights_only": known.get("weights_only")}
     return None
+
+
+def resumes(trainer: "pl.Trainer") -> bool | None:
+    """Whether the run that calls this, in a hook, starts from a checkpoint; None if that cannot be told.
+
+    Example:
+        ``if resumes(trainer) is False: refuse()``
+    """
+    arguments = run_arguments(trainer)
+    return None if arguments is None else arguments["ckpt_path"] is not None
 
 
 def note_due_validation(checkpoint: dict[str, Any], trainer: "pl.Trainer") -> None:

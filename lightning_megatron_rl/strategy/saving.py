@@ -2,8 +2,9 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,16 +13,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.files import check_local
+from lightning_megatron_rl.finite import nonfinite_names, not_finite
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
+from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
+from lightning_megatron_rl.strategy.resuming import run_arguments
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
 
 _OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
@@ -154,15 +160,19 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 " system and take no storage options."
             )
         if not self._is_set_up:  # asked for by a callback that answers the error which has ended the run
-            rank_zero_warn(f"no checkpoint {filepath} was written: the run ended before its model was there.")
+            rank_zero_only(tell_loss)(
+                f"no checkpoint {filepath} was written: the run ended before its model was there."
+            )
             return
+        check_local(filepath, "checkpoint")
         with self.phase("checkpoint save"):
             path = Path(self.broadcast(str(filepath)))
-            if self.links(path):
+            step, has_optimizer = checkpoint.get("global_step", 0), bool(checkpoint.get("optimizer_states"))
+            if self.links(path, step, has_optimizer):
                 return
             state = checkpoint.pop("state_dict")
             optimizers = [saved[_OPTIMIZER] for saved in checkpoint.pop("optimizer_states", [])]
-            moment = SavedMoment(path, bool(optimizers), self._weight_sums())
+            moment = SavedMoment(path, has_optimizer, self._weight_sums())
             sharded: dict[str, Any] = {key: value for key, value in state.items() if key != "other"}
             source = self._already_saved(moment)
             if source is None:
@@ -172,19 +182,19 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             description = {
                 "layout": asdict(self.layout),
                 "world_size": self.world_size,
-                "global_step": checkpoint.get("global_step", 0),
-                "has_optimizer": moment.has_optimizer,
+                "run_id": self.run_id,
+                "global_step": step,
+                "has_optimizer": has_optimizer,
                 "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
                 "averages": {name: average.count for name, average in self.averages.items()} if optimizers else {},
             }
             trainer_state = {**checkpoint, "state_dict": state["other"]}
             content = sharded if source is None else source
-            self.keep(
-                checkpoint_io.PendingCheckpoint(
-                    path, content, trainer_state, description, later=self.saves_later, beside=self.saved_beside
-                )
+            pending = checkpoint_io.PendingCheckpoint(
+                path, content, trainer_state, description, later=self.saves_later, beside=self.saved_beside
             )
+            self.keep(pending)
             self._saved = moment if self.is_fitting else None
 
     def _weight_sums(self) -> list[float]:
@@ -213,12 +223,17 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights, optimizer and random-number states from a checkpoint of any layout.
 
+        `weights_only` is that of `trainer.fit`, `validate` and so on, which Lightning does not pass on to here.
+
         Raises:
             FileNotFoundError: There is no such directory.
             ValueError: It is not a checkpoint, damaged, of another model or other adapters, or holds objects that are
                 not plain data.
         """
         assert self.lightning_module is not None
+        if weights_only is None:
+            weights_only = (run_arguments(self.lightning_module.trainer) or {}).get("weights_only")
+        check_local(checkpoint_path, "ckpt_path")
         with self.phase("checkpoint load"):
             self.finish_saving()
             self._saved = None
@@ -240,6 +255,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in optimizers.items()})
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
+            held = [*self.chunks, *(chunk for chunks in self.saved_with_model.values() for chunk in chunks)]
+            run_on_all_ranks(lambda: _check_finite(path, held))
             for name, (optimizer, optimizer_state) in optimizers.items():
                 optimizer.load_state(optimizer_state, loaded[name])
             self._count_averages(path, averages)
@@ -265,7 +282,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 average.count = saved[name]
                 continue
             average.restart()
-            rank_zero_warn(f"checkpoint {path} has no average {name!r} of the weights: it starts from those loaded.")
+            rank_zero_only(tell_loss)(f"checkpoint {path} has no average {name!r}: it starts from the weights loaded.")
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
@@ -283,6 +300,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             loaded = checkpoint_io.load_sharded(path, state)
             for index, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded[f"model{index}"])
+            run_on_all_ranks(lambda: _check_finite(path, chunks))
 
     def _open_checkpoint(
         self, path: Path, base: dict[str, Any] | None, with_optimizer: bool
@@ -292,14 +310,16 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             verify=self.verify_checkpoints,
             fall_back=self.fall_back_to_previous,
             suits=lambda saved: (
-                saved.get("trained_on_top_of") == base and (saved.get("has_optimizer", False) or not with_optimizer)
+                saved.get("trained_on_top_of") == base
+                and (saved.get("has_optimizer", False) or not with_optimizer)
+                and (not with_optimizer or saved.get("run_id") in (None, self.run_id))
             ),
         )
 
     def _load_generators(self, path: Path, layout: dict[str, Any]) -> dict[str, Any] | None:
         """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""
         if layout["layout"] != asdict(self.layout) or layout["world_size"] != self.world_size:
-            rank_zero_warn(
+            rank_zero_only(tell_loss)(
                 f"checkpoint {path} was saved in another layout ({layout['layout']}, world size"
                 f" {layout['world_size']}): random-number states start anew from the seed."
             )
@@ -327,10 +347,14 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 chunk.load_state_dict({key.removeprefix(f"{name}."): value for key, value in state.items()})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
+        """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest.
+
+        Raises:
+            ValueError: Names what the checkpoint lacks, has too many, or has in another shape; with `strict` off
+                (`LightningModule.strict_loading`) only the last.
+        """
         assert self.lightning_module is not None
-        if checkpoint["state_dict"]:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        _load_outside_model(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_checkpoint` has restored the optimizer."""
@@ -338,6 +362,13 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
 
 def _trainable(chunk: nn.Module) -> set[str]:
     return {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+
+
+def _check_finite(path: Path, chunks: Iterable[nn.Module]) -> None:
+    """Refuse weights with NaN or infinity, which a checkpoint brought."""
+    bad = nonfinite_names(pair for chunk in chunks for pair in chain(chunk.named_parameters(), chunk.named_buffers()))
+    if bad:
+        raise ValueError(f"checkpoint {path}: {not_finite(bad)}")
 
 
 def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
@@ -366,15 +397,42 @@ def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | 
 
 
 def _state_outside_model(module: "pl.LightningModule") -> dict[str, Any]:
-    state = {}
+    """The module's own parameters and persistent buffers, and the state of its submodules other than `model`."""
+    state: dict[str, Any] = {}
+    module._save_to_state_dict(state, "", keep_vars=False)  # torch's hook for a module without its submodules
+    untrained = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
     for name, child in module.named_children():
         if name != "model":
-            state.update({f"{name}.{key}": value for key, value in child.state_dict().items()})
-    state.update(dict(module.named_parameters(recurse=False)))
-    if state:
+            state.update(child.state_dict(prefix=f"{name}."))
+            untrained += [f"{name}.{key}" for key, value in child.named_parameters() if value.requires_grad]
+    if untrained:
         warnings.warn(
-            f"{type(module).__name__} holds tensors outside `model` ({', '.join(list(state)[:3])}): they are saved, but"
-            " MegatronStrategy does not train them.",
+            f"{type(module).__name__} holds parameters outside `model` ({', '.join(untrained[:3])}): they are saved,"
+            " but MegatronStrategy does not train them.",
             stacklevel=2,
         )
     return state
+
+
+def _load_outside_model(module: "pl.LightningModule", saved: Mapping[str, Any], strict: bool) -> None:
+    own = _state_outside_model(module)
+    missing = sorted(own.keys() - saved.keys()) if strict else []
+    extra = sorted(saved.keys() - own.keys()) if strict else []
+    shapes = [
+        f"{name} {_shape(saved[name])} != {_shape(own[name])}"
+        for name in sorted(own.keys() & saved.keys())
+        if _shape(saved[name]) != _shape(own[name])
+    ]
+    if missing or extra or shapes:
+        found = {"not in the checkpoint": missing, "not in the module": extra, "of another shape": shapes}
+        named = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
+        raise ValueError(
+            f"what {type(module).__name__} holds outside `model` is not what the checkpoint holds: {named} (checkpoint"
+            " != module). Register the same parameters, buffers and submodules, change them in on_load_checkpoint, or"
+            " set strict_loading=False on the module to load what fits by name."
+        )
+    module.load_state_dict({name: value for name, value in saved.items() if name in own}, strict=False)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

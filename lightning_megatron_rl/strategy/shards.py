@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_megatron_rl.files import fsync
+from lightning_megatron_rl.files import fsync, inside
 from lightning_megatron_rl.strategy.manifest import FileRecord, HashedFile, record_file
 
 COMMON_STATE = "common_state"  # Megatron's name for what is neither a tensor nor an object of its own
@@ -251,6 +251,15 @@ class _Reader(dcp.FileSystemReader):
                     ) from error
             if not isinstance(self._metadata, dcp_metadata.Metadata):
                 raise ValueError(f"{file} is no index of a distributed checkpoint: {type(self._metadata).__name__}.")
+            for stored in (self._metadata.storage_data or {}).values():
+                if not isinstance(stored, dcp_files._StorageInfo) or not isinstance(stored.relative_path, str):
+                    raise ValueError(f"{file} is no index of a distributed checkpoint: it names {stored!r} as a file.")
+                try:
+                    inside(Path(self.path), stored.relative_path)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{file} names a file outside its directory: {error}. It was not opened."
+                    ) from error
             self._metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return self._metadata
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.directories import switch_link
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.guarding import GuardsSteps
@@ -36,9 +38,10 @@ class StopsTogether(GuardsSteps):
     _stopping = 0  # the signal that this run is about to end for
 
     def watch_signals(self, trainer: "pl.Trainer") -> None:
-        """Have a look at every batch's end from now on, behind all other callbacks."""
+        """Have a look at every batch's end from now on, behind all other callbacks; count steps before them."""
         self._notice = StopNotice(self._signals())
         self._stopping = 0
+        trainer.callbacks.insert(0, _CountsSteps())  # type: ignore[attr-defined]
         trainer.callbacks.append(_EndsOfBatches(self))  # type: ignore[attr-defined]
 
     def _signals(self) -> list[int]:
@@ -65,6 +68,8 @@ class StopsTogether(GuardsSteps):
         """Take the signals over from Lightning; one that came before has nothing new to save."""
         assert self._notice is not None
         self._notice.install()
+        assert self.lightning_module is not None
+        self.keep_one_last(self.lightning_module.trainer)
         with self.phase("start of training"):
             self._stopping = self._notice.agree(self.root_device)
         self.stop_if_told()
@@ -83,7 +88,7 @@ class StopsTogether(GuardsSteps):
         self._stopping = told
         path = stop_checkpoint(trainer)
         if path is None:
-            rank_zero_warn(
+            rank_zero_only(tell_loss)(
                 "the run stops without a checkpoint: it has no ModelCheckpoint whose directory would take it."
             )
             return
@@ -148,7 +153,7 @@ class StopsTogether(GuardsSteps):
                     return
                 switch_link(place, saved)
             except (OSError, ValueError) as error:
-                rank_zero_warn(f"the checkpoint {place} does not make way for {saved}: {error}")
+                rank_zero_only(tell_loss)(f"the checkpoint {place} does not make way for {saved}: {error}")
                 return
             self._resumed_from = None if has_last else (saved.resolve(), newer)
             self._remove_outlived()
@@ -161,8 +166,26 @@ class StopsTogether(GuardsSteps):
             return
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _EndsOfBatches)]
+        callbacks[:] = [it for it in callbacks if not isinstance(it, _EndsOfBatches | _CountsSteps)]
         self._notice, self._stopping = None, 0
+
+
+class _CountsSteps(pl.Callback):
+    """Lets loggers have metrics at `global_step`, the number of the step that ends, as samples and checkpoints have it.
+
+    Lightning's own count is one less at a batch's end and in the validation behind it. A metric named "step" replaces
+    it, and the "epoch" that Lightning adds otherwise. It is the first callback: `ModelCheckpoint` takes this step, too,
+    for the names of checkpoints.
+    """
+
+    def on_train_batch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule", *_: Any) -> None:
+        """Log the count."""
+        for name, value in (("step", trainer.global_step), ("epoch", trainer.current_epoch)):
+            module.log(name, torch.tensor(value, dtype=torch.float64), batch_size=1, sync_dist=False)
+
+    def on_validation_epoch_end(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """Log the count."""
+        self.on_train_batch_end(trainer, module)
 
 
 class _EndsOfBatches(pl.Callback):

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
+
+from lightning_megatron_rl.notices import tell_loss
 
 _IMPATIENT = 1.0  # seconds after which a second Ctrl-C counts: a launcher passes the first one on once more
 
@@ -67,4 +69,6 @@ def requeue_job() -> None:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=60.0)
     except (OSError, subprocess.SubprocessError) as error:
-        rank_zero_warn(f"SLURM job {job} was not requeued: {error}. Submit it again: it goes on from its checkpoint.")
+        rank_zero_only(tell_loss)(
+            f"SLURM job {job} was not requeued: {error}. Submit it again: it goes on from its checkpoint."
+        )

@@ -66,7 +66,7 @@ def make_batch(module: PolicyModule, recorded: str | Path | None, *, processes: 
     from lightning_megatron_rl.models.hf_model import HFModel
 
     config = HFModel(module.model_path).config
-    tokens = _usable_tokens(config.vocab_size, config.pad_token_id)
+    tokens = torch.arange(config.vocab_size)  # padding, too: its gradient is a matter of the layout
     generator = torch.Generator().manual_seed(seed)
     budget = module.max_tokens_per_microbatch
     max_prompt, max_response = min(_MAX_PROMPT, budget // 2), min(_MAX_RESPONSE, budget // 2)
@@ -176,12 +176,6 @@ def _recorded_batch(module: PolicyModule, path: str | Path) -> FrozenBatch:
 
 def _random_length(least: int, most: int, generator: torch.Generator) -> int:
     return int(torch.randint(least, most + 1, (), generator=generator))
-
-
-def _usable_tokens(vocab_size: int, padding: int | None) -> Tensor:
-    """All tokens but padding: its embedding is often zero, where a norm's gradient would drown all others."""
-    tokens = torch.arange(vocab_size)
-    return tokens if padding is None else tokens[tokens != padding]
 
 
 def _random_tokens(count: int, tokens: Tensor, generator: torch.Generator) -> list[int]:

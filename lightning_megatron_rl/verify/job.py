@@ -21,12 +21,15 @@ from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import FrozenBatch
+from lightning_megatron_rl.verify.gradients import export_gradients, perturb
 from lightning_megatron_rl.verify.layouts import Layout
 from lightning_megatron_rl.verify.pool import trainer_size
 
 # A step that is large enough to be seen in fp32 weights, and an epsilon that keeps Adam from turning the rounding noise
 # of tiny gradients into full steps: its update is then nearly linear in the gradient.
 _LR, _ADAM_EPS = 1e-3, 1e-3
+START = "start"  # directory of the reference's weights as they were loaded
+_NAMES = "names.json"
 _STAGE_OVERRIDES = {field.name for field in fields(PipelineSplit)}
 
 
@@ -58,10 +61,15 @@ class Measurement:
     metrics: list[dict[str, float]]  # everything that was logged
     step_s: float  # of the last step
     peak_memory_gb: float
-    weight_errors: list[dict[str, float]]  # rank 0: ||w - reference|| / ||reference|| of each parameter
+    weight_errors: list[dict[str, float]]  # ||w - reference|| of each parameter
+    gradient_errors: list[dict[str, float]]  # ||g - reference|| of each parameter, per update: a step may have several
     checksum: str  # rank 0: of all weights at the end
     num_experts: int
     balance_coeff: float  # of the load-balancing loss of a mixture of experts
+    # of the reference, like their errors
+    weight_norms: list[dict[str, float]] = field(default_factory=list)
+    movements: list[dict[str, float]] = field(default_factory=list)  # ||w - w at the start||
+    gradient_norms: list[dict[str, float]] = field(default_factory=list)
 
 
 class LayoutRefusedError(ValueError):
@@ -86,6 +94,7 @@ def run_layout(
     timeout_s: float,
     directory: Path,
     is_reference: bool,
+    is_perturbed: bool = False,
 ) -> Measurement:
     """Train on `batch` for `steps` steps as one rank of `layout`.
 
@@ -99,13 +108,14 @@ def run_layout(
         timeout_s: Deadline of a collective.
         directory: Where the reference leaves its weights and others find them.
         is_reference: Whether to write the weights there, or to compare with them.
+        is_perturbed: Whether to move all weights by a rounding error first, to see what rounding does.
 
     Raises:
         LayoutRefusedError: A `ValueError` before the first step.
     """
     pl.seed_everything(1234, verbose=False)
     reset_peak_memory(device)
-    probe = Probe(batch, directory, is_reference=is_reference)
+    probe = Probe(batch, directory, is_reference=is_reference, is_perturbed=is_perturbed)
     try:
         subject = build(layout.strategy)
         module, strategy = subject.module, subject.strategy
@@ -185,47 +195,55 @@ class FrozenData(pl.LightningDataModule):
 
 
 class Probe(pl.Callback):
-    """Measures a run: log-probs before it, loss, gradient norm and weights after each step."""
+    """Measures a run: log-probs before it, gradients before each update, loss and weights after each step."""
 
-    def __init__(self, batch: FrozenBatch, directory: Path, *, is_reference: bool) -> None:
+    def __init__(self, batch: FrozenBatch, directory: Path, *, is_reference: bool, is_perturbed: bool = False) -> None:
         self.batch = batch
         self.directory = directory
         self.is_reference = is_reference
+        self.is_perturbed = is_perturbed
         self.has_begun = False
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.metrics: list[dict[str, float]] = []
-        self.weight_errors: list[dict[str, float]] = []
+        self.weights = Comparison(directory, "weights", writes=is_reference)
+        self.gradients = Comparison(directory, "gradients", writes=is_reference)
+        self.movements: list[dict[str, float]] = []
         self.logprobs: dict[int, Tensor] = {}
-        self.checksum = ""
         self.step_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Score the batch with the weights as they were loaded."""
+        if self.is_perturbed:
+            perturb(list(pl_module.model))
         shard = trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
         indices = range(shard["rank"], len(self.batch.sequences), shard["num_replicas"])
         scores = pl_module.score([self.batch.sequences[index] for index in indices])
         self.logprobs = dict(zip(indices, scores.logprobs, strict=True))
+        if self.is_reference:
+            write_tensors(pl_module.export_weights(torch.float32), self.directory / START)
         self.has_begun = True
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
         self._take_metrics(trainer)
         self._started = time.perf_counter()
+        self._paused = 0.0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Compare the gradients of an update."""
+        started = time.perf_counter()
+        self.gradients.take(export_gradients(pl_module))
+        self._paused += time.perf_counter() - started
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note what the step did."""
         self.losses.append(float(outputs["loss"]))
-        self.step_s = time.perf_counter() - self._started
+        self.step_s = time.perf_counter() - self._started - self._paused
         self.grad_norms.append(float(trainer.optimizers[0].grad_norm))  # type: ignore[attr-defined]
-        weights = pl_module.export_weights(torch.float32)
-        if trainer.global_rank:
-            for _ in weights:  # a collective
-                pass
-            return
-        path = self.directory / f"step-{len(self.losses)}"
-        errors, self.checksum = (write_weights if self.is_reference else compare_weights)(weights, path)
-        self.weight_errors.append(errors)
+        self.weights.take(pl_module.export_weights(torch.float32))
+        if self.is_reference:
+            self.movements.append(distances(self.weights.last, self.directory / START))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Take what the module logged after the last step."""
@@ -247,44 +265,96 @@ class Probe(pl.Callback):
             metrics=self.metrics,
             step_s=self.step_s,
             peak_memory_gb=peak_memory_gb(device),
-            weight_errors=self.weight_errors,
-            checksum=self.checksum,
+            weight_errors=self.weights.errors,
+            gradient_errors=self.gradients.errors,
+            checksum=self.weights.checksum,
             num_experts=get_model_config(module.model[0]).num_moe_experts or 0,  # type: ignore[index]
             balance_coeff=(module.moe_in_force.aux_loss_coeff or 0.0) if module.moe_in_force else 0.0,
+            weight_norms=self.weights.norms,
+            movements=self.movements,
+            gradient_norms=self.gradients.norms,
         )
 
 
-def write_weights(weights: Iterator[tuple[str, Tensor]], path: Path) -> tuple[dict[str, float], str]:
-    """Write all weights to `path`; return an error of 0 for each, in their order, and the checksum of all."""
+class Comparison:
+    """Tensors of each step of a run and their distances to those of the reference, which writes them to files.
+
+    Args:
+        directory: Of the files.
+        kind: What they are.
+        writes: Whether this is the reference.
+    """
+
+    def __init__(self, directory: Path, kind: str, *, writes: bool) -> None:
+        self._directory, self._kind, self._writes = directory, kind, writes
+        self.errors: list[dict[str, float]] = []  # per call of `take`: ||tensor - reference||
+        self.norms: list[dict[str, float]] = []  # ||tensor||, of the reference
+        self.checksum = ""  # of the last tensors
+
+    @property
+    def last(self) -> Path:
+        """Where the reference's last tensors are."""
+        return self._directory / f"{self._kind}-{len(self.errors)}"
+
+    def take(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Write or compare the tensors of one more step."""
+        path = self._directory / f"{self._kind}-{len(self.errors) + 1}"
+        if self._writes:
+            norms, self.checksum = write_tensors(tensors, path)
+            self.norms.append(norms)
+            self.errors.append(dict.fromkeys(norms, 0.0))
+        else:
+            errors, self.checksum = compare_tensors(tensors, path)
+            self.errors.append(errors)
+
+
+def write_tensors(tensors: Iterator[tuple[str, Tensor]], path: Path) -> tuple[dict[str, float], str]:
+    """Write tensors to `path`; return the norm of each, in their order, and the checksum of all."""
     path.mkdir()
     digests: dict[str, bytes] = {}
-    for number, (name, tensor) in enumerate(weights):
+    norms: dict[str, float] = {}
+    for number, (name, tensor) in enumerate(tensors):
         tensor = tensor.cpu().contiguous()
         digests[name] = _digest(tensor)
+        norms[name] = _norm(tensor)
         torch.save(tensor.clone(), path / f"{number}.pt")  # a clone: a view would be saved with all that it is part of
-    (path / "names.json").write_text(json.dumps(list(digests)))
-    return dict.fromkeys(digests, 0.0), _checksum(digests)
+    (path / _NAMES).write_text(json.dumps(list(digests)))
+    return norms, _checksum(digests)
 
 
-def compare_weights(weights: Iterator[tuple[str, Tensor]], path: Path) -> tuple[dict[str, float], str]:
-    """Return ||w - reference|| / ||reference|| of each weight, infinite for one that only one side has; the checksum.
+def compare_tensors(tensors: Iterator[tuple[str, Tensor]], path: Path) -> tuple[dict[str, float], str]:
+    """Return ||tensor - reference|| of each tensor, infinite for one that only one side has, and the checksum of all.
 
     Names are in the reference's order.
     """
-    names: list[str] = json.loads((path / "names.json").read_text())
+    names: list[str] = json.loads((path / _NAMES).read_text())
     numbers = {name: number for number, name in enumerate(names)}
     errors = dict.fromkeys(names, math.inf)
     digests: dict[str, bytes] = {}
-    for name, tensor in weights:
+    for name, tensor in tensors:
         tensor = tensor.cpu().contiguous()
         digests[name] = _digest(tensor)
         errors.setdefault(name, math.inf)
         if name in numbers:
-            reference = torch.load(path / f"{numbers[name]}.pt")
+            reference = _load(path, numbers[name])
             if tensor.shape == reference.shape:
-                difference = float((tensor.double() - reference.double()).norm())
-                errors[name] = difference / float(reference.double().norm()) if difference else 0.0
+                errors[name] = _norm(tensor - reference)
     return errors, _checksum(digests)
+
+
+def distances(path: Path, other: Path) -> dict[str, float]:
+    """Return ||tensor - other|| of each pair of tensors that `write_tensors` wrote in two directories."""
+    names = json.loads((path / _NAMES).read_text())
+    return {name: _norm(_load(path, number) - _load(other, number)) for number, name in enumerate(names)}
+
+
+def _load(path: Path, number: int) -> Tensor:
+    tensor: Tensor = torch.load(path / f"{number}.pt", mmap=True)
+    return tensor
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from lightning_megatron_rl.files import driver_files, remove_files
+
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
 
@@ -100,6 +102,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        remove_files(driver_files(self.process.pid))
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.connection.close()
@@ -274,6 +277,8 @@ def _run_job(job: _Job) -> Any:
 
     import torch
 
+    from lightning_megatron_rl.rendezvous import local_store
+
     environment = dict(os.environ)
     os.environ.update(
         RANK=str(job.rank),
@@ -288,7 +293,11 @@ def _run_job(job: _Job) -> Any:
     torch.manual_seed(0)
     try:
         if job.init_process_group:
-            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+            timeout = timedelta(seconds=job.timeout)
+            store = local_store(job.rank, job.world_size, job.port, timeout)
+            torch.distributed.init_process_group(
+                "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
+            )
         return job.function(*job.args, **job.kwargs)
     finally:
         if "megatron.core.parallel_state" in sys.modules:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,11 +9,16 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_megatron_rl.cpus import usable_cpus
 from lightning_megatron_rl.versions import installed_versions
 
 Verdict = Literal["reference", "same", "departs", "refused", "failed"]
-_COLUMNS = ("layout", "ranks", "loss", "grad norm", "|Δ logp|", "Δ weights", "checksum", "s/step", "GB", "verdict")
-_WIDTHS = (20, 5, 11, 11, 9, 9, 8, 7, 6, 9)
+_COLUMNS = (
+    *("layout", "ranks", "loss", "grad norm", "|Δ logp|", "Δ grads", "Δ weights"),
+    *("checksum", "s/step", "GB", "verdict"),
+)
+_WIDTHS = (20, 5, 11, 11, 9, 9, 9, 8, 7, 6, 9)
+_NAMED = 5  # parameters that the conclusion names
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Row:
     grad_norms: list[float] = field(default_factory=list)  # per step, before clipping
     metrics: list[dict[str, float]] = field(default_factory=list)  # per step: everything that was logged
     logprob_error: float | None = None  # largest difference of a token's log-prob before the first step, in nats
+    gradient_error: float | None = None  # largest ||g - reference|| / ||reference|| of a parameter in the last update
     weight_error: float | None = None  # largest ||w - reference|| / ||reference|| of a parameter after the last step
     checksum: str = ""  # of all weights after the last step; equal only for bitwise equal weights
     step_s: float | None = None  # seconds of the last step, of the slowest rank
@@ -56,6 +61,7 @@ class Report:
     rows: list[Row]
     requested: list[str]  # layouts that were asked for by name
     note: str = ""  # what may explain a departure
+    blurred: list[str] = field(default_factory=list)  # parameters where rounding would hide an error of 0.1 %
     environment: dict[str, str] = field(default_factory=dict)  # command, machine and versions, for the JSON
 
     def __getitem__(self, layout: str) -> Row:
@@ -100,13 +106,18 @@ class Report:
 
     def conclusion(self) -> str:
         """Return what was refused, then the problems or that there are none."""
-        refused = [f"{row.layout}: refused: {row.reason}" for row in self.rows if row.verdict == "refused"]
-        refused = [line for line in refused if line.split(":")[0] not in self.requested]
+        lines = [f"{row.layout}: refused: {row.reason}" for row in self.rows if row.verdict == "refused"]
+        lines = [line for line in lines if line.split(":")[0] not in self.requested]
+        if self.blurred:
+            more = f" and {len(self.blurred) - _NAMED} more" if len(self.blurred) > _NAMED else ""
+            lines.append(
+                f"rounding would hide an error of 0.1 % in the gradient of {', '.join(self.blurred[:_NAMED])}{more}"
+            )
         if not self.ok:
             notes = [self.note] if self.note else []
-            return "\n".join([*refused, *(f"NOT THE SAME  {line}" for line in self.problems), *notes])
+            return "\n".join([*lines, *(f"NOT THE SAME  {line}" for line in self.problems), *notes])
         same = sum(row.verdict == "same" for row in self.rows)
-        return "\n".join([*refused, f"{same} layouts give the numbers of one process (tolerance {self.tolerance:g})"])
+        return "\n".join([*lines, f"{same} layouts give the numbers of one process (tolerance {self.tolerance:g})"])
 
     def __str__(self) -> str:
         return f"{self.table()}\n{self.conclusion()}"
@@ -122,7 +133,7 @@ def describe_environment(device: str) -> dict[str, str]:
     Example:
         ``describe_environment("cpu")["torch"]``
     """
-    cores = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    cores = f"{usable_cpus().count} CPU cores, {platform.machine()}"
     machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else cores
     found = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}  # with its CUDA
     packages = ("lightning", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
@@ -150,6 +161,7 @@ def format_row(row: Row) -> str:
         _number(row.losses[-1] if row.losses else None, ".7g"),
         _number(row.grad_norms[-1] if row.grad_norms else None, ".7g"),
         _number(row.logprob_error, ".1e"),
+        _number(row.gradient_error, ".1e"),
         _number(row.weight_error, ".1e"),
         row.checksum or "-",
         _number(row.step_s, ".3f"),

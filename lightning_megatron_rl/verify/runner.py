@@ -14,7 +14,7 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
-from lightning_megatron_rl.verify.compare import make_row, reference_row
+from lightning_megatron_rl.verify.compare import blurred_parameters, make_row, reference_row
 from lightning_megatron_rl.verify.job import Build, LayoutRefusedError, Measurement, run_layout
 from lightning_megatron_rl.verify.layouts import Layout, default_layouts, parse_layout
 from lightning_megatron_rl.verify.pool import WorkerError, WorkerPool
@@ -45,6 +45,8 @@ def verify_layouts(
 ) -> Report:
     """Train on one frozen batch under every layout and compare with a single process in fp32.
 
+    The single process runs twice, the second time with weights that are moved by rounding errors: how far its gradients
+    move then is the noise that those of a layout are held to, parameter by parameter.
     The single process takes the batch in micro-batches of the module's own budget, every other layout in about four,
     or in those that ``@N`` after its name asks for.
     Learning rate and Adam's epsilon are set to 1e-3, schedulers are off: two steps must move the weights visibly.
@@ -118,19 +120,40 @@ def verify_layouts(
         )
         reference = _run_reference(run)
         add(reference_row(_SINGLE, reference))
+        noise = _run_reference(run, is_perturbed=True)
+        report.blurred = blurred_parameters(reference, noise)
         if reference.balance_coeff:
             report.note = _BALANCE_NOTE.format(reference.balance_coeff)
         names = [layout.name for layout in asked] or default_layouts(processes, has_experts=reference.num_experts > 1)
         split = _split_budget(frozen, module.max_tokens_per_microbatch, processes)
         for layout in (parse_layout(name) for name in names if name != _SINGLE.name):
             budget = layout.max_tokens_per_microbatch or split
-            add(_run_one(run, layout, module, frozen, reference, budget, tolerance))
+            add(
+                _run_one(
+                    run,
+                    layout,
+                    module,
+                    frozen,
+                    budget,
+                    partial(make_row, reference=reference, tolerance=tolerance, noise=noise),
+                )
+            )
     return report
 
 
-def _run_reference(run: Callable[..., list[Measurement]]) -> Measurement:
+def _run_reference(run: Callable[..., list[Measurement]], *, is_perturbed: bool = False) -> Measurement:
+    """Run the single process, to be compared with, or to see what rounding errors in its weights make of it.
+
+    The latter has the same micro-batches: in others, a loss that depends on them would pass for noise.
+    """
     try:
-        (reference,) = run(_SINGLE, max_tokens_per_microbatch=None, is_reference=True, world_size=1)
+        (reference,) = run(
+            _SINGLE,
+            max_tokens_per_microbatch=None,
+            is_reference=not is_perturbed,
+            is_perturbed=is_perturbed,
+            world_size=1,
+        )
     except WorkerError as error:
         if (raised := error.raised.get(0)) and raised[0] == LayoutRefusedError.__name__:
             raise ValueError(f"a single process cannot train: {raised[1]}") from error
@@ -149,9 +172,8 @@ def _run_one(
     layout: Layout,
     module: PolicyModule,
     batch: FrozenBatch,
-    reference: Measurement,
     budget: int,
-    tolerance: float,
+    compare: Callable[[Layout, list[Measurement]], Row],
 ) -> Row:
     if reason := _indivisible(layout, module, batch):
         return Row(layout.name, layout.world_size, "refused", reason)
@@ -164,7 +186,7 @@ def _run_one(
         raised = [f"rank {rank}: {kind}: {message}" for rank, (kind, message) in error.raised.items()]
         reason = raised[0] if raised else "a rank died or ran past its deadline"
         return Row(layout.name, layout.world_size, "failed", reason, log=str(error))
-    return make_row(layout, ranks, reference, tolerance)
+    return compare(layout, ranks)
 
 
 def _indivisible(layout: Layout, module: PolicyModule, batch: FrozenBatch) -> str:

@@ -88,6 +88,16 @@ def test_icepop_rejects_what_tis_would_cap():
     assert weights[0].tolist() == pytest.approx([0.0, 0.5001, 1.5, 4.999, 0.0, 0.0], rel=1e-5)  # fp32 logarithms
 
 
+def test_icepop_per_sequence_weights_or_rejects_all_of_it():
+    """Products of 1.5 x 0.5, of 3 x 3 and of 0.5 x 0.5, bounds 0.5 and 5; what is masked does not count."""
+    delta = torch.tensor([[1.5, 0.5, 1.0], [3.0, 3.0, 0.1], [0.5, 0.5, 9.0]]).log()
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, False]])
+    weights = icepop_weights(delta - 1, torch.full((3, 3), -1.0), mask, level="sequence")
+    assert weights.tolist() == [pytest.approx([0.75] * 3, rel=1e-6), [0.0] * 3, [0.0] * 3]  # fp32 logarithms
+    with pytest.raises(ValueError, match=r"unknown level 'group'.*choose one of sequence, token"):
+        icepop_weights(delta, delta, mask, level="group")
+
+
 def test_geometric_mask_keeps_or_rejects_whole_sequences():
     delta = torch.tensor([[0.02, -0.01, 9.0], [0.02, 0.02, 0.02], [-0.02, -0.02, -0.02], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3, [False] * 3])

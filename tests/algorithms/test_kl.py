@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, k3_capped, kl_penalty
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,23 @@ def test_k3_is_clamped_with_zero_gradient_and_stays_finite():
     assert penalty[1].item() == 10.0  # d = -20: e^-20 + 20 - 1 = 19, clamped
     (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
     assert gradient.tolist() == [0.0, 0.0]
+
+
+def test_capped_tokens_are_those_without_a_gradient():
+    """Over the whole range of differences, with and without the weight of an off-policy token."""
+    difference = torch.linspace(-25, 25, 5001, dtype=torch.float64)
+    logprobs = (-difference).requires_grad_()
+    reference, old = torch.zeros_like(difference), logprobs.detach() - 0.3
+    capped = k3_capped(logprobs, reference)
+    assert torch.equal(
+        capped, (difference > 2.611) | (difference < -10.9999)
+    )  # e^d - d - 1 = 10 at 2.61095 and -10.99998
+    assert not capped.requires_grad
+    for weighted_by in (None, old):
+        penalty = kl_penalty(logprobs, reference, "k3", old_logprobs=weighted_by)
+        (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+        assert torch.equal(gradient[capped], torch.zeros(int(capped.sum()), dtype=torch.float64))
+        assert (gradient[~capped & (difference != 0)] != 0).all()
 
 
 def test_k3_keeps_its_digits_at_small_differences():

@@ -88,11 +88,19 @@ def test_policy_by_hand():
     assert policy(logprobs, old, advantages, **options) == {
         "kl_old": pytest.approx((ratio - ratio.log() - 1).mean().item(), rel=1e-12),  # float64 rounding
         "kl_ref": pytest.approx(math.e - 2, rel=1e-12),
+        "kl_capped_frac": 0.0,
         "ratio_max": pytest.approx(2.0, rel=1e-12),
         "clip_frac_low": 1 / 6,
         "clip_frac_high": 1 / 6,
         "entropy": 2.5,
     }
+
+
+def test_share_of_tokens_where_k3_has_no_gradient():
+    """log π_ref - log π_θ = 5, 2.6, 2.7, -1 and, masked, 9: two of four are above 2.61."""
+    difference, mask = torch.tensor([5.0, 2.6, 2.7, -1.0, 9.0]), torch.tensor([True] * 4 + [False])
+    found = policy(-difference, -difference, torch.ones(5), mask, ref_logprobs=torch.zeros(5))
+    assert found["kl_capped_frac"] == 0.5
 
 
 def test_kl_directions():
@@ -152,7 +160,7 @@ def assert_metrics_equal(computed: dict[str, float], expected: dict[str, float])
 
 def test_every_conventional_name_is_there(whole: dict[str, float]):
     mismatch = "abs_logp_diff k3 token_mult_prob_error is_mean is_max ess oob_frac pearson"
-    policy = "kl_old kl_ref entropy ratio_max clip_frac_low clip_frac_high"
+    policy = "kl_old kl_ref kl_capped_frac entropy ratio_max clip_frac_low clip_frac_high"
     assert set(whole) == {f"mismatch/{x}" for x in mismatch.split()} | {f"policy/{x}" for x in policy.split()}
     assert all(math.isfinite(value) for value in whole.values())
 

@@ -10,9 +10,11 @@ from lightning_megatron_rl.algorithms.policy_losses import (
     cispo,
     clip_masks,
     gspo,
+    luspo,
     policy_loss,
     ppo_clip,
     sapo,
+    vespo,
 )
 from lightning_megatron_rl.algorithms.sequences import Sequences
 
@@ -115,7 +117,9 @@ def test_by_name_or_own_callable():
     token = torch.ones(1)
     loss, _ = policy_loss(functools.partial(ppo_clip, clip_high=0.1))(token + 1, token, token)
     assert loss.item() == pytest.approx(-1.1, rel=1e-6)  # fp32
-    with pytest.raises(ValueError, match="unknown policy loss 'ppo': choose one of cispo, gspo, ppo_clip, sapo"):
+    with pytest.raises(
+        ValueError, match="unknown policy loss 'ppo': choose one of cispo, gspo, luspo, ppo_clip, sapo, vespo"
+    ):
         policy_loss("ppo")
 
 
@@ -166,10 +170,51 @@ def test_gspo_token_form_has_the_gradient_of_the_sequence_form():
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
 
 
-def test_gspo_needs_to_know_the_sequences():
+def test_luspo_has_the_gradient_of_the_length_times_the_sequence_form():
+    old = -torch.rand(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logprobs = (old + 0.02).requires_grad_()
+    losses, _ = luspo(logprobs, old, torch.full_like(old, 0.7), one_sequence(5), clip_low=0.1, clip_high=0.1)
+    s = (logprobs - old).mean().exp()
+    plain = 5 * torch.maximum(-0.7 * s, -0.7 * s.clamp(0.9, 1.1))
+    torch.testing.assert_close(losses.sum(), plain, rtol=1e-14, atol=0)  # float64 rounding
+    ours, theirs = (torch.autograd.grad(loss, logprobs)[0] for loss in (losses.sum(), plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "options", "log_phi"),
+    [
+        (1.0, {}, 3 + 2 * math.log(2) - 6),  # w = 2 x 1
+        (-1.0, {}, 2 + 3 * math.log(2) - 4),
+        (1.0, {"k_positive": 0.0, "lambda_positive": 0.5}, 0.5 - 1),
+        (1.0, {"correction_weights": [0.5, 1.0]}, 0.0),  # w = 2 x 0.5 x 1
+        (1.0, {"correction_weights": [0.25, 0.25]}, 3 + 2 * math.log(0.125) - 0.375),
+        (1.0, {"correction_weights": [0.0, 1.0]}, 3 + 2 * math.log(2e-8) - 6e-8),  # rejected: 1e-8 in place of 0
+    ],
+)
+def test_vespo_by_hand(advantage: float, options: dict, log_phi: float):
+    """The gradient by log π is -φ A: φ has none."""
+    if "correction_weights" in options:
+        options = {**options, "correction_weights": torch.tensor(options["correction_weights"], dtype=torch.float64)}
+    losses, _, gradients = values_and_gradients(vespo, [math.log(2), 0.0], advantage, **options)
+    phi = math.exp(log_phi)
+    # float64, of exponents of up to 40
+    assert gradients == pytest.approx([-phi * advantage] * 2, rel=1e-13)
+    assert losses == pytest.approx([-phi * advantage * (math.log(2) - 1), phi * advantage], rel=1e-13)
+
+
+def test_vespo_weights_nothing_with_inf_or_nan():
+    for difference in (1e4, -1e4):
+        losses, ratio, gradients = values_and_gradients(vespo, [difference, difference], 1.0)
+        assert ratio == pytest.approx([math.exp(20) if difference > 0 else 1e-8] * 2, rel=1e-12)
+        assert all(math.isfinite(value) and abs(value) < 1e-9 for value in (*losses, *gradients))
+
+
+@pytest.mark.parametrize("loss", [gspo, luspo, vespo])
+def test_losses_of_sequences_need_to_know_them(loss):
     token = torch.zeros(1)
-    with pytest.raises(ValueError, match="gspo has one ratio per sequence: pass `sequences`"):
-        gspo(token, token, token)
+    with pytest.raises(ValueError, match=f"{loss.__name__} has one ratio per sequence: pass `sequences`"):
+        loss(token, token, token)
 
 
 def test_cispo_by_hand():
@@ -204,6 +249,10 @@ def test_on_policy_gradient_is_the_policy_gradient(name: str):
     ("loss", "options", "message"),
     [
         (gspo, {"clip_low": 1.5}, r"\[1 - 1.5, 1 \+ 0.0004\]"),
+        (luspo, {"clip_low": 1.5}, r"\[1 - 1.5, 1 \+ 0.0025\]"),
+        (vespo, {"k_negative": -0.5}, "k_negative=-0.5 and lambda_negative=2.0: choose k >= 0 and λ > 0"),
+        (vespo, {"lambda_positive": math.inf}, "k_positive=2.0 and lambda_positive=inf"),
+        (vespo, {"k_positive": 30.0, "lambda_positive": 1.0}, r"w = k / λ = 30 would be weighted with .* = e\^73"),
         (cispo, {"clip_high": -0.1}, "clip_high >= 0"),
         (sapo, {"tau_positive": 0.0}, "tau_positive=0.0 and tau_negative=1.05 must be positive"),
     ],

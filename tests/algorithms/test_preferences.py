@@ -6,12 +6,22 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_megatron_rl.algorithms.preferences import bradley_terry, dpo_sigmoid, ipo, side_gradients
+from lightning_megatron_rl.algorithms.preferences import (
+    DPO_LOSSES,
+    bradley_terry,
+    dpo_sigmoid,
+    ipo,
+    robust,
+    side_gradients,
+)
 
 LOSSES = [
     partial(bradley_terry, center_coef=0.1),
-    partial(dpo_sigmoid, beta=0.3, label_smoothing=0.2),
-    partial(ipo, beta=0.3),
+    *(
+        partial(kind.function, beta=0.3, **({"label_smoothing": 0.2} if kind.smooths else {}))
+        for name, kind in DPO_LOSSES.items()
+    ),
+    partial(DPO_LOSSES["discopop"].function, beta=0.3, tau=0.7),
 ]
 VALUES = [(0.0, 0.0), (1.0, -2.0), (-3.5, 0.25), (20.0, -20.0), (-20.0, 20.0), (0.1, 0.1)]
 
@@ -26,6 +36,55 @@ def test_closed_forms():
     assert dpo_sigmoid(one, zero, beta=2.0, label_smoothing=0.25).item() == pytest.approx(smoothed)
     assert ipo(one, one, beta=0.5).item() == pytest.approx(1.0)
     assert ipo(one, zero, beta=0.5).item() == 0.0  # the margin that IPO asks for: 1 / (2 beta)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log(1 + math.exp(-x))
+
+
+def kl_of_two(p: float, q: float) -> float:
+    """KL divergence of coins that fall on heads with probabilities p and q."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+# with c = 0.8, r = -0.5 and beta = 2: b c = 1.6, b r = -1, margin 2.6
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("sigmoid", {}, -log_sigmoid(2.6)),
+        ("sigmoid_norm", {"label_smoothing": 0.1}, -0.9 * log_sigmoid(2.6) - 0.1 * log_sigmoid(-2.6)),
+        ("hinge", {}, 0.0),
+        ("hinge", {"beta": 0.5}, 1 - 0.65),
+        ("ipo", {}, (1.3 - 0.25) ** 2),
+        ("exo_pair", {"label_smoothing": 0.1}, kl_of_two(sigmoid(2.6), 0.9)),
+        ("nca_pair", {}, -log_sigmoid(1.6) - 0.5 * log_sigmoid(-1.6) - 0.5 * log_sigmoid(1.0)),
+        ("robust", {"label_smoothing": 0.1}, (-0.9 * log_sigmoid(2.6) + 0.1 * log_sigmoid(-2.6)) / 0.8),
+        ("bco_pair", {}, -log_sigmoid(1.6) - log_sigmoid(1.0)),
+        ("sppo_hard", {}, (0.8 - 0.25) ** 2 + (-0.5 + 0.25) ** 2),
+        ("apo_zero", {}, 1 - sigmoid(1.6) + sigmoid(-1.0)),
+        ("apo_down", {}, sigmoid(1.6) + 1 - sigmoid(2.6)),
+        (
+            "discopop",
+            {"tau": 0.5},
+            -(1 - sigmoid(5.2)) * log_sigmoid(2.6) + sigmoid(5.2) * math.exp(-2.6),
+        ),
+    ],
+)
+def test_closed_forms_of_dpo(name, options, expected):
+    chosen, rejected = (torch.tensor([value], dtype=torch.float64) for value in (0.8, -0.5))
+    found = DPO_LOSSES[name].function(chosen, rejected, **{"beta": 2.0, **options}).item()
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)  # float64 rounding
+
+
+def test_robust_loss_is_unbiased_under_flipped_preferences():
+    """Of 10 pairs 2 are the wrong way round: the mean is the loss of what was meant."""
+    c, r = torch.tensor([1.5], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64)
+    told = 0.8 * robust(c, r, 0.7, label_smoothing=0.2) + 0.2 * robust(r, c, 0.7, label_smoothing=0.2)
+    torch.testing.assert_close(told, dpo_sigmoid(c, r, 0.7), rtol=1e-12, atol=0)  # float64 rounding
 
 
 def test_equal_scores_pull_the_sides_apart_with_half_the_force():

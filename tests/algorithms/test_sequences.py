@@ -16,6 +16,11 @@ def test_mean_over_the_counting_tokens_of_each_sequence():
     assert mean.tolist() == [[2.0, 2.0, 5.0, 5.0, 5.0, 0.0], [0.0] * 6]
 
 
+def test_sum_over_the_counting_tokens_of_each_sequence():
+    values = torch.tensor([[1.0, 3.0, float("nan"), 4.0, 6.0, float("inf")], [9.0] * 6])
+    assert Sequences(INDEX, MASK, 4).sum(values).tolist() == [[4.0, 4.0, 10.0, 10.0, 10.0, 0.0], [0.0] * 6]
+
+
 def test_ranks_that_share_sequences_agree():
     """Fails without the sum over ranks; the last rank holds padding only."""
     values = torch.arange(6, dtype=torch.float64)

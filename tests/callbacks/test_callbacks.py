@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles, items, plain
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples, whole_groups
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.modules.policy import Scores
+from lightning_megatron_rl.sample import Prompt, Sample
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo
+from tests.notices import collected
 from tests.strategy.test_megatron import LAYOUTS
+from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 
 class UsersSync(WeightSync):
@@ -52,7 +59,102 @@ def test_samples_of_all_replicas_are_kept(worker_pool, qwen3_dir, tmp_path):
     assert all(set(record["rewards"]) == {"parity", "length"} for record in records)
 
 
-@pytest.mark.parametrize("options", [{"num_samples": -1}, {"every_n_steps": 0}])
-def test_rollout_samples_settings_are_checked(options):
-    with pytest.raises(ValueError, match="must be"):
-        RolloutSamples(**options)
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_samples", -1), ("every_n_steps", 0), ("max_samples_per_step", 0), ("max_file_mb", 0)]
+)
+def test_rollout_samples_settings_are_checked(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        RolloutSamples(**{name: value})
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(None, 8), (8, 8), (7, 4), (4, 4), (3, 3), (1, 1)])
+def test_a_limit_keeps_whole_groups(limit, kept):
+    """All responses to a prompt or none, so that what is there can be replayed; some of a first group too large."""
+    prompts = [Prompt([5], "a", index=0), Prompt([5], "a", index=1)]
+    samples = [Sample(prompt, [7], [-0.5]) for prompt in prompts for _ in range(4)]
+    assert whole_groups(samples, limit) == samples[:kept]
+
+
+def sample_twice(model: Path, directory: Path, world_size: int) -> dict[str, Any]:
+    """A run with limits, resumed from its first step, and another run; what was said of what was left out."""
+
+    def fit(steps: int, ckpt_path: Path | None = None) -> list[str]:
+        keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=-1)
+        samples = RolloutSamples(0, dirpath=str(directory / "samples"), max_samples_per_step=5)
+        with collected() as said:
+            trainer = {"enable_checkpointing": True}
+            fit_grpo(
+                model, {}, world_size, steps=steps, callbacks=[keeper, samples], trainer=trainer, ckpt_path=ckpt_path
+            )
+        return [message for message in said if "RolloutSamples" in message and "this run told" not in message]
+
+    return {"said": fit(2), "resumed": fit(3, directory / "step=1.ckpt"), "other": fit(1)}
+
+
+def test_samples_are_of_one_run_and_limited(worker_pool, qwen3_dir, tmp_path):
+    """A run's steps once each, those that a resumed run does again aside, and another run's in a file of its own.
+
+    Fails when files are appended to whoever has written them.
+    """
+    arguments = (sample_twice, qwen3_dir, tmp_path, 1)
+    (found,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    directory = tmp_path / "samples"
+    rows = {
+        file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(directory.iterdir())
+    }
+    steps = {name: sorted({row["step"] for row in lines}) for name, lines in rows.items()}
+    assert steps == {
+        "evaluation-dp0-2.jsonl": [1],
+        "evaluation-dp0.jsonl": [2, 3],
+        "rollouts-dp0-2.jsonl": [1],
+        "rollouts-dp0-superseded.jsonl": [2],
+        "rollouts-dp0.jsonl": [1, 2, 3],
+    }
+    assert len(rows["rollouts-dp0.jsonl"]) == 3 * NUM_GENERATIONS
+    assert len({row["run"] for row in rows["rollouts-dp0.jsonl"]}) == 1
+    begins, ends = found["said"]
+    assert f"{NUM_GENERATIONS} of {4 * NUM_GENERATIONS} samples of step 1 go into {directory}" in begins
+    assert f"of {8 * NUM_GENERATIONS} samples of the first replica {2 * NUM_GENERATIONS} were written" in ends
+    assert all("max_samples_per_step=5" in message for message in found["said"])
+
+
+def predict(model: Path, directory: Path, strategy: dict[str, Any], world_size: int) -> list[Any]:
+    """What `SFTModule` predicts on this rank, written by two runs."""
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    found = []
+    for _ in range(2):
+        trainer = make_trainer(strategy, world_size, callbacks=[PredictionFiles(str(directory)), PredictionFiles()])
+        data = SequenceDataModule(frozen_sequences(6), 4)
+        data.predict_dataloader = data.train_dataloader  # type: ignore[method-assign]
+        found = trainer.predict(SFTModule(str(model), max_tokens_per_microbatch=64), data)
+        trainer.strategy.barrier()
+    return [[row.tolist() for row in scores.logprobs] for scores in found]
+
+
+def test_predictions_are_written_by_item(worker_pool, qwen3_dir, tmp_path):
+    """Of each replica what `predict` returns there; a second run has files of its own."""
+    world_size, strategy = LAYOUTS["dp2"]
+    returned = worker_pool.run(
+        predict, qwen3_dir, tmp_path, strategy, world_size, world_size=world_size, init_process_group=False
+    )
+    names = [f"predictions-dp{replica}{number}.jsonl" for replica in (0, 1) for number in ("-2", "")]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)
+    for replica, batches in enumerate(returned):
+        rows = [json.loads(line) for line in (tmp_path / f"predictions-dp{replica}.jsonl").read_text().splitlines()]
+        assert [row["prediction"]["logprobs"] for row in rows] == [logprobs for batch in batches for logprobs in batch]
+        assert [(row["batch"], row["item"]) for row in rows] == [(0, 0), (0, 1), (1, 0)]
+        given = frozen_sequences(6)[replica::2]
+        assert [row["input"]["token_ids"] for row in rows] == [sequence.token_ids.tolist() for sequence in given]
+        assert rows[0]["dataset"] == 0
+
+
+def test_predictions_of_any_kind_have_items():
+    """A row of a tensor, an element of a list, one of each list of a dataclass; anything else is one."""
+    sample = Sample(Prompt([5], "a"), [7], [-0.5])
+    assert [plain(item) for item in items(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [plain(item)["prompt"]["text"] for item in items([sample])] == ["a"]
+    scores = Scores([torch.zeros(2)], [torch.ones(2)], [])
+    assert [plain(item) for item in items(scores)] == [{"logprobs": [0.0, 0.0], "entropies": [1.0, 1.0]}]
+    assert [plain(item) for item in items({"a": Path("b")})] == [{"a": "b"}]
+    assert items(None) == [None]

@@ -1,7 +1,7 @@
 """`HFExport`: what is in an export, how it is proved, and what becomes of one that is not what it should be."""
 
 import json
-import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
+from tests.notices import LOGGER, Keeps
 from tests.strategy.test_megatron import LAYOUTS
 
 
@@ -51,22 +52,20 @@ class FlipBit(Callback):
 
 
 class KeepWarnings(Callback):
-    """Writes down the warnings about exports, and how far the run came."""
+    """Writes down what was told about exports, and how far the run came."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.caught: list[Any] = []
 
     def on_fit_start(self, *_: Any) -> None:
-        self.catcher = warnings.catch_warnings(record=True)
-        self.caught = self.catcher.__enter__()
-        warnings.simplefilter("always")
+        self.keeps = Keeps()
+        LOGGER.addHandler(self.keeps)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.catcher.__exit__(None, None, None)
-        told = [str(one.message) for one in self.caught if "HFExport" in str(one.message)]
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        LOGGER.removeHandler(self.keeps)
+        told = [message for message in self.keeps.messages if "HFExport" in message]
         if trainer.is_global_zero:
-            self.path.write_text(json.dumps({"warnings": told, "steps": trainer.global_step}))
+            self.path.write_text(json.dumps({"told": told, "steps": trainer.global_step}))
 
 
 def run(pool: Any, model: Path, layout: str = "single", **kwargs: Any) -> Any:
@@ -127,19 +126,23 @@ def test_card_tells_where_the_model_comes_from(exported, qwen3_dir):
     assert float(cells["reward/mean"]) == pytest.approx(last["reward/mean"], rel=1e-5)  # six digits
 
 
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_wrong_export_is_not_reported_as_done(worker_pool, qwen3_dir, tmp_path, on_error):
+@pytest.mark.parametrize(
+    ("on_error", "ends_in"),
+    [
+        ("raise", r"FailedEverywhereError: .*last\.failed is not the trained model: loaded back"),
+        ("fail", r"RunFailedError: the run ended, but 1 part\(s\) of it FAILED: .*last\.failed is not the trained"),
+        ("warn", None),
+    ],
+)
+def test_wrong_export_is_not_reported_as_done(worker_pool, qwen3_dir, tmp_path, on_error, ends_in):
     out = tmp_path / "out"
     callbacks = [BreakExport(), HFExport(str(out), on_error=on_error), KeepWarnings(tmp_path / "told")]
-    if on_error == "raise":
-        with pytest.raises(WorkerError, match=r"last\.failed is not the trained model: loaded back"):
-            run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
-    else:
+    with pytest.raises(WorkerError, match=ends_in) if ends_in else nullcontext():
         run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
-        told = json.loads((tmp_path / "told").read_text())["warnings"]
-        assert told[0].startswith("HFExport FAILED, training goes on: the export ")
-        assert told[-1].startswith("HFExport: 1 exports of this run FAILED: the export ")
-        assert "lightning-megatron-rl convert" in told[-1]
+    if on_error != "raise":
+        (told,) = json.loads((tmp_path / "told").read_text())["told"]
+        assert told.startswith("HFExport FAILED, training goes on: the export ")
+        assert "lightning-megatron-rl convert" in told
     assert sorted(path.name for path in out.iterdir()) == ["last.failed"]
 
 
@@ -147,11 +150,12 @@ def test_one_wrong_bit_is_found_and_the_run_goes_on(worker_pool, qwen3_dir, tmp_
     """Fails without the comparison of tensors: log-probs of the broken export are within their tolerance."""
     out = tmp_path / "out"
     callbacks = [FlipBit(), HFExport(str(out), every_n_steps=1), KeepWarnings(tmp_path / "told")]
-    run(worker_pool, qwen3_dir, "pp2", steps=2, callbacks=callbacks)
+    with pytest.raises(WorkerError, match=r"RunFailedError: .*step-000001\.failed"):
+        run(worker_pool, qwen3_dir, "pp2", steps=2, callbacks=callbacks)
     told = json.loads((tmp_path / "told").read_text())
     assert told["steps"] == 2
-    assert "1 tensors on disk are not the trainer's (model." in told["warnings"][0]
-    assert "1 of " in told["warnings"][0]
+    assert "1 tensors on disk are not the trainer's (model." in told["told"][0]
+    assert "1 of " in told["told"][0]
     assert sorted(path.name for path in out.iterdir()) == ["last", "step-000001.failed", "step-000002"]
 
 
@@ -161,8 +165,9 @@ def test_full_disk_is_a_failed_export(worker_pool, qwen3_dir, tmp_path):
     (out / "last").mkdir(parents=True)
     (out / "last" / "old").touch()
     callbacks = [SmallFiles(), HFExport(str(out), overwrite=True), KeepWarnings(tmp_path / "told")]
-    run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
-    told = json.loads((tmp_path / "told").read_text())["warnings"]
+    with pytest.raises(WorkerError, match="RunFailedError"):
+        run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
+    told = json.loads((tmp_path / "told").read_text())["told"]
     assert "File too large" in told[0]
     assert [path.name for path in out.rglob("*")] == ["last", "old"]
 

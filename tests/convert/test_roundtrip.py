@@ -194,7 +194,7 @@ def test_difference_is_found_and_named(worker_pool: WorkerPool, qwen3_dir: Path,
 
 def flip_and_verify(model: Path, directory: Path) -> list[list[str]]:
     """Both ways: what `--verify` finds when the last number of the final norm is doubled."""
-    from lightning_megatron_rl.convert.process import single_process
+    from lightning_megatron_rl.compat.single_process import single_process
     from lightning_megatron_rl.convert.source import StoredModel, open_model
     from lightning_megatron_rl.convert.to_checkpoint import verify_checkpoint, write_checkpoint
     from lightning_megatron_rl.convert.to_hf import HFConversion

@@ -4,6 +4,7 @@ import pytest
 
 from lightning_megatron_rl.data import PreferenceDataModule, PreferencePair
 from tests.data.test_sft import texts
+from tests.notices import told
 
 ROW = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
 ASKED = [{"role": "user", "content": "1+1="}]
@@ -72,10 +73,9 @@ def test_rows_that_cannot_be_used_are_refused_by_number(tokenizer_dir: str, row:
 
 def test_pairs_that_teach_nothing_and_long_ones_are_dropped_and_counted(tokenizer_dir: str):
     rows = [ROW, {**ROW, "rejected": "2"}, {**ROW, "rejected": "1" * 20}]
-    with pytest.warns(UserWarning, match="rows dropped") as warned:
+    with told("rows dropped") as warned:
         assert len(load(rows, tokenizer_dir, max_length=8)) == 1
-    told = [str(warning.message) for warning in warned]
-    assert any("1 of 3 rows dropped: chosen and rejected are equal" in text for text in told)
-    assert any("1 of 2 rows dropped: more than max_length=8 tokens" in text for text in told)
+    assert any("1 of 3 rows dropped: chosen and rejected are equal" in text for text in warned)
+    assert any("1 of 2 rows dropped: more than max_length=8 tokens" in text for text in warned)
     with pytest.raises(ValueError, match=r"in all 1 rows of train the chosen response equals the rejected one"):
         load([rows[1]], tokenizer_dir)

@@ -6,6 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from lightning_megatron_rl.data import PromptDataModule
 from lightning_megatron_rl.data.prompts import extract_answer
 from lightning_megatron_rl.sample import Prompt
+from tests.notices import told
 
 GSM8K = [
     {"question": "Tom has 24 + 48 apples. How many?", "answer": "He has 24+48=<<24+48=72>>72.\n#### 72"},
@@ -105,7 +106,7 @@ def _saved(tokenizer, directory) -> str:
 
 def test_overlong_prompts_are_dropped_and_counted_or_refused(tokenizer_dir: str):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 9, 4, 7)]
-    with pytest.warns(UserWarning, match="train: 2 of 4 rows dropped: more than max_prompt_length=4 tokens"):
+    with told("train: 2 of 4 rows dropped: more than max_prompt_length=4 tokens"):
         prompts = load(rows, tokenizer_dir, max_prompt_length=4)
     assert [prompt.index for prompt in prompts] == [0, 2]  # rows keep their numbers
     with pytest.raises(ValueError, match=r"train row 1 has 9 tokens, max_prompt_length=4 \(2 of 4 rows.*at least 9"):

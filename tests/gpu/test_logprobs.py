@@ -1,5 +1,6 @@
 """The kernels of log-probs on the device itself, and sums of products in fp32."""
 
+import pytest
 import torch
 
 from lightning_megatron_rl.models import logprobs
@@ -30,6 +31,7 @@ def compare_on_cuda() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.smoke
 def test_kernels_on_the_device(gpu_pool):
     errors = gpu_pool.run(compare_on_cuda, world_size=1, init_process_group=False)[0]
     assert (

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lightning_megatron_rl.models.settings import RULES, LayerParts, check_overrides, check_recompute
 from tests.distributed import WorkerError, WorkerPool
+from tests.tiny_models import save_without_numbers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REFUSED_ON_CPU: list[tuple[dict[str, Any], str]] = [
@@ -172,11 +172,7 @@ def build(directory: str, overrides: dict[str, Any], fp16: bool = False) -> None
     ],
 )
 def test_refused_before_a_weight_is_read(worker_pool: WorkerPool, qwen3_dir, tmp_path, overrides, message):
-    """This model's file has none of its weights: reading them would raise another error."""
-    import shutil
-
-    directory = tmp_path / "model"
-    shutil.copytree(qwen3_dir, directory)
-    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
+    """Reading this model's weights would raise another error."""
+    directory = save_without_numbers(qwen3_dir, tmp_path / "model")
     with pytest.raises(WorkerError, match=f"ValueError: model_config: {message}"):
         worker_pool.run(build, str(directory), overrides, world_size=1)

@@ -276,6 +276,29 @@ def build_error(directory: str, tp: int, pp: int, **options: Any) -> str:
     return "no error"
 
 
+def build_errors(
+    directories: dict[str, str], layout: dict[str, int], *, sp: bool, dtypes: dict[str, torch.dtype]
+) -> dict[str, str]:
+    """What `build_chunks` says on this rank of each of several models."""
+    start_megatron(**layout)
+    errors = {}
+    for name, directory in directories.items():
+        try:
+            build(directory, sp=sp, dtype=dtypes.get(name, torch.float32))
+            errors[name] = "no error"
+        except ValueError as error:
+            errors[name] = str(error)
+    return errors
+
+
+def loaded_and_exported(directory: str, sequences: list[list[int]]) -> tuple[list[Tensor] | None, dict[str, Tensor]]:
+    """Log-probs of packed sequences and all weights in fp32, as exported."""
+    start_megatron()
+    model, chunks = build(directory)
+    packed = schedule_logprobs(chunks, batches(sequences, True), vocab_size=model.config.vocab_size)
+    return packed, {name: tensor.clone() for name, tensor in model.export_weights(chunks, torch.float32)}
+
+
 def random_weights(directory: str) -> dict[str, Tensor]:
     """The parameters of a model that is built without loading weights."""
     start_megatron()

@@ -120,7 +120,15 @@ def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
     ("options", "message"),
     [
         ({"beta": 0.0}, r"beta=0\.0"),
-        ({"loss": "hinge"}, r"unknown loss 'hinge': choose one of ipo, sigmoid"),
+        ({"beta": float("nan")}, r"beta=nan"),
+        (
+            {"loss": "aot"},
+            r"unknown loss 'aot': choose one of apo_down, .*, hinge, ipo, .*, sigmoid, sigmoid_norm, sppo",
+        ),
+        ({"loss": "hinge", "label_smoothing": 0.1}, r"loss='hinge', which has none: .* exo_pair, robust, sigmoid"),
+        ({"loss": "exo_pair"}, r"label_smoothing=0 with loss='exo_pair', which takes its logarithm: .* 1e-3 is usual"),
+        ({"loss": "discopop", "discopop_tau": 0.0}, r"discopop_tau=0\.0: choose 0 < discopop_tau <= 1"),
+        ({"loss": "discopop", "discopop_tau": 1.5}, r"discopop_tau=1\.5"),
         ({"label_smoothing": 0.5}, r"label_smoothing=0\.5"),
         ({"loss": "ipo", "label_smoothing": 0.1}, r"label_smoothing=0\.1 with loss='ipo'"),
         ({"logprob_chunk_size": 0}, "logprob_chunk_size=0"),

@@ -73,6 +73,7 @@ def test_weights_go_to_the_engine_before_every_rollout(reference):
     assert reference.extra["names"] == set(reference.weights)
     assert [step["rollout/weight_version"] for step in reference.steps] == [0, 1]
     assert all(step["rollout/staleness"] == 0 for step in reference.steps)
+    assert [step["perf/engine_restarts"] for step in reference.steps] == [10, 11], "as the engine counts them"
 
 
 def test_first_update_equals_transformers_and_autograd(worker_pool, qwen3_dir):

@@ -12,7 +12,7 @@ from lightning_megatron_rl.algorithms.policy_losses import gspo
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, context_parallel_share, make_microbatches
 from lightning_megatron_rl.data.planning import MicroBatchRules
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
-from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.grpo_loss import TOP_ENTROPY_FIELD, GRPOLoss
 from tests.algorithms.ranks import run_ranks
 
 GROUP = 4  # responses per prompt
@@ -20,14 +20,21 @@ MAX_RESPONSE = 12
 SETTINGS = {
     "ppo_clip": {"policy_loss": "ppo_clip", "clip_high": 0.28},
     "prompt_mean": {"policy_loss": "ppo_clip", "aggregation": "prompt_mean", "dual_clip": None},
-    # with a weight per token, token form and sequence form would differ
-    "gspo": {
+    # the correction is per sequence by default: with a weight per token, token form and sequence form would differ
+    "gspo": {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "clip_low": 0.05, "clip_high": 0.1},
+    "gspo_token": {
         "policy_loss": "gspo",
         "aggregation": "seq_mean_token_mean",
         "clip_low": 0.05,
         "clip_high": 0.1,
-        "correction_level": "sequence",
+        "correction_level": "token",
     },
+    "luspo": {"policy_loss": "luspo", "aggregation": "seq_mean_token_sum", "clip_low": 0.05, "clip_high": 0.1},
+    "vespo": {"policy_loss": "vespo", "kl_coef": 0.1},
+    "vespo_icepop": {"policy_loss": "vespo", "correction": "icepop", "icepop_low": 0.7},
+    "vespo_geo_mask": {"policy_loss": "vespo", "correction": "geo_mask", "geo_mask_low": 0.9, "geo_mask_high": 1.2},
+    "off_policy": {"off_policy_mask_threshold": 0.05, "kl_coef": 0.1},
+    "top_entropy": {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "kl_coef": 0.1},
     "cispo": {"policy_loss": "cispo", "clip_high": 0.5},
     "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean_token_mean"},
     "k1": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighting": True},
@@ -37,6 +44,7 @@ SETTINGS = {
     "icepop": {"correction": "icepop"},
     "geo_mask": {"correction": "geo_mask", "geo_mask_low": 0.9, "geo_mask_high": 1.2},
     "tis_sequence": {"correction_level": "sequence"},
+    "icepop_sequence": {"correction": "icepop", "correction_level": "sequence"},
     "none": {"correction": None},
 }
 
@@ -56,7 +64,10 @@ def batch(seed: int, groups: int = 3) -> tuple[list[TokenSequence], list[Tensor]
         current = -1 - noise[0].abs()
         old, rollout, reference = current + noise[1], current + noise[1] + noise[2], current + noise[3]
         advantage = torch.randn((), generator=generator, dtype=torch.float64).expand(length).clone()
+        # of the two passes that give entropies, which agree up to rounding
+        entropies = torch.rand(length, generator=generator).double()
         fields = {"old_logprobs": old, "rollout_logprobs": rollout, "ref_logprobs": reference, "advantages": advantage}
+        fields["entropies"] = entropies
         sequences.append(TokenSequence(torch.arange(length), mask, fields))
         logprobs.append(current.requires_grad_())
     return sequences, logprobs
@@ -65,6 +76,8 @@ def batch(seed: int, groups: int = 3) -> tuple[list[TokenSequence], list[Tensor]
 def plain_loss(config: GRPOLossConfig, sequences: list[TokenSequence], logprobs: list[Tensor]) -> Tensor:
     """The formulas of docs/algorithms.md, sequence by sequence, with nothing shared with the implementation."""
     rows = []
+    all_entropies = torch.cat([sequence.fields["entropies"][sequence.loss_mask] for sequence in sequences])
+    least_entropy = torch.quantile(all_entropies.float(), 1 - config.top_entropy_quantile)
     for sequence, all_current in zip(sequences, logprobs, strict=True):
         mask, fields = sequence.loss_mask, sequence.fields
         current, old, roll = all_current[mask], fields["old_logprobs"][mask], fields["rollout_logprobs"][mask]
@@ -76,29 +89,39 @@ def plain_loss(config: GRPOLossConfig, sequences: list[TokenSequence], logprobs:
                 loss = torch.maximum(-a * r, -a * r.clamp(low, high))
                 if config.dual_clip:
                     loss = torch.where(a < 0, torch.minimum(loss, -config.dual_clip * a), loss)
-            case "gspo":
+            case "gspo" | "luspo":
                 s = (current - old).mean().exp()  # the sequence form: one ratio, one clip
                 loss = torch.maximum(-a * s, -a * s.clamp(low, high))
+            case "vespo":
+                w = ((current - old).sum().exp().detach() * vespo_correction(config, old - roll)).clamp(min=1e-8)
+                k, lam = (2, 3) if len(a) and a[0] >= 0 else (3, 2)
+                loss = -(w**k) * (lam * (1 - w)).exp() * a * current
             case "cispo":
                 loss = -r.detach().clamp(max=high) * a * current
             case "sapo":
                 tau = torch.tensor([1.0 if x > 0 else 1.05 for x in a.tolist()], dtype=torch.float64)
                 loss = -a / (1 + (-tau * (r - 1)).exp()) * 4 / tau
         w = (old - roll).exp()
-        match config.correction, config.correction_level:
-            case "tis", "token":
+        level = config.correction_level or ("sequence" if config.policy_loss in ("gspo", "luspo") else "token")
+        if level == "sequence":
+            w = w.prod()
+        match "none" if config.policy_loss == "vespo" else config.correction:
+            case "tis":
                 loss = loss * w.clamp(max=2)
-            case "tis", "sequence":
-                loss = loss * (old - roll).sum().exp().clamp(max=2)
-            case "icepop", _:
+            case "icepop":
                 loss = loss * torch.where((w >= 0.5) & (w <= 5), w, 0.0)
-            case "geo_mask", _:
+            case "geo_mask":
                 mean = (old - roll).mean().exp() if len(w) else 0
                 loss = loss * float(config.geo_mask_low <= mean <= config.geo_mask_high)
+        if config.off_policy_mask_threshold is not None and len(a) and a[0] < 0:
+            loss = loss * float((roll - current).mean() <= config.off_policy_mask_threshold)
+        entropies = sequence.fields["entropies"][mask]
+        is_top = entropies >= least_entropy
+        loss = loss * is_top
         x = current - ref
         kl = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() + x - 1}[config.kl_estimator]
         loss = loss + config.kl_coef * kl * (r if config.kl_importance_weighting else 1)
-        rows.append(loss - config.entropy_coef * 0.5)
+        rows.append(loss - config.entropy_coef * entropies * is_top)
     tokens, n = sum(len(row) for row in rows), len(rows)
     match config.aggregation:
         case "token_mean":
@@ -114,6 +137,19 @@ def plain_loss(config: GRPOLossConfig, sequences: list[TokenSequence], logprobs:
             return torch.stack([group.mean() for group in groups]).mean()
 
 
+def vespo_correction(config: GRPOLossConfig, differences: Tensor) -> Tensor:
+    """The correction's part of a sequence's weight, from log π_old - log π_roll of its tokens."""
+    w = differences.exp()
+    match config.correction:
+        case "tis":
+            return w.clamp(max=2).prod()
+        case "icepop":
+            return torch.where((w >= config.icepop_low) & (w <= 5), w, 1e-8).prod()
+        case _:
+            mean = differences.mean().exp() if len(w) else 0
+            return torch.tensor(1.0 if config.geo_mask_low <= mean <= config.geo_mask_high else 1e-8 ** len(w))
+
+
 def our_loss(
     config: GRPOLossConfig,
     sequences: list[TokenSequence],
@@ -127,8 +163,14 @@ def our_loss(
     """The sum over micro-batches (of one context-parallel rank's share) of weighted token losses."""
     loss = GRPOLoss(config, all_reduce)
     prepared = []
-    for sequence in sequences:
+    masks = [sequence.loss_mask for sequence in sequences]
+    are_top = loss.top_entropy_masks(
+        [sequence.fields["entropies"] for sequence in sequences], masks, lambda total: total
+    )
+    for sequence, is_top in zip(sequences, are_top, strict=True):
         fields = dict(sequence.fields)
+        if config.top_entropy_quantile < 1:
+            fields[TOP_ENTROPY_FIELD] = is_top.double()
         old, sampled, mask = (fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
         weights = loss.correction_weights(old[None], sampled[None], mask[None])
         if weights is not None:
@@ -145,7 +187,7 @@ def our_loss(
         last = torch.tensor([len(values) for values in logprobs])[part.sequence_index] - 1
         label = starts[:-1][part.sequence_index] + torch.minimum(part.position_ids + 1, last)
         current = torch.where(part.mask, torch.cat(logprobs)[label], float("nan"))  # what padding holds is never seen
-        losses = loss(part, current, torch.full_like(current, 0.5), Tally())
+        losses = loss(part, current, part.fields["entropies"], Tally())
         total = total + torch.where(part.mask, losses * u[part.sequence_index], 0.0).sum()
     return total / lengths.sum()
 
@@ -182,7 +224,9 @@ def test_no_cut_and_no_order_changes_the_objective(name: str):
         torch.testing.assert_close(gradient(parts, logprobs), expected, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize(
+    "name", ["ppo_clip", "gspo", "gspo_token", "vespo", "vespo_icepop", "off_policy", "cispo", "sapo"]
+)
 def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str):
     """Fails for gspo if a rank takes the mean over its own part of a sequence. Some parts hold no response token."""
     config = GRPOLossConfig(**SETTINGS[name])
@@ -196,6 +240,52 @@ def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str):
     shares = run_ranks([functools.partial(rank, number) for number in range(2)])
     torch.testing.assert_close(sum(shares), whole, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient(sum(shares), logprobs), gradient(whole, logprobs), rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "level"),
+    [
+        ({}, "token"),
+        ({"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"}, "sequence"),
+        ({"policy_loss": gspo, "aggregation": "seq_mean_token_mean"}, "sequence"),
+        ({"policy_loss": "luspo", "aggregation": "seq_mean_token_sum"}, "sequence"),
+        (
+            {"policy_loss": "luspo", "aggregation": "seq_mean_token_sum", "correction": "icepop"},
+            "sequence",
+        ),
+        ({"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "correction_level": "token"}, "token"),
+        ({"policy_loss": "vespo"}, "token"),
+        ({"policy_loss": "vespo", "correction": "geo_mask"}, "token"),
+        ({"correction_level": "sequence"}, "sequence"),
+    ],
+)
+def test_correction_follows_the_level_of_the_loss_unless_told(options: dict, level: str):
+    config = GRPOLossConfig(**options)
+    assert config.weight_level == level
+    if config.correction != "geo_mask":
+        assert config.correction_options()["level"] == level
+        assert ("correction of the mismatch", f"{config.correction}, per {level}") in config.describe()
+
+
+def test_shares_of_masked_tokens_are_counted():
+    """Of 4 tokens with entropies 1 to 4 the top half is two; of 2 sequences the one with A < 0 and 1.0 > 0.5 is out."""
+    mask = torch.tensor([False, True, True])
+    fields = {name: torch.zeros(3) for name in ("old_logprobs", "rollout_logprobs")}
+    sequences = [
+        TokenSequence(torch.arange(3), mask, {**fields, "advantages": torch.full((3,), a)}) for a in (1.0, -1.0)
+    ]
+    loss = GRPOLoss(GRPOLossConfig(off_policy_mask_threshold=0.5, top_entropy_quantile=0.5))
+    entropies = [torch.tensor([9.0, 1.0, 4.0]), torch.tensor([9.0, 2.0, 3.0])]
+    kept = loss.top_entropy_masks(entropies, [mask, mask], lambda total: total)
+    assert [row.tolist() for row in kept] == [[False, False, True], [False, False, True]]
+    for sequence, row in zip(sequences, kept, strict=True):
+        sequence.fields[TOP_ENTROPY_FIELD] = row.float()
+    (batch,) = make_microbatches(sequences, [[0, 1]])
+    tally = Tally()
+    losses = loss(batch, torch.full_like(batch.fields["advantages"], -1.0), torch.zeros(batch.mask.shape), tally)
+    metrics = tally.compute()
+    assert metrics["policy/off_policy_masked_frac"] == metrics["policy/entropy_masked_frac"] == 0.5
+    assert (losses[batch.mask] != 0).tolist() == [False, True, False, False]
 
 
 def test_rejected_tokens_keep_their_place_in_the_denominator():
@@ -252,7 +342,10 @@ def test_functions_and_classes_of_the_users_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy_loss": "gpso"}, "unknown policy loss 'gpso': choose one of cispo, gspo, ppo_clip, sapo"),
+        (
+            {"policy_loss": "gpso"},
+            "unknown policy loss 'gpso': choose one of cispo, gspo, luspo, ppo_clip, sapo, vespo",
+        ),
         ({"correction": "tiss"}, "unknown correction 'tiss': choose one of geo_mask, icepop, tis"),
         ({"advantage": "gae"}, "needs the values of a critic"),
         ({"policy_loss": "tests.nowhere.loss"}, r"cannot be imported .*choose one of cispo.*PYTHONPATH"),
@@ -262,7 +355,29 @@ def test_functions_and_classes_of_the_users_own():
         ({"policy_loss": "gspo"}, "gspo with aggregation=token_mean.*Set aggregation=seq_mean_token_mean"),
         ({"policy_loss": gspo, "aggregation": "prompt_mean"}, "gspo with aggregation=prompt_mean"),
         ({"bypass": True}, "bypass=true with correction=tis.*Set correction=null"),
-        ({"correction": "icepop", "correction_level": "sequence"}, "only tis has a weight per sequence"),
+        ({"policy_loss": "gspo", "aggregation": "seq_mean_token_sum"}, "under seq_mean_token_mean only"),
+        ({"policy_loss": "luspo"}, "luspo with aggregation=token_mean.*Set aggregation=seq_mean_token_sum"),
+        ({"correction": "geo_mask", "correction_level": "sequence"}, "only tis and icepop have a weight per sequence"),
+        ({"correction": None, "correction_level": "sequence"}, "correction=None: only tis and icepop"),
+        (
+            {"policy_loss": "vespo", "correction_level": "sequence"},
+            "vespo, which makes one weight of a sequence's tokens",
+        ),
+        ({"correction_level": "prompt"}, "correction_level='prompt': choose one of sequence, token, or null"),
+        ({"vespo_k_positive": -1.0}, "vespo_k_positive=-1.0 and vespo_lambda_positive=3.0: choose k >= 0 and λ > 0"),
+        ({"vespo_lambda_negative": 0.0}, "vespo_k_negative=3.0 and vespo_lambda_negative=0.0: choose k >= 0"),
+        ({"vespo_k_negative": 40.0}, r"w = k / λ = 20 would be weighted with .* = e\^81.8, the limit is e\^20"),
+        ({"off_policy_mask_threshold": 0.0}, r"off_policy_mask_threshold=0.0: a positive mean .*0.5 is usual"),
+        ({"off_policy_mask_threshold": float("nan")}, "off_policy_mask_threshold=nan"),
+        (
+            {"top_entropy_quantile": 1.2},
+            r"top_entropy_quantile=1.2: a share of the tokens from 0 .* to 1 .*0.2 is usual",
+        ),
+        ({"top_entropy_quantile": -0.1}, "top_entropy_quantile=-0.1"),
+        (
+            {"bypass": True, "correction": None, "top_entropy_quantile": 0.2},
+            "bypass=true with top_entropy_quantile=0.2: entropies come from the pass",
+        ),
         ({"kl_importance_weighting": True}, "kl_importance_weighting=true with kl_coef=0"),
         ({"kl_importance_weighting": True, "kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward"),
         ({"entropy_schedule": LinearSchedule(final=0.0)}, "set entropy_coef to the value at the start"),

@@ -31,7 +31,7 @@ def test_any_order_and_cut_gives_the_plain_formula(
     torch.testing.assert_close(gradient(parts, logprobs), gradient(formula, logprobs), **GRADIENT)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "k3", "tis_sequence"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "vespo", "off_policy", "k3", "tis_sequence"])
 @PROPERTY
 @given(seed=SEEDS, budget=st.integers(20, 200), ranks=st.sampled_from([1, 2, 4]))
 def test_any_token_budget_and_context_parallel_size(name: str, seed: int, budget: int, ranks: int):

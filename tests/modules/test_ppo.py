@@ -235,6 +235,7 @@ def test_one_response_with_kl_in_the_reward_and_a_refreshed_reference(worker_poo
     reference = job(worker_pool, qwen3_dir, module=module, **saving)[0]
     # refreshed before the second step, so that its policy is its reference
     assert [step["reward/kl_penalty"] for step in reference.steps] == [pytest.approx(0, abs=1e-6)] * 2
+    assert all(step[f"{of}/kl_capped_frac"] == 0 for step in reference.steps for of in ("reward", "policy"))
     without = job(worker_pool, qwen3_dir, module={**module, "reference": ReferenceSettings()})[0]
     assert abs(without.steps[1]["reward/kl_penalty"]) > 1e-5
     assert without.steps[1]["critic/return_mean"] != reference.steps[1]["critic/return_mean"]

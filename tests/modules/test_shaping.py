@@ -61,7 +61,18 @@ def test_kl_in_the_reward_is_summed_over_the_response(estimator: str, per_token:
     rewards, metrics, _ = shaped(config, None)
     expected = [reward - 0.1 * per_token * size for reward, size in ((1, 8), (2, 9), (3, 10))]
     assert rewards == pytest.approx(expected, rel=1e-12)  # e^-0.5 + 0.5 - 1 in float64
-    assert metrics == {"reward/kl_penalty": pytest.approx(-0.1 * per_token * 9, rel=1e-12)}
+    capped = {"reward/kl_capped_frac": 0.0} if estimator == "k3" else {}
+    assert metrics == {"reward/kl_penalty": pytest.approx(-0.1 * per_token * 9, rel=1e-12), **capped}
+
+
+def test_tokens_at_the_bound_of_k3_are_counted():
+    """log π_ref - log π_old = 3 on two of 27 tokens: e^3 - 3 - 1 = 16 costs 10, and more would cost no more."""
+    whole, tally = rollout(), Tally()
+    whole.sequences[0].fields["ref_logprobs"][2:4] = 2.0
+    config = GRPOLossConfig(kl_coef=0.1, kl_in="reward")
+    rewards = shaped_rewards(whole, config, None, max_response_length=10, tally=tally)
+    assert rewards[0].item() == pytest.approx(1 - 0.1 * (2 * 10 + 6 * 0.10653065971263342), rel=1e-12)  # float64
+    assert tally.compute()["reward/kl_capped_frac"] == 2 / 27
 
 
 def test_filtered_responses_are_in_no_numerator_and_no_denominator():

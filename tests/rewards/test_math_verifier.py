@@ -4,13 +4,13 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
 
 from lightning_megatron_rl.rewards import limited_child
 from lightning_megatron_rl.rewards.math_verifier import MathVerifier
+from tests.notices import silent, told
 
 ENDLESS = r"$\binom{100000000}{50000000}$"  # math-verify's own timeout does not end this one
 VAST = "$(x+y+z+1)^{2000}$"  # expanded: 1 GB after 5 s of CPU time, and far from its end
@@ -32,18 +32,16 @@ def test_same_child_for_all_comparisons(verifier: MathVerifier):
 
 
 def test_endless_evaluation_is_wrong_and_the_next_one_right(verifier: MathVerifier):
-    with pytest.warns(RuntimeWarning, match=r"'72'.*binom.* took more than 1.0 s of CPU time: counted as wrong"):
+    with told(r"'72'.*binom.* took more than 1.0 s of CPU time: counted as wrong"):
         assert not verifier.equal("72", ENDLESS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert verifier.equal("72", "72.0")
 
 
 def test_memory_is_limited():
     verifier = MathVerifier(cpu_seconds=20.0, memory_bytes=192 * 2**20)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # neither out of time nor dead: the allocation failed
+        with silent():  # neither out of time nor dead: the allocation failed
             assert not verifier.equal("72", VAST)
     finally:
         verifier.close()
@@ -68,7 +66,7 @@ def test_silent_child_is_given_up(verifier: MathVerifier, monkeypatch: pytest.Mo
     assert verifier.equal("1", "1")
     monkeypatch.setattr(limited_child, "ANSWER_SECONDS", 0.5)
     os.kill(verifier._child.process.pid, signal.SIGSTOP)
-    with pytest.warns(RuntimeWarning, match="ended with code -9: counted as wrong"):
+    with told("ended with code -9: counted as wrong"):
         assert not verifier.equal("1", "1")
 
 

@@ -1,6 +1,7 @@
 """Programs that try to get out of the sandbox, to use it up, or to outlive it."""
 
 import os
+import platform
 import socket
 import sys
 import tempfile
@@ -12,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_megatron_rl.rewards import sandbox as sandbox_module
 from lightning_megatron_rl.rewards.sandbox import LEVELS, MEANING, Level, Sandbox, SandboxError, SandboxLimits
+from lightning_megatron_rl.rewards.sandbox_launcher import FILTERS
 
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=1, memory_bytes=2**27, file_bytes=2**20, disk_bytes=2**21)
 
@@ -114,6 +117,67 @@ def test_memory_is_limited(sandbox):
             print("refused")
     """
     assert run(sandbox, code) == "refused"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.memfd_create('held')",
+        "call('shmget', 0, 2**20, 0o1600)",
+        "call('shmget', 4711, 2**31, 0o1600)",
+        "call('msgget', 0, 0o1600)",
+        "call('semget', 0, 100, 0o1600)",
+        "call('syscall', *number('memfd_create'), b'held', 0)",
+        "call('syscall', *number('memfd_secret'), 0)",
+        "call('syscall', *number('mq_open'), b'held', 0o102, 0o600, None)",
+        "call('syscall', *number('io_uring_setup'), 8, ctypes.create_string_buffer(120))",
+        "call('syscall', *number('add_key'), b'user', b'held', b'x' * 100, 100, -3)",
+    ],
+)
+def test_memory_that_no_limit_counts_is_refused(sandbox, call):
+    """Each of these holds memory outside the address space and the files; none is left when the program ends."""
+    numbers = FILTERS[platform.machine()][1]
+    code = f"""
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        def number(name):
+            return [ctypes.c_long({numbers}[name])]
+        def call(name, *arguments):
+            if getattr(libc, name)(*arguments) < 0:
+                raise OSError(ctypes.get_errno(), "")
+        try:
+            {call}
+            print("held")
+        except OSError as error:
+            print(error.errno)
+    """
+    assert run(sandbox, code) == "1"  # EPERM, before anything else is looked at
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the second set of call numbers is this processor's")
+def test_calls_by_other_numbers_are_refused(sandbox):
+    """x32's numbers of the same calls."""
+    code = """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.syscall(ctypes.c_long(0x40000000 | 319), b"held", 0), ctypes.get_errno())
+    """
+    assert run(sandbox, code) == "-1 38"
+
+
+def test_without_a_filter_of_calls_the_rest_stays_and_it_is_said(namespaces, tmp_path, monkeypatch):
+    """As on a processor whose call numbers nobody has listed."""
+    launcher = tmp_path / "launcher.py"
+    source = sandbox_module.LAUNCHER.read_text()
+    assert "if machine not in FILTERS:" in source
+    launcher.write_text(source.replace("if machine not in FILTERS:", "if machine:"))
+    monkeypatch.setattr(sandbox_module, "LAUNCHER", launcher)
+    sandbox = Sandbox(LIMITS, levels=("namespaces",))
+    assert sandbox.level == "namespaces"
+    assert sandbox.inactive == ["uncounted_memory"]
+    assert "seccomp" in sandbox.refusals["uncounted_memory"]
+    assert "not active: uncounted_memory" in sandbox.describe()
+    assert run(sandbox, "import os; print(os.memfd_create('held') > 0)") == "True"
 
 
 def test_file_size_is_limited(sandbox):

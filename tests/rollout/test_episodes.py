@@ -12,6 +12,7 @@ from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_epi
 from lightning_megatron_rl.sample import Prompt, Sample, Turn
 from tests.environments.games import Bad, Sums
 from tests.modules.runs import prompts
+from tests.notices import told
 from tests.rollout.conftest import MAX_MODEL_LEN, hf_logprobs, make_requests
 from tests.rollout.seeded_engine import SeededEngine
 from tests.rollout.test_vllm import CACHE_BLOCK, TOLERANCE
@@ -152,9 +153,7 @@ def test_reply_template_is_around_text_and_not_around_token_ids():
 
 
 def test_failed_episode_costs_the_default_and_the_others_go_on():
-    with pytest.warns(
-        RuntimeWarning, match=r"Bad failed in 2 of 6 episodes, which get -2: turn 2 of the sample of prom"
-    ):
+    with told(r"Bad failed in 2 of 6 episodes, which get -2: turn 2 of the sample of prom"):
         samples = play(Bad(ZeroDivisionError("no")), prompts=prompts(3), max_turns=3, default_reward=-2.0)
     add_episode_rewards(samples)
     assert [sample.reward for sample in samples] == [1.75, 1.75, -2, -2, 1.75, 1.75]  # 3 x 0.25 + 1
@@ -168,7 +167,7 @@ def test_failed_episode_costs_the_default_and_the_others_go_on():
 
 
 def test_episode_that_cannot_start_is_an_empty_response():
-    with pytest.warns(RuntimeWarning, match="turn 0 of the sample of prompt 1"):
+    with told("turn 0 of the sample of prompt 1"):
         samples = play(Bad("hang", "start"), prompts=prompts(2), max_turns=1, deadline_s=0.2)
     assert [sample.response_ids == [] for sample in samples] == [False, False, True, True]
     assert not to_sequence(samples[2]).loss_mask.any()
@@ -184,7 +183,7 @@ def test_reply_of_no_token_is_refused(monkeypatch):
     """A tokenizer may drop what it does not know; the policy would go on as if it had not been answered."""
     tokenizer = make_tokenizer()
     monkeypatch.setattr("tests.rollout.test_episodes.make_tokenizer", lambda: _Deaf(tokenizer))
-    with pytest.warns(RuntimeWarning, match="ContractError: the tokenizer makes no token of the reply 'ok'"):
+    with told("ContractError: the tokenizer makes no token of the reply 'ok'"):
         samples = play(Bad(None), prompts=prompts(1), max_turns=2)
     assert all(sample.outcome is not None and sample.outcome.reason == "error" for sample in samples)
 

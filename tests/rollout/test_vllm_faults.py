@@ -1,6 +1,7 @@
 """What happens when the engine's process, an update, or the trainer itself fails."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.rollout import EngineCallError, EngineTimeoutError, SamplingParams
+from lightning_megatron_rl.rollout import EngineCallError, SamplingParams
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from tests.policing import leaked_memory, shared_memory
 from tests.rollout.conftest import (
@@ -41,7 +42,7 @@ def test_tied_embeddings_are_updated_on_both_sides(fault_harness):
     )
 
 
-def test_kill_minus_9_during_generate_is_survived(fault_harness):
+def test_kill_minus_9_during_generate_is_survived(fault_harness, caplog):
     engine = fault_harness.engine
     fault_harness.push_random_weights(22)
     requests = make_requests(32, num_samples=4)
@@ -52,11 +53,62 @@ def test_kill_minus_9_during_generate_is_survived(fault_harness):
     assert engine.num_restarts == restarts + 1
     assert f"process {pid} was killed by SIGKILL" in str(engine._failures[-1])
     assert "during generate" in str(engine._failures[-1])
+    assert f"is replaced (restart {restarts + 1} of max_restarts=100): the engine's process {pid} was killed by" in (
+        caplog.text
+    )
     assert engine.weight_version == fault_harness.version
     assert max_logprob_error(fault_harness.model, requests[:4], results[:4]) <= TOLERANCE
     # the new process draws what the old one would have drawn
     again = engine.generate(requests, long)
     assert [[g.token_ids for g in group] for group in again] == [[g.token_ids for g in group] for group in results]
+
+
+def test_process_that_is_stopped_is_replaced_at_the_deadline(fault_harness, caplog):
+    engine, requests = fault_harness.engine, make_requests(4)
+    fault_harness.push_random_weights(27)
+    before = engine.generate(requests, PARAMS)
+    pid, restarts = engine.pid, engine.num_restarts
+    engine.call_timeout_s = 15  # enough for a call of the new process, too
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert engine.generate(requests, PARAMS) == before
+    finally:
+        engine.call_timeout_s = 600
+    assert engine.num_restarts == restarts + 1
+    assert session_members(pid) == []
+    assert "is replaced" in caplog.text
+    assert "generate did not end within 15.0 seconds" in caplog.text
+
+
+@pytest.mark.slow
+def test_process_that_is_lost_while_it_should_sleep_or_wake_is_replaced(fault_harness):
+    engine, requests = fault_harness.engine, make_requests(2)
+    fault_harness.push_random_weights(28)
+    before = engine.generate(requests, PARAMS)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert engine.sleep(1) == 0  # it holds nothing any more
+    engine.wake(["weights"])
+    os.kill(engine.pid, signal.SIGKILL)
+    assert engine.generate(requests, PARAMS) == before
+    engine.sleep(1)
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.wake()
+    assert engine.generate(requests, PARAMS) == before
+
+
+def test_model_directory_that_has_vanished_is_named(tied_model_dir, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(tied_model_dir, directory)
+    engine = make_engine()
+    engine.start(directory)
+    try:
+        shutil.rmtree(directory)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=rf"killed by SIGKILL.*{directory} has vanished or changed.*Put it back"):
+            engine.wait_ready()
+        assert engine.num_restarts == 0
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow
@@ -67,7 +119,7 @@ def test_deadline_kills_and_the_last_restart_is_not_exceeded(fault_harness):
     pid, restarts = engine.pid, engine.num_restarts
     engine.call_timeout_s, engine.max_restarts = 0.3, restarts
     try:
-        with pytest.raises(EngineTimeoutError, match=r"generate did not end within 0\.3 seconds"):
+        with pytest.raises(RuntimeError, match=r"(?s)gives up.* generate did not end within 0\.3 seconds"):
             engine.generate(requests, SamplingParams(max_tokens=256, ignore_eos=True))
         assert session_members(pid) == []
         with pytest.raises(RuntimeError, match=rf"(?s)max_restarts={restarts} .* generate did not end within"):

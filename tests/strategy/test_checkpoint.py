@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -176,3 +177,26 @@ def test_layout_files_survive_a_second_run(worker_pool, qwen3_dir, directory, wh
     (path / "stale").write_text("from the first run")
     job(worker_pool, "dp2", qwen3_dir, max_steps=SAVED_AT, checkpoints=directory, every_n_steps=SAVED_AT)
     assert read_manifest(path) == before
+
+
+class Spoils(pl.Callback):
+    """Puts NaN into a weight after each step, before the checkpoint is saved."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for name, parameter in pl_module.model.named_parameters():
+            if "layers.1.mlp.linear_fc2" in name:
+                parameter.data.view(-1)[7] = torch.nan
+
+
+def test_weights_that_are_no_numbers_are_not_loaded(worker_pool, qwen3_dir, tmp_path):
+    """Every rank raises: neither a resumed run nor a new one begins with NaN. Fails without `_check_finite`."""
+    job(worker_pool, "dp2", qwen3_dir, max_steps=1, checkpoints=tmp_path, callbacks=[Spoils()])
+    path = str(tmp_path / "step=1.ckpt")
+    for options in ({"ckpt_path": path}, {"module": {"init_from": path}}):
+        with pytest.raises(WorkerError) as told:
+            job(worker_pool, "tp2_sp", qwen3_dir, max_steps=2, **options)
+        message = f"checkpoint {path}: 1 loaded weights are not finite: "
+        assert [kind for kind, _ in told.value.raised.values()] == ["ValueError"] * 2
+        for _, text in told.value.raised.values():
+            assert message in text
+            assert "decoder.layers.1.mlp.linear_fc2.weight" in text

@@ -2,7 +2,6 @@
 
 import resource
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
 from tests.drills.job import STEPS, Job, differences, history, make_data, make_module, train
+from tests.notices import collected
 from tests.selection import by_default
 from tests.training import make_trainer
 
@@ -154,14 +154,13 @@ def fall_back(job: Job, path: str) -> tuple[str, list[str]]:
         enable_checkpointing=True,
         callbacks=[keeper, *job.callbacks],
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with collected() as caught:
         try:
             trainer.fit(make_module(job), make_data(job), ckpt_path=path or None)
             end = "it went on"
         except Exception as error:
             end = f"{type(error).__name__}: {error}"
-    return end, [str(warning.message) for warning in caught if "takes its place" in str(warning.message)]
+    return end, [message for message in caught if "takes its place" in message]
 
 
 def test_only_what_the_run_can_use_takes_the_place(worker_pool, qwen3_dir, tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_megatron_rl.files import Lock
 from lightning_megatron_rl.strategy.manifest import is_checkpoint, read_manifest
 from tests.strategy.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
@@ -287,3 +289,80 @@ def test_what_a_link_points_to_outlives_it(worker_pool, qwen3_dir, tmp_path):
     arguments = (remove_what_is_linked, qwen3_dir, tmp_path, 1)
     (found,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
     assert found == [["last.ckpt", "step=1.ckpt"], []]
+
+
+class Worsens(pl.Callback):
+    """Logs a value that is at its best in the first step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        module.log("badness", float(trainer.global_step), batch_size=1)
+
+
+def keep_the_last(model: Path, directory: Path, world_size: int, save_last: Any) -> list[Notes]:
+    """`last` after each of: a run whose first step is its best, resumes from its checkpoints, a run of its own."""
+
+    def fit(steps: int, ckpt_path: Any = None, damages: str | None = None) -> Notes:
+        keeper = ModelCheckpoint(
+            directory, "{step}", monitor="badness", every_n_train_steps=1, save_top_k=1, save_last=save_last
+        )
+        if damages is not None and trainer_rank() == 0:
+            (directory / damages / "trainer.pt").write_bytes(b"")
+        strategy = {"fall_back_to_previous": damages is not None}
+        callbacks = [Worsens(), keeper]
+        trainer = make_trainer(strategy, world_size, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(24), 4), ckpt_path=ckpt_path)
+        trainer.strategy.barrier()
+        found = look(directory)
+        steps_of = {name: read_manifest(directory / name)["global_step"] for name in found["complete"]}
+        trainer.strategy.barrier()
+        return {"steps": steps_of, "links": found["links"], "from": str(trainer.ckpt_path), "others": found["others"]}
+
+    return [
+        fit(3),
+        fit(2, directory / "step=1.ckpt"),  # goes on where `last` was another one
+        fit(4, "last"),
+        fit(5, "last", damages="last.ckpt"),
+        fit(2),
+    ]
+
+
+def trainer_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_last_is_the_newest_whatever_the_run_went_on_from(worker_pool, qwen3_dir, tmp_path, save_last):
+    """One name, that of the newest checkpoint, which `ckpt_path="last"` takes; a foreign run's is not deleted.
+
+    Fails with Lightning's `last-v1.ckpt`, and with a link to the best checkpoint in place of the newest.
+    """
+    for runs in worker_pool.run(
+        keep_the_last, qwen3_dir, tmp_path, 2, save_last, world_size=2, init_process_group=False
+    ):
+        for found, last in zip(runs[:4], (3, 2, 4, 5), strict=True):
+            assert found["steps"] == {"last.ckpt": last, "step=1.ckpt": 1}, found
+            assert found["others"] == []
+        assert runs[2]["from"] == str(tmp_path / "last.ckpt")
+        *_, other = runs
+        aside = [name for name in other["steps"] if name.startswith("run-")]
+        assert len(aside) == 1
+        assert other["steps"][aside[0]] == 5
+        assert other["steps"]["last.ckpt"] == 2
+
+
+def save_beside_another_run(model: Path, directory: Path, world_size: int) -> str:
+    """The error of a run into a directory that another process has locked, as one does that saves there."""
+    keeper = ModelCheckpoint(directory, every_n_train_steps=1)
+    trainer = make_trainer({}, world_size, max_steps=1, enable_checkpointing=True, callbacks=[keeper])
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))  # and gives it back
+    other = make_trainer({}, world_size, max_steps=1, enable_checkpointing=True, callbacks=[ModelCheckpoint(directory)])
+    with closing(Lock(directory)), pytest.raises(RuntimeError) as error:
+        other.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))
+    return str(error.value)
+
+
+def test_two_runs_at_once_in_one_directory_are_noticed(worker_pool, qwen3_dir, tmp_path):
+    arguments = (save_beside_another_run, qwen3_dir, tmp_path, 1)
+    (message,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    assert f"another run is saving checkpoints into {tmp_path}" in message
+    assert "dirpath" in message

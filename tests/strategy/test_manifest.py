@@ -78,6 +78,33 @@ def test_damage_is_named_by_file(tmp_path, name, world_size):
         check(tmp_path / "a.ckpt", verify=False, world_size=world_size)
 
 
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sharded/../../outside", "link", "folder/outside"])
+def test_files_outside_are_neither_read_nor_hashed(tmp_path, name):
+    """By their names in the manifest, or by links that the checkpoint holds."""
+    path = write(tmp_path / "a.ckpt")
+    (tmp_path / "outside").write_text("secret")
+    (tmp_path / "b.ckpt").symlink_to(path)  # by a link to the checkpoint itself all is well
+    check(tmp_path / "b.ckpt")
+    if name == "link":
+        (path / name).symlink_to(tmp_path / "outside")
+    if name.startswith("folder"):
+        (path / "folder").symlink_to(tmp_path)
+    files = {"trainer.pt": record_file(path / "trainer.pt"), name: record_file(path / name)}
+    write_manifest(path, {"global_step": 1}, files)
+    for verify in (True, False):
+        with pytest.raises(DamagedCheckpointError, match=r"outside the checkpoint|leads out of the checkpoint"):
+            check(path, verify, world_size=2)
+
+
+def test_a_link_that_no_manifest_names_is_found(tmp_path):
+    path = write(tmp_path / "a.ckpt")
+    (path / "inner").symlink_to("trainer.pt")
+    check(path)
+    (path / "hf").symlink_to("/etc")
+    with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt/hf leads out of the checkpoint"):
+        check(path)
+
+
 def test_a_manifest_vouches_for_itself(tmp_path):
     """Any changed character that means something is found."""
     path = write(tmp_path / "a.ckpt")
@@ -122,6 +149,19 @@ def test_previous_checkpoints_from_the_latest(tmp_path):
     (tmp_path / "step=3.ckpt" / MANIFEST_FILE).write_text("{")  # of which step it is cannot be known
     names = [path.name for path in previous_checkpoints(tmp_path / "step=3.ckpt")]
     assert names == ["step=4.ckpt", "step=2.ckpt", "step=1.ckpt"]
+
+
+def test_another_checkpoint_of_the_same_step_is_taken_first(tmp_path):
+    """With `save_last` there are two full directories of one step; if one is damaged, the other loses no step.
+
+    Fails with `step < last_step`: the run would fall back further than it must.
+    """
+    for name, step in (("step=1", 1), ("step=2", 2), ("step=3", 3), ("last", 2)):
+        write(tmp_path / f"{name}.ckpt", step)
+    for damaged, twin in (("last", "step=2"), ("step=2", "last")):
+        (tmp_path / f"{damaged}.ckpt" / "sharded" / "0").write_bytes(b"")
+        names = [path.name for path in previous_checkpoints(tmp_path / f"{damaged}.ckpt")]
+        assert names == [f"{twin}.ckpt", "step=1.ckpt"]
 
 
 FULL_DISK = """

@@ -1,5 +1,6 @@
 """Lightning's checkpoint interfaces on directories: `ckpt_path`, `save_checkpoint`, failed saves, random numbers."""
 
+import datetime
 import random
 import re
 import resource
@@ -10,12 +11,16 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
 from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -184,3 +189,175 @@ def test_too_little_room_is_found_before_anything_is_written(worker_pool, qwen3_
         assert needed > 1 << 20  # a margin for what is no tensor
         assert "save_top_k" in message
     assert list(tmp_path.iterdir()) == []
+
+
+class OwnTensors(SFTModule):
+    """A user's module with a buffer that it changes, one that is not persistent, a parameter and a metric."""
+
+    def __init__(self, model: str, optimizer: Any, variant: str = "") -> None:
+        super().__init__(model, optimizer, max_tokens_per_microbatch=64)
+        if variant != "without":
+            self.register_buffer("seen", torch.zeros(2 if variant != "longer" else 3))
+        if variant == "extra":
+            self.register_buffer("more", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.lengths = torchmetrics.MeanMetric()
+        self.lengths.persistent(True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.scratch += 1
+        if hasattr(self, "seen"):
+            self.seen += 1
+            with torch.no_grad():
+                self.scale *= 2
+            self.lengths.update(float(len(batch)))
+
+    def own(self) -> dict[str, list[float]]:
+        state = {
+            "seen": self.seen,
+            "scratch": self.scratch,
+            "scale": self.scale.detach(),
+            "mean": self.lengths.compute(),
+        }
+        return {name: value.reshape(-1).tolist() for name, value in state.items()}
+
+
+class LoadsByName(OwnTensors):
+    strict_loading = False
+
+
+def save_and_load_own_tensors(model: Path, directory: Path, world_size: int) -> dict[str, Any]:
+    """What a module of the user's holds after two steps, after a resume from there, in `validate`, and refusals."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    def fit(steps: int, ckpt_path: Path | None, variant: str = "", cls: Any = OwnTensors) -> Any:
+        module = cls(str(model), OptimizerConfig(lr=1e-3), variant)
+        trainer = make_trainer({}, world_size, max_steps=steps)
+        trainer.fit(module, SequenceDataModule(frozen_sequences(4 * steps), 4), ckpt_path=ckpt_path)
+        return trainer, module
+
+    def refusal(variant: str) -> str:
+        with pytest.raises(ValueError, match="outside `model`") as error:
+            fit(2, path, variant)
+        return str(error.value)
+
+    path = directory / "own.ckpt"
+    trainer, module = fit(2, None)
+    trainer.save_checkpoint(path)
+    found = {"saved": module.own(), "resumed": fit(3, path)[1].own()}
+    evaluated = OwnTensors(str(model), OptimizerConfig(lr=1e-3))
+    make_trainer({}, world_size).validate(evaluated, SequenceDataModule(frozen_sequences(4), 4), ckpt_path=path)
+    found["validated"] = evaluated.own()
+    found["refusals"] = {variant: refusal(variant) for variant in ("without", "extra", "longer")}
+    found["by name"] = fit(2, path, "extra", LoadsByName)[1].own()
+    return found
+
+
+def test_what_a_module_registers_itself_is_saved_and_restored(worker_pool, qwen3_dir, tmp_path):
+    """Persistent buffers, parameters and the persistent state of metrics; named where they do not fit.
+
+    Fails without the buffers in checkpoints, and with `strict=False` whatever the module says.
+    """
+    for found in worker_pool.run(
+        save_and_load_own_tensors, qwen3_dir, tmp_path, 2, world_size=2, init_process_group=False
+    ):
+        assert found["saved"] == {"seen": [2.0, 2.0], "scratch": [2.0], "scale": [4.0], "mean": [2.0]}
+        assert found["resumed"] == {"seen": [3.0, 3.0], "scratch": [1.0], "scale": [8.0], "mean": [2.0]}
+        assert found["validated"] == {**found["saved"], "scratch": [0.0]}
+        assert "not in the module: seen" in found["refusals"]["without"]
+        assert "not in the checkpoint: more" in found["refusals"]["extra"]
+        assert "of another shape: seen (2,) != (3,)" in found["refusals"]["longer"]
+        assert all("strict_loading=False" in message for message in found["refusals"].values())
+        assert found["by name"] == found["saved"] | {"scratch": [0.0]}
+
+
+class NotPlainData(pl.Callback):
+    """Has state that is not plain data."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"when": datetime.timedelta(seconds=3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def trust_on_request(model: Path, directory: Path, world_size: int) -> list[Any]:
+    """What a fit from a checkpoint with an object in it ends with, by `weights_only`."""
+
+    def fit(steps: int, **options: Any) -> tuple[pl.Trainer, Any]:
+        callback = NotPlainData()
+        trainer = make_trainer({}, world_size, max_steps=steps, callbacks=[callback])
+        trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(8), 4), **options)
+        return trainer, callback.state
+
+    path = directory / "object.ckpt"
+    fit(1)[0].save_checkpoint(path)
+    found: list[Any] = []
+    for weights_only in (None, True, False):
+        try:
+            found.append(fit(2, ckpt_path=path, weights_only=weights_only)[1])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_weights_only_false_trusts_a_checkpoint(worker_pool, qwen3_dir, tmp_path):
+    """As the refusal advises. Lightning does not pass the argument on to strategies that load after `setup`."""
+    arguments = (trust_on_request, qwen3_dir, tmp_path, 1)
+    (found,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    for message in found[:2]:
+        assert "load it with Trainer.fit(..., weights_only=False)" in message
+    assert found[2] == {"when": datetime.timedelta(seconds=3)}
+
+
+def save_to_urls(model: Path, directory: Path, world_size: int) -> dict[str, str]:
+    """The refusals of URLs wherever a checkpoint's place can be given."""
+    trainer = make_trainer({}, world_size, max_steps=1)
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))
+
+    def refusal(call: Any) -> str:
+        with pytest.raises(ValueError, match="is a URL") as error:
+            call()
+        return str(error.value)
+
+    def fit(ckpt_path: str | None = None, **options: Any) -> Any:
+        runner = make_trainer({}, world_size, max_steps=2, **options)
+        return lambda: runner.fit(make_module(model), SequenceDataModule(frozen_sequences(8), 4), ckpt_path=ckpt_path)
+
+    keepers = {url: ModelCheckpoint(url) for url in ("memory://a/b", "local:///tmp/b", "file:///tmp/b")}
+    saves = {"enable_checkpointing": True}
+    return {
+        "save_checkpoint": refusal(lambda: trainer.save_checkpoint("memory://a/by_hand.ckpt")),
+        "ckpt_path": refusal(fit("memory://a/last.ckpt")),
+        "default_root_dir": refusal(fit(**saves, default_root_dir="memory://a")),
+        "logger": refusal(fit(**saves, logger=CSVLogger("memory://a"))),
+        **{url: refusal(fit(**saves, callbacks=[keeper])) for url, keeper in keepers.items()},
+        "made": ", ".join(entry.name for entry in Path().absolute().iterdir() if ":" in entry.name),
+    }
+
+
+def test_urls_are_refused_and_no_directory_of_that_name_is_made(worker_pool, qwen3_dir, tmp_path):
+    arguments = (save_to_urls, qwen3_dir, tmp_path, 1)
+    (found,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    assert found.pop("made") == ""
+    for setting, message in found.items():
+        assert "Give a plain path" in message, setting
+    assert found["memory://a/b"].startswith("ModelCheckpoint(dirpath)='memory://a/b' is a URL (memory)")
+    assert "is a URL (file)" in found["file:///tmp/b"]
+    assert found["default_root_dir"].startswith("Trainer(default_root_dir)='memory://a'")
+    assert "CSVLogger(save_dir)" in found["logger"]
+
+
+class CopiesElsewhere(TorchCheckpointIO):
+    """A user's plugin."""
+
+
+@pytest.mark.parametrize("plugin", [CopiesElsewhere(), AsyncCheckpointIO()], ids=lambda it: type(it).__name__)
+def test_checkpoint_io_plugins_are_refused(plugin):
+    with pytest.raises(ValueError, match=rf"plugins=\[{type(plugin).__name__}\]\): MegatronStrategy writes and reads"):
+        pl.Trainer(accelerator="cpu", strategy=MegatronStrategy(), plugins=[plugin], logger=False)

@@ -2,7 +2,6 @@
 
 import pickle
 import shutil
-import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, read_manifest, record_file, write_manifest
+from tests.notices import collected
 from tests.strategy.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
@@ -50,15 +50,14 @@ def resume(model: Path, path: Path, world_size: int, strategy: dict[str, Any]) -
     keeps, module = KeepsWeights(), make_module(model)
     trainer = make_trainer(strategy, world_size, max_steps=3, callbacks=[keeps])
     notes: Notes = {"error": ""}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with collected() as caught:
         try:
             trainer.fit(module, SequenceDataModule(frozen_sequences(12), 4), ckpt_path=str(path))
         except ValueError as error:
             notes["error"] = str(error)
     pairs = zip(keeps.weights, module.parameters(), strict=True)
     notes["untouched"] = all(torch.equal(old, new) for old, new in pairs)
-    notes["warnings"] = [str(warning.message) for warning in caught if "damaged" in str(warning.message)]
+    notes["warnings"] = [message for message in caught if "damaged" in message]
     notes["steps"] = trainer.global_step
     return notes
 
@@ -182,6 +181,41 @@ def test_nothing_in_a_checkpoint_is_executed(worker_pool, qwen3_dir, saved, tmp_
             named = "common_state" if where.endswith(".distcp") else str(path / where)
             # rank 1 reads the states of its own generators, which are whole
             assert named in notes["error"] or (where == "rng/0.pt" and notes["error"] == ""), notes
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a/../../b", "link.distcp"])
+def test_an_index_names_no_file_outside(tmp_path, name):
+    """Nothing is opened, by training or by `convert`, which read through the same reader."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    from lightning_megatron_rl.strategy.shards import SavedShards
+
+    (tmp_path / "link.distcp").symlink_to("/etc/passwd")
+    index = {MetadataIndex("weight"): _StorageInfo(name, 0, 10)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=index)))
+    with pytest.raises(ValueError, match=r"\.metadata names a file outside its directory: .*It was not opened"):
+        SavedShards(tmp_path)
+    index = {MetadataIndex("weight"): _StorageInfo("__0_0.distcp", 0, 10)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=index)))
+    SavedShards(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["last_model_path", "kth_best_model_path", "best_k_models"])
+def test_a_checkpoint_does_not_say_what_is_deleted_elsewhere(tmp_path, key):
+    """ModelCheckpoint deletes the worst of those that its state names."""
+    from lightning_megatron_rl.strategy.checkpoint import _check_kept_checkpoints
+
+    directory = tmp_path / "run"
+    state = {"dirpath": str(directory), "best_model_path": str(tmp_path / "earlier" / "step=1.ckpt")}
+    inside = str(directory / "step=1.ckpt")
+    _check_kept_checkpoints(
+        tmp_path, {"callbacks": {"C": {**state, key: {inside: 0.0} if "models" in key else inside}}}
+    )
+    for outside in (str(tmp_path / "other.ckpt"), f"{directory}/../other.ckpt"):
+        value = {outside: 0.0} if "models" in key else outside
+        with pytest.raises(ValueError, match=r"names .*other\.ckpt as one of its checkpoints, which is outside"):
+            _check_kept_checkpoints(tmp_path, {"callbacks": {"C": {**state, key: value}}})
 
 
 def packed(state: Any) -> torch.Tensor:

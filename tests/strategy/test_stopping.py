@@ -19,6 +19,7 @@ from lightning_megatron_rl.strategy.manifest import FileRecord, read_manifest, w
 from lightning_megatron_rl.strategy.stopping import _link_for_requeue, stop_checkpoint
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code
 from tests.drills.job import IsTold, Job, history, train
+from tests.notices import collected
 from tests.selection import by_default
 from tests.training import fit_sft
 
@@ -68,14 +69,13 @@ def stop_without_checkpoints(model: Path) -> tuple[Any, list[str]]:
     """Exit code and warnings of a run without a ModelCheckpoint; it gives the signals back."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     code: Any = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with collected() as caught:
         try:
             fit_sft(model, {}, 1, callbacks=[IsTold(0)])
         except SystemExit as end:
             code = end.code
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
-    return code, [str(warning.message) for warning in caught]
+    return code, list(caught)
 
 
 def test_without_a_model_checkpoint_the_run_says_that_nothing_is_saved(worker_pool, qwen3_dir):

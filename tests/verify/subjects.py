@@ -1,5 +1,6 @@
 """What the tests verify: functions that worker processes import, right modules and wrong ones."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,38 @@ class WrongNormGradientSFT(SFTModule):
             if self.trainer.world_size > 1 and "decoder.final_layernorm" in name:
                 parameter.main_grad.mul_(2)
         return loss
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The gradient of the parameters that are called so is multiplied on one rank, before it is reduced."""
+
+    name: str
+    factor: float = 1.001
+    rank: int = 1
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        wrong = gradient.clone()
+        wrong[self.rows] *= self.factor
+        return wrong
+
+
+class FaultySFT(SFTModule):
+    """Has the fault that belongs to its micro-batches' budget: each layout of a verification may have another."""
+
+    def __init__(self, model: str, faults: dict[int, Fault], **options: Any) -> None:
+        super().__init__(model, **options)
+        self.faults = faults
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        fault = self.faults.get(self.max_tokens_per_microbatch)
+        if fault is None or self.trainer.global_rank != fault.rank:
+            return
+        found = [parameter for name, parameter in self.model.named_parameters() if fault.name in name]
+        assert len(found) == 1, f"{len(found)} parameters are called {fault.name}"
+        found[0].register_hook(fault)
 
 
 class SplitPersonalitySFT(SFTModule):

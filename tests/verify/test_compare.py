@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.verify.compare import make_row, model_order, reference_row
-from lightning_megatron_rl.verify.job import Measurement, compare_weights, write_weights
+from lightning_megatron_rl.verify.compare import blurred_parameters, make_row, model_order, reference_row
+from lightning_megatron_rl.verify.job import Measurement, compare_tensors, write_tensors
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.report import Report, Row
 
@@ -25,6 +25,10 @@ def measured(**changes: Any) -> Measurement:
         "step_s": 1.0,
         "peak_memory_gb": 1.0,
         "weight_errors": [dict.fromkeys(NAMES, 0.0)] * 2,
+        "gradient_errors": [dict.fromkeys(NAMES, 0.0)] * 2,
+        "weight_norms": [dict.fromkeys(NAMES, 1.0)] * 2,
+        "movements": [dict.fromkeys(NAMES, 0.1)] * 2,
+        "gradient_norms": [dict.fromkeys(NAMES, 2.0)] * 2,
         "checksum": "0",
         "num_experts": 0,
         "balance_coeff": 0.0,
@@ -69,6 +73,68 @@ def test_first_parameter_in_model_order_of_the_first_wrong_step_is_named():
     assert "step 2" not in found
 
 
+@pytest.mark.parametrize(
+    ("error", "noise", "found"),
+    [
+        (1.9e-5, 0.0, False),  # a gradient of norm 2, tolerance 1e-5
+        (2.1e-5, 0.0, True),
+        (2.1e-5, 3e-6, False),  # ten times what rounding makes of it
+        (1e-3, 3e-6, True),
+        (1e-3, 2e-4, False),  # a gradient that is rounding noise
+        (math.nan, 2e-4, True),
+        (math.inf, 0.0, True),
+    ],
+)
+def test_gradient_is_held_to_its_own_noise(error, noise, found):
+    errors = [{**dict.fromkeys(NAMES, 0.0), NAMES[1]: error}, dict.fromkeys(NAMES, 0.0)]
+    noises = measured(gradient_errors=[dict.fromkeys(NAMES, noise)] * 2)
+    row = make_row(parse_layout("tp2"), [measured(gradient_errors=errors)], measured(), 1e-5, noises)
+    assert (f"step 1: the gradient of {NAMES[1]} departs by" in row.reason) == found
+    on_another = make_row(parse_layout("tp2"), [measured(), measured(gradient_errors=errors)], measured(), 1e-5, noises)
+    assert ("on rank 1" in on_another.reason) == found
+
+
+def test_gradient_that_is_zero_is_held_to_the_norm_of_all():
+    """Experts without tokens: what is not exactly zero there is a millionth of a rounding error, or a fault."""
+    norms = [{NAMES[0]: 2.0, NAMES[1]: 0.0, NAMES[2]: 2.0}] * 2
+    reference = measured(gradient_norms=norms)
+    for error, verdict in ((0.0, "same"), (1e-9, "same"), (1e-6, "departs")):
+        errors = [{**dict.fromkeys(NAMES, 0.0), NAMES[1]: error}] * 2
+        assert make_row(parse_layout("ep2"), [measured(gradient_errors=errors)], reference, 1e-5).verdict == verdict
+
+
+def test_every_update_of_a_step_is_compared():
+    gradients = [dict.fromkeys(NAMES, 2.0)] * 4
+    errors = [dict.fromkeys(NAMES, 0.0)] * 3 + [{**dict.fromkeys(NAMES, 0.0), NAMES[2]: 1.0}]
+    reference = measured(gradient_norms=gradients)
+    row = make_row(parse_layout("tp2"), [measured(gradient_errors=errors)], reference, 1e-5)
+    assert f"step 2: the gradient of {NAMES[2]} departs by 5.00e-01" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "noise", "found"),
+    [
+        (4e-7, 1e-7, False),  # moved by 0.1: 4 times the noise; with the tolerance that would be 1e-6
+        (2e-6, 1e-7, True),  # 2e-5 of the way, and a fifth of the tolerance of the weight itself
+        (2e-6, 1e-6, False),
+        (2e-5, 1e-4, True),  # whatever the noise is
+    ],
+)
+def test_weights_are_held_to_their_way(error, noise, found):
+    errors = [{**dict.fromkeys(NAMES, 0.0), NAMES[1]: error}] * 2
+    noises = measured(weight_errors=[dict.fromkeys(NAMES, noise)] * 2)
+    row = make_row(parse_layout("tp2"), [measured(weight_errors=errors)], measured(), 1e-5, noises)
+    assert (f"step 1: {NAMES[1]} departs by" in row.reason) == found
+
+
+def test_gradients_of_mere_noise_are_told():
+    noise = measured(gradient_errors=[{NAMES[0]: 1e-5, NAMES[1]: 1.0, NAMES[2]: 3e-4}] * 2)
+    assert blurred_parameters(measured(), noise) == NAMES[1:]  # 10 x 3e-4 of 2 is more than 0.1 %
+    found = report(Row("tp2", 2, "same"))
+    found.blurred = NAMES[1:]
+    assert f"rounding would hide an error of 0.1 % in the gradient of {NAMES[1]}, {NAMES[2]}" in found.conclusion()
+
+
 def test_missing_weight_departs():
     assert "embed_tokens.weight departs by inf" in reason(weight_errors=[{NAMES[0]: math.inf}] * 2)
 
@@ -99,15 +165,15 @@ def test_model_order():
     assert sorted(names, key=model_order) == names
 
 
-def test_weights_are_compared_by_name_whatever_their_order(tmp_path):
-    weights = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2), "c": torch.ones(1)}
-    errors, checksum = write_weights(iter(weights.items()), tmp_path / "w")
-    assert errors == {"a": 0.0, "b": 0.0, "c": 0.0}
-    again, same = compare_weights(iter(reversed(weights.items())), tmp_path / "w")
-    assert (again, same) == (errors, checksum)
+def test_tensors_are_compared_by_name_whatever_their_order(tmp_path):
+    tensors = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2), "c": torch.ones(1)}
+    norms, checksum = write_tensors(iter(tensors.items()), tmp_path / "w")
+    assert norms == {"a": 5.0, "b": 0.0, "c": 1.0}
+    again, same = compare_tensors(iter(reversed(tensors.items())), tmp_path / "w")
+    assert (again, same) == (dict.fromkeys(tensors, 0.0), checksum)
     other = {"a": torch.tensor([3.0, 4.5]), "b": torch.zeros(3), "d": torch.ones(1)}
-    errors, changed = compare_weights(iter(other.items()), tmp_path / "w")
-    assert errors == {"a": pytest.approx(0.1), "b": math.inf, "c": math.inf, "d": math.inf}
+    errors, changed = compare_tensors(iter(other.items()), tmp_path / "w")
+    assert errors == {"a": 0.5, "b": math.inf, "c": math.inf, "d": math.inf}
     assert changed != checksum
 
 

@@ -1,0 +1,156 @@
+"""Whether a model may be trained: a shipped proof covers it, or the probe finds that both libraries agree on it."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_megatron_rl.models import signature
+from lightning_megatron_rl.models.hf_files import raise_everywhere
+from lightning_megatron_rl.models.miniature import shrink
+from lightning_megatron_rl.models.probe import FREQUENCY_TOLERANCE, TOLERANCE
+from lightning_megatron_rl.models.probe_process import ProbeError, run_probe
+from lightning_megatron_rl.versions import installed_versions
+
+VerifyModel = Literal["auto", "always", "never"]
+"""Probe models that no proof covers; every model; none, so that those without a proof are refused."""
+
+_MOST_NAMED = 12  # settings that a message names
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SOURCES = ("models", "compat")  # folders whose code computes models
+
+
+def check_mode(verify: str) -> None:
+    """Refuse an unknown mode.
+
+    Raises:
+        ValueError: With the known ones.
+    """
+    if verify not in get_args(VerifyModel):
+        raise ValueError(f"verify_model={verify!r} is none of {', '.join(map(repr, get_args(VerifyModel)))}.")
+
+
+def computed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's overrides of Megatron's `TransformerConfig` that change what a forward pass computes.
+
+    Raises:
+        ValueError: One of a size.
+    """
+    changed = {name: value for name, value in overrides.items() if signature.is_computed(name)}
+    for name, value in changed.items():
+        if name in signature.SIZE_FIELDS:
+            raise ValueError(f"model_config: {name}={value!r}: sizes are those of the checkpoint's weights; remove it.")
+    return changed
+
+
+def verify_model(
+    name: str, raw: dict[str, Any], config: Any, provider: Any, overrides: dict[str, Any], verify: VerifyModel
+) -> None:
+    """Refuse a model that Megatron may compute differently from Transformers; a collective unless a proof covers it.
+
+    The first rank runs the probe, in a process of its own.
+
+    Args:
+        name: Of the model, for messages.
+        raw: Content of its config.json.
+        config: The same as Transformers' config.
+        provider: Megatron-Bridge's config of it.
+        overrides: The user's, of the latter, from `computed_overrides`.
+        verify: When to run the probe.
+
+    Raises:
+        ValueError: No proof covers the model and it may not be probed, or the probe failed or found a difference; with
+            the settings that no proof covers.
+    """
+    departures = signature.departures(signature.signature(config, provider, overrides))
+    if departures == [] and verify != "always":
+        return
+    if verify == "never":
+        raise ValueError(
+            f"model {name!r} with verify_model='never': {_unproved(departures)}. Set verify_model='auto', which"
+            " compares a miniature of the model with Transformers once (some 15 s), or change these settings."
+        )
+    error = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        error = _probe(raw, config, overrides, use_cache=verify != "always")
+    raise_everywhere(None if error is None else f"model {name!r}: {error}. {_unproved(departures)}.")
+
+
+def _unproved(departures: list[str] | None) -> str:
+    if departures is None:
+        return "No proof is of this family with the installed versions of " + ", ".join(signature.LIBRARIES)
+    named = ", ".join(departures[:_MOST_NAMED]) + (", ..." if len(departures) > _MOST_NAMED else "")
+    return f"No proof covers {named}" if departures else "A proof covers its settings with other sizes"
+
+
+def _probe(raw: dict[str, Any], config: Any, overrides: dict[str, Any], *, use_cache: bool) -> str | None:
+    """Why a model is refused; None if a probe, now or earlier, has found no difference."""
+    small = shrink(raw, config)
+    file = _cache_directory() / f"{_key(small, overrides)}.json"
+    if use_cache and _is_cached(file):
+        return None
+    rank_zero_info("Comparing a miniature of the model with Transformers, which no shipped proof covers ...")
+    try:
+        found = run_probe(small, overrides)
+    except ProbeError as failure:
+        return f"Megatron and Transformers could not both run a miniature of its config.json: {failure}"
+    if found.agrees:
+        _store(file, {"difference": found.difference, "frequencies": found.frequencies})
+        return None
+    what = f"log-probs of a miniature of its config.json differ by up to {found.difference:.2g} (allowed {TOLERANCE:g})"
+    if found.frequencies > FREQUENCY_TOLERANCE:
+        what += f", rotary frequencies by up to {found.frequencies:.2g} of themselves"
+    return f"Megatron computes it differently from Transformers: {what}"
+
+
+# ---- what earlier probes have found ----------------------------------------------------------------------------------
+
+
+def _cache_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "lightning_megatron_rl" / "probes"
+
+
+def _key(small: dict[str, Any], overrides: dict[str, Any]) -> str:
+    """Name of all that a probe's result depends on."""
+    described = {name: repr(value) for name, value in overrides.items()}
+    parts = [small, described, installed_versions(("torch", *signature.LIBRARIES)), _source_hash()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _source_hash() -> str:
+    """Hash of the code that computes models."""
+    found = hashlib.sha256()
+    for folder in _SOURCES:
+        for file in sorted((_PACKAGE / folder).glob("*.py")):
+            found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _is_cached(file: Path) -> bool:
+    """Whether an earlier probe found no difference; a damaged file counts as none."""
+    try:
+        found = json.loads(file.read_bytes())
+        return 0 <= found["difference"] <= TOLERANCE and 0 <= found["frequencies"] <= FREQUENCY_TOLERANCE
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _store(file: Path, content: dict[str, float]) -> None:
+    """Write at once or not at all; without a place to write the next run probes again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=".partial-")
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump(content, stream)
+        os.replace(partial, file)
+    except OSError as error:
+        rank_zero_warn(f"The result of comparing the model with Transformers is not kept: {error}")

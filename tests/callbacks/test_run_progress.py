@@ -1,0 +1,111 @@
+"""What the console shows of a run: a line for each step, the time that is left, and where the outputs are."""
+
+import os
+import pty
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_megatron_rl.callbacks.hf_export import HFExport
+from lightning_megatron_rl.callbacks.run_progress import RunProgress, bar, describe, duration, outputs, planned_steps
+from tests.training import fit_sft
+
+METRICS = {
+    "reward/mean": 0.4375,
+    "policy/loss": 1.5e-3,
+    "rollout/response_len_mean": 5.25,
+    "rollout/response_len_max": 6.0,
+    "time/step_s": 12.5,
+    "time/rollout_s": 8.0,
+    "time/update_s": 3.0,
+    "val/sums/mean_at_1": 0.48,
+    "val/sums/mean_at_1_high": 0.5,
+}
+
+
+def test_a_line_has_what_matters():
+    line = describe(9, 90, 1012.5, METRICS, validated=False)
+    assert line == (
+        "step 9/90 (10%), 16:52 left | reward 0.4375 | policy/loss 0.0015 | length 5.2 (max 6)"
+        " | 12.50 s (rollout 8.00, update 3.00)"
+    )
+    assert describe(9, 90, 0.0, METRICS, validated=True).endswith(" | val/sums/mean_at_1 0.48")
+    assert describe(3, None, None, {"loss": 2.0}, validated=False) == "step 3 | loss 2"
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "batches", "expected"),
+    [
+        (90, -1, 4, 90),
+        (-1, 3, 10, 30),
+        (20, 3, 10, 20),
+        (-1, -1, 10, None),
+        (-1, 2, float("inf"), None),
+        (5, None, 9, 5),
+    ],
+)
+def test_the_whole_run_is_counted(max_steps, max_epochs, batches, expected):
+    """Lightning's bar counts an epoch, and writes -2 where there is no number of them."""
+    trainer: Any = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, num_training_batches=batches)
+    assert planned_steps(trainer) == expected
+
+
+def test_numbers_as_people_write_them():
+    assert (duration(59.6), duration(3725), duration(0)) == ("1:00", "1:02:05", "0:00")
+    assert (bar(5, 10), bar(12, 10), bar(3, None)) == ("[##########----------]", f"[{'#' * 20}]", "")
+    with pytest.raises(ValueError, match="every_n_steps=0"):
+        RunProgress(every_n_steps=0)
+
+
+def test_outputs_are_named(tmp_path):
+    callbacks = [ModelCheckpoint(dirpath=tmp_path / "checkpoints"), HFExport(str(tmp_path / "hf"))]
+    trainer: Any = SimpleNamespace(loggers=[CSVLogger(tmp_path, "logs", "")], callbacks=callbacks)
+    assert [place for _, place in outputs(trainer)] == [
+        str(tmp_path / "logs") + "/", str(tmp_path / "checkpoints"), str(tmp_path / "hf"),
+    ]  # fmt: skip
+
+
+def said(model: Path, world_size: int, *, terminal: bool) -> str:
+    """What a fit of three steps with two validations prints, to a file or to a terminal."""
+    reading, writing = pty.openpty() if terminal else os.pipe()
+    kept = os.dup(1)
+    os.dup2(writing, 1)
+    os.close(writing)
+    try:
+        fit_sft(
+            model, {}, world_size, steps=3, callbacks=[RunProgress()],
+            trainer={"enable_progress_bar": True, "val_check_interval": 1},
+        )  # fmt: skip
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    os.set_blocking(reading, False)
+    found = b""
+    try:
+        while part := os.read(reading, 65536):
+            found += part
+    except OSError:  # nothing more
+        pass
+    os.close(reading)
+    return found.decode()
+
+
+def test_a_run_in_a_log_and_on_a_terminal(worker_pool, qwen3_dir):
+    """One rank speaks; in a log each step is a line, on a terminal the line is rewritten until a validation."""
+    first, second = worker_pool.run(said, qwen3_dir, 2, terminal=False, world_size=2, init_process_group=False)
+    lines = [line for line in first.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in lines] == ["step 1/3 (33%)", "step 2/3 (66%)", "step 3/3 (100%)"]
+    for line in lines:
+        assert re.search(r" left \| policy/loss [\d.e-]+ \| [\d.]+ s \(update [\d.]+", line), line
+    assert re.search(r"^done: 3 steps, \d+:\d\d$", first, re.MULTILINE)
+    assert "Epoch" not in first
+    assert "\033" not in first
+    assert "step " not in second
+    shown, _ = worker_pool.run(said, qwen3_dir, 2, terminal=True, world_size=2, init_process_group=False)
+    assert "\r\033[K[######--------------] step 1/3 (33%)" in shown
+    assert "[####################] step 3/3 (100%)" in shown

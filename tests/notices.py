@@ -1,0 +1,46 @@
+"""What a run tells its user in the log, for tests."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOGGER = logging.getLogger("lightning_megatron_rl")
+
+
+class Keeps(logging.Handler):
+    """Keeps the messages of warnings and errors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Collect what is told inside."""
+    handler = Keeps()
+    LOGGER.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        LOGGER.removeHandler(handler)
+
+
+@contextmanager
+def told(match: str = "") -> Iterator[list[str]]:
+    """Collect what is told inside; at the end one of the messages must match."""
+    with collected() as messages:
+        yield messages
+    assert any(re.search(match, message) for message in messages), messages
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing may be told inside."""
+    with collected() as messages:
+        yield
+    assert messages == []

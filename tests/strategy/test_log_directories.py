@@ -1,0 +1,163 @@
+"""No run deletes or overwrites what another has logged; a resumed run continues its log, at the same steps."""
+
+import csv
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_megatron_rl.compat.csv_logger import AppendingWriter
+from lightning_megatron_rl.files import Lock
+from lightning_megatron_rl.modules.sft import SFTModule
+from tests.training import SequenceDataModule, frozen_sequences, make_trainer
+
+
+def rows(directory: Path) -> list[dict[str, str]]:
+    """The rows of a directory's metrics."""
+    with (directory / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def trained(directory: Path) -> list[int]:
+    """The steps of which a directory has training metrics."""
+    return [int(row["step"]) for row in rows(directory) if row.get("policy/loss")]
+
+
+class Logs:
+    """Runs of one worker that log into `save_dir`, each with a Trainer, a logger and a module of its own."""
+
+    def __init__(self, model: Path, directory: Path, world_size: int, version: Any) -> None:
+        self.model, self.directory, self.world_size, self.version = model, directory, world_size, version
+
+    def trainer(self, steps: int) -> Any:
+        keeper = ModelCheckpoint(self.directory / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
+        logger = CSVLogger(self.directory, name="run", version=self.version)
+        return make_trainer(
+            {},
+            self.world_size,
+            max_steps=steps,
+            enable_checkpointing=True,
+            callbacks=[keeper],
+            logger=logger,
+            log_every_n_steps=1,
+            val_check_interval=2,
+            check_val_every_n_epoch=None,
+        )
+
+    def module(self) -> SFTModule:
+        from megatron.core.optimizer import OptimizerConfig
+
+        return SFTModule(str(self.model), OptimizerConfig(lr=1e-3), max_tokens_per_microbatch=64)
+
+    def fit(self, steps: int, ckpt_path: Path | None = None) -> tuple[str, Any]:
+        trainer = self.trainer(steps)
+        trainer.fit(self.module(), SequenceDataModule(frozen_sequences(4 * steps), 4), ckpt_path=ckpt_path)
+        trainer.strategy.barrier()
+        return self._place(trainer), trainer
+
+    def evaluate(self, command: str) -> str:
+        trainer = self.trainer(1)
+        data = SequenceDataModule(frozen_sequences(4), 4)
+        data.test_dataloader = data.predict_dataloader = data.train_dataloader  # type: ignore[method-assign]
+        getattr(trainer, command)(self.module(), data)
+        trainer.strategy.barrier()
+        return self._place(trainer)
+
+    def _place(self, trainer: Any) -> str:
+        return str(Path(trainer.logger.log_dir).relative_to(self.directory / "run"))
+
+
+def run_into_one_directory(model: Path, directory: Path, world_size: int) -> dict[str, Any]:
+    """Where each command logs whose logger has the version "", and what the first run's log is at the end."""
+    logs = Logs(model, directory, world_size, "")
+    places: dict[str, Any] = {"fit": logs.fit(2)[0], "validate": [], "test": [], "predict": []}
+    first = (directory / "run" / "metrics.csv").read_bytes()
+    for command in ("validate", "test", "predict", "validate"):
+        places[command].append(logs.evaluate(command))
+    kept = (directory / "run" / "metrics.csv").read_bytes() == first
+    places["resumed"] = logs.fit(4, directory / "checkpoints" / "step=2.ckpt")[0]
+    places["other"], other = logs.fit(1)
+    places["other again"] = logs.fit(2, Path(other.checkpoint_callback.best_model_path))[0]
+    lock = Lock(directory / "run" / ".lightning-megatron-rl-run")
+    with closing(lock), pytest.raises(RuntimeError, match="another process is writing the log"):
+        logs.fit(5, directory / "checkpoints" / "step=2.ckpt")
+    return {"places": places, "kept": kept}
+
+
+@pytest.fixture(scope="module")
+def shared(worker_pool, qwen3_dir, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("shared")
+    arguments = (run_into_one_directory, qwen3_dir, directory, 1)
+    (found,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    return directory / "run", found
+
+
+def test_every_other_run_gets_a_directory_of_its_own(shared):
+    """With a version of the user's own `CSVLogger` deletes the metrics that it finds."""
+    _, found = shared
+    assert found["kept"]
+    places = found["places"]
+    assert places["fit"] == places["resumed"] == "."
+    assert places["validate"] == ["validate", "validate-2"]
+    assert (places["test"], places["predict"]) == (["test"], ["predict"])
+    assert places["other"] == places["other again"] == "fit-2"
+
+
+def test_a_resumed_run_continues_its_log_at_the_steps_of_its_checkpoints(shared):
+    """`global_step`, which Lightning's own count is one below; validations too, and Lightning's epoch stays."""
+    directory, _ = shared
+    assert trained(directory) == [1, 2, 3, 4]
+    # the checkpoint of step 2 was saved before the validation of that step, which the resumed run begins with
+    assert [int(row["step"]) for row in rows(directory) if row["val/loss"]] == [2, 2, 4]
+    assert all(row["epoch"] for row in rows(directory))
+    assert trained(directory / "fit-2") == [1, 2]
+    assert len(rows(directory / "validate")) == len(rows(directory / "validate-2")) == 1
+
+
+def test_loggers_get_the_settings(shared):
+    """Of module, data module and strategy, whoever built them."""
+    directory, _ = shared
+    settings = yaml.safe_load((directory / "hparams.yaml").read_text())
+    assert settings["model"]["class"] == "SFTModule"
+    assert settings["model"]["max_tokens_per_microbatch"] == 64
+    assert settings["model"]["optimizer_config"]["lr"] == 1e-3
+    assert settings["data"]["batch_size"] == 4
+    assert settings["strategy"]["tensor_model_parallel_size"] == 1
+    assert settings["strategy"]["async_save"] is True
+    assert settings["trainer"]["max_steps"] == 4
+    assert settings["versions"]["megatron-core"]
+    assert settings["run_id"]
+
+
+def fit_with_numbers(model: Path, directory: Path, world_size: int) -> list[str]:
+    """Where three runs log whose logger counts versions by itself; another process has taken one before it logs."""
+    logs = Logs(model, directory, world_size, None)
+    places = [logs.fit(1)[0]]
+    taken = directory / "run" / "version_1"
+    taken.mkdir(exist_ok=True)  # by either rank
+    (taken / "metrics.csv").write_bytes(b"step\r\n1\r\n")
+    logs.version = 1  # as two runs choose that start at the same time
+    places.append(logs.fit(1)[0])
+    return [*places, (taken / "metrics.csv").read_bytes()]
+
+
+def test_numbered_versions_are_counted_on(worker_pool, qwen3_dir, tmp_path):
+    arguments = (fit_with_numbers, qwen3_dir, tmp_path, 2)
+    for found in worker_pool.run(*arguments, world_size=2, init_process_group=False):
+        assert found == ["version_0", "version_2", b"step\r\n1\r\n"]
+
+
+def test_half_a_row_of_a_killed_run_stays_apart(tmp_path):
+    """And the header that is there is the one that new rows have."""
+    (tmp_path / "metrics.csv").write_bytes(b"a,b,step\r\n1,2,0\r\n3,")
+    writer = AppendingWriter(str(tmp_path))
+    writer.log_metrics({"b": 5.0, "a": 4.0}, 2)
+    writer.save()
+    assert (tmp_path / "metrics.csv").read_bytes() == b"a,b,step\r\n1,2,0\r\n3,\r\n4.0,5.0,2\r\n"
+    writer.log_metrics({"c": 6.0}, 3)
+    writer.save()
+    assert [row.get("c") for row in rows(tmp_path)] == ["", "", "", "6.0"]

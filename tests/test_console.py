@@ -1,0 +1,100 @@
+"""What is shown on the console, and what is in the log file."""
+
+import io
+import logging
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron_rl import console
+from lightning_megatron_rl.console import MessageLog, prints_to_log
+
+OURS = str(console.PACKAGE / "modules" / "grpo.py")
+LIBRARY = str(Path(sysconfig.get_paths()["purelib"]) / "megatron" / "core" / "some.py")
+
+
+@pytest.fixture
+def shown() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def taken(shown, monkeypatch) -> Iterator[MessageLog]:
+    """All records and warnings, until the test ends."""
+    log = MessageLog(shown)
+    kept = list(logging.root.handlers)
+    monkeypatch.setattr(warnings, "showwarning", log.warn)
+    logging.root.handlers[:] = [log]
+    yield log
+    logging.root.handlers[:] = kept
+    if log._file is not None:
+        log._file.close()
+
+
+def say(code: str, file: str, name: str = "somewhere") -> None:
+    """Run code as if it stood in a file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        exec(compile(f"import logging, warnings\n{code}", file, "exec"), {"__name__": name})
+
+
+WARNING = "warnings.warn('{text}', {category}, stacklevel={level})"
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_own_warnings_are_shown_wherever_they_point(taken, shown, tmp_path, level):
+    """A warning of ours names its caller's line, which is often a library's; those of libraries are in the file."""
+    say(WARNING.format(text="weights were lost", category="RuntimeWarning", level=level), OURS)
+    say(WARNING.format(text="hint of a library", category="UserWarning", level=level), LIBRARY)
+    say(WARNING.format(text="old name", category="DeprecationWarning", level=level), OURS)
+    assert shown.getvalue() == "RuntimeWarning: weights were lost\n"
+    taken.write_to(tmp_path / "run.log")
+    say(WARNING.format(text="later", category="UserWarning", level=level), LIBRARY)
+    text = (tmp_path / "run.log").read_text()
+    for part in ("weights were lost", "hint of a library", "old name", "later"):
+        assert part in text
+
+
+def test_a_users_own_warnings_are_shown(taken, shown, tmp_path):
+    reward = tmp_path / "my_rewards.py"
+    reward.write_text("")
+    say(WARNING.format(text="no answer", category="UserWarning", level=1), str(reward))
+    assert "no answer" in shown.getvalue()
+
+
+def test_what_is_said_by_way_of_lightnings_messengers(taken, shown, tmp_path):
+    """Records of `rank_zero_info` carry Lightning's file and name, whoever has called it."""
+    code = "from lightning.pytorch.utilities.rank_zero import rank_zero_info\nrank_zero_info('{}')"
+    logger = logging.getLogger("lightning.pytorch")
+    kept = list(logger.handlers), logger.propagate
+    try:
+        taken.take_over()
+        say(code.format("exported to runs/hf"), OURS)
+        say(code.format("GPU available: False"), LIBRARY)
+    finally:
+        logger.handlers[:], logger.propagate = kept
+    assert shown.getvalue() == "exported to runs/hf\n"
+    taken.write_to(tmp_path / "run.log")
+    assert "GPU available: False" in (tmp_path / "run.log").read_text()
+
+
+def test_errors_are_shown_whoever_says_them(taken, shown):
+    say("logging.getLogger('torch.x').error('broken')\nlogging.getLogger('torch.x').warning('hint')", LIBRARY)
+    assert shown.getvalue() == "broken\n"
+
+
+def test_prints_of_libraries_are_records(taken, shown, capsys, tmp_path):
+    taken.write_to(tmp_path / "run.log")
+    console.log.setLevel(logging.INFO)
+    try:
+        with prints_to_log():
+            say("print(' > number of parameters: 5', end='')\nprint()\nprint('next')", LIBRARY)
+        print("ours")
+    finally:
+        console.log.setLevel(logging.NOTSET)
+    assert capsys.readouterr().out == "ours\n"
+    assert shown.getvalue() == ""
+    assert "INFO lightning_megatron_rl.console:  > number of parameters: 5\n" in (tmp_path / "run.log").read_text()

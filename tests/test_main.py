@@ -1,0 +1,38 @@
+"""The process of the command line itself: what it sets before anything is imported."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.command_line import ROOT
+
+CODE = """
+import os, signal, sys
+from lightning_megatron_rl.__main__ import allow_interrupt
+allow_interrupt()
+os.kill(os.getpid(), signal.SIGINT)
+print("not interrupted")
+"""
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_interrupt_works_where_the_process_started_with_it_ignored(ignored):
+    """As the background jobs of a shell script are, and the steps of some CI systems."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.getsignal(signal.SIGINT))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", CODE],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.returncode == -signal.SIGINT  # Python ends an interrupted process so
+    assert "KeyboardInterrupt" in done.stderr
+    assert done.stdout == ""
