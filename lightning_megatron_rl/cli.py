@@ -25,6 +25,7 @@ from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -47,7 +48,7 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
-_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightSync)
+_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightAverage, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 # an installed package has configs/ inside, a checkout beside it
@@ -111,6 +112,7 @@ class CommandLine(LightningCLI):
     """LightningCLI that refuses what it would otherwise ignore, and says in a few words what is wrong."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        self._runs = run  # otherwise there are no subcommands: the classes are built, and the caller uses them
         super().__init__(
             model_class=pl.LightningModule,
             datamodule_class=pl.LightningDataModule,
@@ -136,23 +138,28 @@ class CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Refuse environment variables that would be ignored, then parse as always."""
         arguments = sys.argv[1:] if args is None else args
-        if arguments and arguments[0].partition("=")[0] == "--print_completion":
+        if arguments and arguments[0].partition("=")[0] == "--print_completion" and self._runs:
             # also in jsonargparse's words, `--print_completion=shtab-bash`, whose own takes minutes
             self._print_completion(*[word for word in (arguments[0].partition("=")[2], *arguments[1:]) if word])
         found = shipped_configs(arguments)
-        for command in self.subcommands():
-            prefix = f"PL_{command.upper()}__"
-            keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
-            names = [prefix + key.upper().replace(".", "__") for key in keys]
-            for name in os.environ:
-                if name.startswith(prefix) and name not in names:
-                    parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
+        for command in self.subcommands() if self._runs else [None]:
+            self._check_environment(parser, command)
         if found == arguments:
             super().parse_arguments(parser, args)
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # for whoever passes them
             super().parse_arguments(parser, found)
+
+    def _check_environment(self, parser: LightningArgumentParser, command: str | None) -> None:
+        start = "PL_" if command is None else f"PL_{command.upper()}__"
+        keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
+        names = [start + key.upper().replace(".", "__") for key in keys]
+        # without a command, PL_... may also be a variable of Lightning's own
+        prefixes = (start,) if command else tuple(f"{start}{part}__" for part in ("TRAINER", "MODEL", "DATA"))
+        for name in os.environ:
+            if name.startswith(prefixes) and name not in names:
+                parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
 
     def before_instantiate_classes(self) -> None:
         """Refuse GPUs that are not there, or cannot be used, before anything is built."""
@@ -215,7 +222,8 @@ class CommandLine(LightningCLI):
         self.parser.exit()
 
     def _fail(self, message: str) -> NoReturn:
-        self.parser.exit(2, f"{PROGRAM} {self.subcommand}: error: {mask_text(message)}\n")
+        program = f"{PROGRAM} {self.subcommand}" if self._runs else PROGRAM
+        self.parser.exit(2, f"{program}: error: {mask_text(message)}\n")
 
 
 def shipped_configs(arguments: list[str]) -> list[str]:

@@ -360,3 +360,32 @@ def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, t
     assert yaml.safe_load(config.read_text()) == before
     assert "reward/last_digit" in log.read_text()
     assert (tmp_path / "grpo" / "hf" / "last" / "config.json").exists()
+
+
+def test_classes_are_built_for_a_caller_who_runs_them(tmp_path, monkeypatch, capsys):
+    """`run=False`, as with any LightningCLI: no subcommand in the config, and mistakes are refused as always."""
+    from lightning_megatron_rl.cli import CommandLine
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    config = yaml.safe_load((ROOT / "configs" / "demo" / "sft.yaml").read_text())
+    config["trainer"]["accelerator"] = "cpu"
+    config["seed_everything"] = False
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "3")
+    config["trainer"].pop("max_steps", None)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    cli_ = CommandLine(["--config", str(tmp_path / "config.yaml")], run=False)
+    assert isinstance(cli_.model, SFTModule)
+    assert isinstance(cli_.trainer.strategy, MegatronStrategy)
+    assert cli_.trainer.max_steps == 3
+    for arguments, environment, said in (
+        (["--trainer.max_stps", "3"], {}, "did you mean trainer.max_steps?"),
+        ([], {"PL_TRAINER__MAX_STPS": "3"}, "unknown environment variable PL_TRAINER__MAX_STPS"),
+        (["--trainer.gradient_clip_algorithm", "nobody"], {}, "gradient_clip_algorithm"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit):
+                CommandLine(["--config", str(tmp_path / "config.yaml"), *arguments], run=False)
+        assert said in capsys.readouterr().err

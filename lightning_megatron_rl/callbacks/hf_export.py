@@ -1,7 +1,7 @@
 """`HFExport`: the trained policy as a Hugging Face directory, proved by reading it back."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
+from lightning_megatron_rl.callbacks.weight_average import AVERAGE, WeightAverage
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
@@ -52,6 +53,7 @@ class HFExport(Callback):
             too. What is there stays until the new one is proved.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
+        average: Export the average that a `WeightAverage` callback keeps, in place of the weights themselves.
         on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
             lists the failures (exit code 1); with "warn" it ends as if nothing had been; "raise" stops it at once.
 
@@ -69,6 +71,7 @@ class HFExport(Callback):
         adapter: Literal["merged", "peft", "both"] = "merged",
         max_shard_size_gb: float = 5.0,
         on_error: Literal["fail", "warn", "raise"] = "fail",
+        average: bool = False,
     ) -> None:
         if on_error not in ("fail", "warn", "raise"):
             raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
@@ -84,6 +87,7 @@ class HFExport(Callback):
         self.adapter = adapter
         self.max_shard_size = int(max_shard_size_gb * 1e9)
         self.on_error = on_error
+        self.average = average
         self.failures: list[str] = []
         self._resumed = False
 
@@ -92,8 +96,8 @@ class HFExport(Callback):
 
         Raises:
             OSError: The directory cannot be written.
-            ValueError: There are no adapters to export; or an export is there already, the run is not resumed, and
-                `overwrite` is off.
+            ValueError: There are no adapters, or no average, to export; or an export is there already, the run is not
+                resumed, and `overwrite` is off.
         """
         if stage != "fit":
             return
@@ -102,6 +106,12 @@ class HFExport(Callback):
             raise ValueError(
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
                 " adapter='merged', which writes the weights of any model."
+            )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.average and not any(isinstance(callback, WeightAverage) for callback in callbacks):
+            raise ValueError(
+                "HFExport(average=True): the run keeps no average. Add WeightAverage(decay=...) to the Trainer's"
+                " callbacks, before HFExport, or leave average out."
             )
         run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
@@ -187,7 +197,8 @@ class HFExport(Callback):
         Raises:
             ValueError: It failed, and `on_error` is "raise".
         """
-        with pl_module.phase("hf_export"):
+        weights = pl_module.strategy.averages[AVERAGE].in_place() if self.average else nullcontext()
+        with pl_module.phase("hf_export"), weights:
             probe = _probe(pl_module.hf_model.config.vocab_size)
             expected = pl_module.export_outputs(probe) if self.verify else []
             for target in self._directories(directory):

@@ -56,6 +56,18 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         self._train_loader_owner: L.Trainer | None = None
         self._position: dict[str, Any] | None = None  # of a checkpoint, until the training loader exists
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "RowDataModule[Any]":
+        """Refuse: a checkpoint is a directory, and holds the position in the data, not how the data are made.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint holds the position in the"
+            " data alone. Build the data module as in the run's config, and resume with Trainer.fit(ckpt_path=...)."
+        )
+
     @abstractmethod
     def encode(self, rows: list[Row], dataset: str, source_name: str) -> list[Item]:
         """The items of all rows that are not left out."""

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
@@ -169,6 +170,11 @@ class ModelModule(TakesSteps, ReportsSteps):
         """Copies of the model that stay on the GPU beside it."""
         return 0
 
+    @property
+    def num_averages(self) -> int:
+        """Averages of the weights that a fit keeps beside the optimizer's state."""
+        return sum(isinstance(callback, WeightAverage) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""
         from lightning_megatron_rl.models.hf_model import HFModel
@@ -221,8 +227,11 @@ class ModelModule(TakesSteps, ReportsSteps):
 
         return self.optimizer_config or OptimizerConfig(lr=self.default_lr, weight_decay=0.0)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Do nothing: Lightning zeroes after `training_step`, when Megatron's gradients are already there."""
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Do nothing: there is one optimizer, and its parameters stay trainable."""
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Do nothing, as `toggle_optimizer`."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave the batch on the CPU: sequences are laid out there, and only micro-batches go to the device."""

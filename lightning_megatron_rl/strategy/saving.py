@@ -21,6 +21,7 @@ from lightning_megatron_rl.files import check_local
 from lightning_megatron_rl.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
@@ -48,6 +49,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     use_distributed_optimizer: bool
     verify_checkpoints: bool = True
     fall_back_to_previous: bool = False
+    _is_set_up = False  # whether there is a model to save
     _saved: SavedMoment | None = None
     _resumed_from: tuple[Path, dict[str, Any]] | None = None  # the checkpoint that this fit goes on from, its manifest
     trained_on_top_of: dict[str, Any] | None = None
@@ -100,7 +102,12 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         return state
 
     def _optimizer_states(
-        self, optimizers: Sequence[Optimizer], models: Mapping[str, Any], *, is_loading: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        models: Mapping[str, Any],
+        *,
+        is_loading: bool,
+        averages: Mapping[str, int] | None = None,
     ) -> dict[str, tuple[MegatronOptimizer, OptimizerState]]:
         """The state of each optimizer, and of `optimizers_saved_with_model`, by its name in the checkpoint.
 
@@ -108,6 +115,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             optimizers: Of the module's own model, if they are saved at all.
             models: Sharded state dicts of all models.
             is_loading: Whether they are to be loaded.
+            averages: Names of the averages that are to be loaded.
         """
         if not optimizers:
             return {}
@@ -116,12 +124,14 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         found = {}
         for name, optimizer in named.items():
             assert isinstance(optimizer, MegatronOptimizer)
-            found[name] = optimizer, optimizer.state_of(dict(models), is_loading=is_loading)
+            found[name] = optimizer, optimizer.state_of(dict(models), is_loading=is_loading, averages=averages)
         return found
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
         assert self.lightning_module is not None
+        if not self._is_set_up:
+            return {}
         self.gather_parameters()
         other = dict(_state_outside_model(self.lightning_module).items())
         return {**self._model_state(), **self._other_models_state(), "other": other}
@@ -149,6 +159,11 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 f"storage_options={storage_options!r}: distributed checkpoints are written to a local or shared file"
                 " system and take no storage options."
             )
+        if not self._is_set_up:  # asked for by a callback that answers the error which has ended the run
+            rank_zero_only(tell_loss)(
+                f"no checkpoint {filepath} was written: the run ended before its model was there."
+            )
+            return
         check_local(filepath, "checkpoint")
         with self.phase("checkpoint save"):
             path = Path(self.broadcast(str(filepath)))
@@ -172,6 +187,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 "has_optimizer": has_optimizer,
                 "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
+                "averages": {name: average.count for name, average in self.averages.items()} if optimizers else {},
             }
             trainer_state = {**checkpoint, "state_dict": state["other"]}
             content = sharded if source is None else source
@@ -234,7 +250,8 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
             generators = self._load_generators(path, layout) if self.optimizers else None
             sharded.update(self._other_models_state())
-            optimizers = self._optimizer_states(self.optimizers, sharded, is_loading=True)
+            averages = layout.get("averages", {})  # not in checkpoints of older versions
+            optimizers = self._optimizer_states(self.optimizers, sharded, is_loading=True, averages=averages)
             sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in optimizers.items()})
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
@@ -242,11 +259,30 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             run_on_all_ranks(lambda: _check_finite(path, held))
             for name, (optimizer, optimizer_state) in optimizers.items():
                 optimizer.load_state(optimizer_state, loaded[name])
+            self._count_averages(path, averages)
             if generators is not None:
                 checkpoint_io.set_rng_state(generators)
             if self.optimizers:
                 self._resumed_from = path.resolve(), layout
             return trainer_state
+
+    @property
+    def averages(self) -> dict[str, AveragedWeights]:
+        """Averages of the module's weights that this fit keeps, by name."""
+        return {
+            name: average
+            for optimizer in self.optimizers
+            if isinstance(optimizer, MegatronOptimizer)
+            for name, average in optimizer.averages.items()
+        }
+
+    def _count_averages(self, path: Path, saved: Mapping[str, int]) -> None:
+        for name, average in self.averages.items():
+            if name in saved:
+                average.count = saved[name]
+                continue
+            average.restart()
+            rank_zero_only(tell_loss)(f"checkpoint {path} has no average {name!r}: it starts from the weights loaded.")
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.

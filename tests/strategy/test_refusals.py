@@ -88,7 +88,7 @@ def test_settings_that_would_change_numbers(worker_pool, broken_model):
     expected = {
         "accumulate": (
             {"trainer": {"accumulate_grad_batches": 2}},
-            ["ValueError", "accumulate_grad_batches=2", "raise the data module's batch_size"],
+            ["ValueError", "accumulate_grad_batches=2", "Raise the data module's batch_size"],
         ),
         "manual": (
             {"module": ManualModule},
