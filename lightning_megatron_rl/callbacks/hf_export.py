@@ -18,6 +18,7 @@ from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.resuming import resumes
@@ -27,6 +28,10 @@ from lightning_megatron_rl.strategy.resuming import resumes
 # activations carry 8 bits: single log-probs differ by some 0.1; a wrong, missing or permuted tensor by far more.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
+_RANGES = {
+    "every_n_steps": COUNT.called("leave it out to export at the end only"),
+    "max_shard_size_gb": POSITIVE.called("it is a size in 10^9 bytes"),
+}
 
 
 class HFExport(Callback):
@@ -65,10 +70,7 @@ class HFExport(Callback):
         max_shard_size_gb: float = 5.0,
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
-        if not max_shard_size_gb > 0:
-            raise ValueError(f"max_shard_size_gb={max_shard_size_gb}: a size in 10^9 bytes, above 0.")
+        check_ranges(_RANGES, locals(), "HFExport.")
         self.dirpath = Path(dirpath)
         self.every_n_steps = every_n_steps
         self.at_end = at_end

@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
+
 
 class MemorySnapshot(Callback):
     """Write what holds the GPU's memory, and where it was allocated, to look at with https://pytorch.org/memory_viz.
@@ -29,10 +31,8 @@ class MemorySnapshot(Callback):
 
     def __init__(self, directory: str, steps: list[int] | None = None, max_entries: int = 100_000) -> None:
         self.steps = [0] if steps is None else steps
-        if any(step < 0 for step in self.steps):
-            raise ValueError(f"steps={steps}: a global_step is 0 or more.")
-        if max_entries < 1:
-            raise ValueError(f"max_entries={max_entries}: at least one allocation must be remembered.")
+        ranges = {"steps": COUNT_OR_NONE.called("it is a global_step"), "max_entries": COUNT}
+        check_ranges(ranges, locals(), "MemorySnapshot.")
         self.directory = Path(directory)
         self.max_entries = max_entries
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.files import check_writable
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
@@ -29,8 +30,7 @@ class RolloutSamples(Callback):
     """
 
     def __init__(self, num_samples: int = 3, every_n_steps: int = 10, dirpath: str | None = None) -> None:
-        if num_samples < 0 or every_n_steps < 1:
-            raise ValueError(f"num_samples={num_samples} must be >= 0 and every_n_steps={every_n_steps} >= 1.")
+        check_ranges({"num_samples": COUNT_OR_NONE, "every_n_steps": COUNT}, locals(), "RolloutSamples.")
         self.num_samples = num_samples
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath

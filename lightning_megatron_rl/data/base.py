@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
 from lightning_megatron_rl.data.sources import Row, Source, describe_source, load_rows, needs_download
 from lightning_megatron_rl.data.templates import load_tokenizer
+from lightning_megatron_rl.ranges import COUNT, SEED, check_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +36,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         seed: int,
     ) -> None:
         super().__init__()
-        if batch_size < 1 or (val_batch_size is not None and val_batch_size < 1):
-            raise ValueError(f"batch_size={batch_size} and val_batch_size={val_batch_size} must be at least 1")
+        check_ranges({"batch_size": COUNT, "val_batch_size": COUNT, "seed": SEED}, locals(), "data.")
         if "train" in (val or {}):
             raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
         self.train_source = train

@@ -10,6 +10,7 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.sft import completion_segments, segments_to_sequence
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import Message, PromptTemplate, check_messages, conversation_segments
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 
 
 @dataclass
@@ -83,6 +84,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         seed: int = 0,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
+        check_ranges({"max_length": COUNT}, locals(), "data.")
         self.prompt_column = prompt_column
         self.chosen_column = chosen_column
         self.rejected_column = rejected_column

@@ -15,6 +15,7 @@ from lightning_megatron_rl.data.templates import (
     conversation_segments,
     tokenize_segment,
 )
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,8 +80,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         max_tokens_per_batch: int | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
-        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-            raise ValueError(f"max_tokens_per_batch={max_tokens_per_batch}: it is a number of tokens, at least 1")
+        check_ranges({"max_length": COUNT, "max_tokens_per_batch": COUNT}, locals(), "data.")
         self.max_tokens_per_batch = max_tokens_per_batch
         self.prompt_column = prompt_column
         self.completion_column = completion_column

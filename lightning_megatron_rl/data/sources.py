@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_megatron_rl.ranges import COUNT, check_ranges
+
 Row = dict[str, Any]
 
 _OTHER_TABLE_SUFFIXES = {".json", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".gz", ".zst", ".xlsx", ".npy", ".pt"}
@@ -43,8 +45,7 @@ class DataSource:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit} leaves no rows of {self.path!r}: set at least 1, or null for all")
+        check_ranges({"limit": COUNT.called("null takes all rows")}, vars(self), f"{self.path!r}: ")
 
 
 Source = RowSource | DataSource | str

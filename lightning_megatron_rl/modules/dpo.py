@@ -13,9 +13,17 @@ from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.ranges import POSITIVE, Range, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
+
+_RANGES = {
+    "beta": POSITIVE.called("0.1 is usual, a smaller one ties less"),
+    "label_smoothing": Range(
+        least=0, below=0.5, note="at 0.5 preferences say nothing, beyond it they are the wrong way round"
+    ),
+}
 
 
 class DPOModule(PairModule, PolicyModule):
@@ -76,15 +84,9 @@ class DPOModule(PairModule, PolicyModule):
             lora=lora,
             init_from=init_from,
         )
-        if beta <= 0:
-            raise ValueError(f"beta={beta}: it must be positive; 0.1 is usual, a smaller one ties less.")
+        check_ranges(_RANGES, locals())
         if loss not in ("sigmoid", "ipo"):
             raise ValueError(f"unknown loss {loss!r}: choose one of ipo, sigmoid")
-        if not 0 <= label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing={label_smoothing}: a share of preferences from 0 to below 0.5; at 0.5 they say"
-                " nothing, and beyond they are the wrong way round."
-            )
         if loss == "ipo" and label_smoothing:
             raise ValueError(f"label_smoothing={label_smoothing} with loss='ipo', which has none: set it to 0.")
         self.beta = beta

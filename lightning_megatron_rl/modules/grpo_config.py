@@ -10,6 +10,7 @@ from lightning_megatron_rl.algorithms.correction import Correction, correction
 from lightning_megatron_rl.algorithms.kl import KLEstimator, kl_estimator
 from lightning_megatron_rl.algorithms.policy_losses import PolicyLoss, gspo, policy_loss
 from lightning_megatron_rl.algorithms.schedules import LinearSchedule
+from lightning_megatron_rl.ranges import FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range, check_ranges
 
 # what each loss and correction is called with, by its own argument: the setting that holds it
 _POLICY_LOSS_OPTIONS = {
@@ -22,6 +23,20 @@ _CORRECTION_OPTIONS = {
     "tis": {"level": "correction_level", "cap": "correction_cap"},
     "icepop": {"low": "icepop_low", "high": "icepop_high"},
     "geo_mask": {"low": "geo_mask_low", "high": "geo_mask_high"},
+}
+_RANGES = {
+    "clip_low": PROBABILITY.called("the lower bound 1 - clip_low of the ratio must be positive"),
+    "clip_high": NOT_NEGATIVE,
+    "dual_clip": Range(above=1, note="3 is usual, null sets no bound"),
+    "sapo_tau_positive": POSITIVE,
+    "sapo_tau_negative": POSITIVE,
+    "kl_coef": NOT_NEGATIVE,
+    "entropy_coef": FINITE,
+    "correction_cap": POSITIVE,
+    "icepop_low": NOT_NEGATIVE,
+    "icepop_high": POSITIVE,
+    "geo_mask_low": NOT_NEGATIVE,
+    "geo_mask_high": POSITIVE,
 }
 
 
@@ -123,16 +138,7 @@ class GRPOLossConfig:
         return {argument: getattr(self, setting) for argument, setting in names.items()}
 
     def _check_ranges(self) -> None:
-        for name in ("clip_low", "clip_high", "kl_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it cannot be negative.")
-        for name in ("correction_cap", "sapo_tau_positive", "sapo_tau_negative"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be positive.")
-        if self.clip_low >= 1:
-            raise ValueError(f"clip_low={self.clip_low}: the lower bound 1 - clip_low of the ratio must be positive.")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip}: it must be above 1 (3 is usual), or null for no such bound.")
+        check_ranges(_RANGES, vars(self), "loss.")
         for name in ("icepop", "geo_mask"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if not 0 <= low < 1 < high:

@@ -20,11 +20,13 @@ from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rollout.engine import RolloutEngine
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -72,7 +74,8 @@ class ModelModule(TakesSteps, ReportsSteps):
         init_from: str | None = None,
     ) -> None:
         super().__init__()
-        check_num_tokens("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        check_ranges({"max_tokens_per_microbatch": COUNT.called("it is a number of tokens")}, locals())
+        check_optimizer_numbers(optimizer)
         if init_from is not None and lora is not None:
             raise ValueError(
                 f"init_from={init_from!r} with lora: adapters belong to the weights of a model directory. Export the"
@@ -339,13 +342,3 @@ class ModelModule(TakesSteps, ReportsSteps):
             forward_only=forward_only,
             chunks=chunks,
         )
-
-
-def check_num_tokens(name: str, value: int) -> None:
-    """Refuse a number of tokens below 1.
-
-    Raises:
-        ValueError: With name and value.
-    """
-    if value < 1:
-        raise ValueError(f"{name}={value}: it is a number of tokens, at least 1.")

@@ -29,6 +29,7 @@ from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -139,6 +140,7 @@ class PPOModule(GRPOModule):
                 f"init_from={init_from!r} without critic.model or critic.init_from: the critic would start from the"
                 f" weights of {model!r}, not from the actor's. Give one of them."
             )
+        check_optimizer_numbers(critic_optimizer, "critic_optimizer.")
         self.critic_optimizer_config = critic_optimizer
         self.value_loss = ValueLoss(self.critic_settings.value_clip)
         self.critic: Critic | None = None  # no submodule: the strategy trains `model`, this module trains the critic

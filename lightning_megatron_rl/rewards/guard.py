@@ -9,12 +9,19 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
+from lightning_megatron_rl.ranges import COUNT, FINITE, POSITIVE, check_ranges
 from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describe_sample, reward_name
 from lightning_megatron_rl.rewards.deadline import BoundedCalls
 from lightning_megatron_rl.sample import Sample
 
 DEADLINE_SECONDS = 120.0
 _MAX_NAMED = 3  # failed samples that a warning describes
+_RANGES = {
+    "deadline_s": POSITIVE.called("it is a number of seconds"),
+    "default": FINITE,
+    "batch_size": COUNT,
+    "concurrency": COUNT,
+}
 
 
 class GuardedReward:
@@ -50,16 +57,9 @@ class GuardedReward:
     ) -> None:
         self.reward = reward
         self.name = reward_name(reward)
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"deadline_s={deadline_s} of the reward {self.name!r}: give a positive number of seconds")
+        check_ranges(_RANGES, locals(), f"reward {self.name!r}: ")
         if on_error not in ("default", "raise"):
             raise ValueError(f"on_error={on_error!r} of the reward {self.name!r}: choose one of default, raise")
-        if not math.isfinite(default):
-            raise ValueError(f"default={default} of the reward {self.name!r}: give a finite number")
-        if (batch_size is not None and batch_size < 1) or concurrency < 1:
-            raise ValueError(
-                f"batch_size={batch_size} and concurrency={concurrency} of the reward {self.name!r} must be at least 1"
-            )
         self.deadline_s = deadline_s
         self.on_error = on_error
         self.default = default

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
 from lightning_megatron_rl.sample import Sample
@@ -135,7 +136,9 @@ class LengthPenalty:
     """
 
     def __init__(self, free_tokens: int, max_tokens: int, name: str = "length_penalty") -> None:
-        if not 0 <= free_tokens < max_tokens:
+        ranges = {"free_tokens": COUNT_OR_NONE, "max_tokens": COUNT}
+        check_ranges(ranges, locals(), f"reward {name!r}: ")
+        if free_tokens >= max_tokens:
             raise ValueError(
                 f"free_tokens={free_tokens}, max_tokens={max_tokens} of the reward {name!r}: it falls from 0 at the "
                 "first to -1 at the second, so 0 <= free_tokens < max_tokens"

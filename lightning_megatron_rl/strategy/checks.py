@@ -10,7 +10,16 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+
+_TRAINER_RANGES = {
+    "gradient_clip_val": NOT_NEGATIVE.called("leave it out for no clipping"),
+    "log_every_n_steps": COUNT_OR_NONE,
+    "val_check_interval": POSITIVE.called("set limit_val_batches=0 for no validation"),
+    "check_val_every_n_epoch": COUNT,
+    "num_sanity_val_steps": Range(least=-1, whole=True, note="-1 runs all validation batches"),
+}
 
 
 def check_trainer(trainer: "pl.Trainer") -> None:
@@ -22,6 +31,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
     """
     if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
         check_cuda(measure_devices(imports=False))
+    check_trainer_numbers(trainer)
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: one batch is one mini-batch here, and"
@@ -36,6 +46,21 @@ def check_trainer(trainer: "pl.Trainer") -> None:
             " gradients nor steps learning-rate schedulers, and counts steps differently. Keep automatic optimisation;"
             " for several updates per batch call self.optimizers().step() for all but the last."
         )
+
+
+def check_trainer_numbers(trainer: "pl.Trainer") -> None:
+    """Refuse numbers of the Trainer that Lightning takes and that mean nothing.
+
+    Raises:
+        ValueError: With the name, the value and the range.
+    """
+    given = {name: getattr(trainer, name) for name in _TRAINER_RANGES}
+    # -1 was made infinite; an interval of time is text
+    given["num_sanity_val_steps"] = min(trainer.num_sanity_val_steps, 10**9)
+    given["val_check_interval"] = (
+        trainer.val_check_interval if isinstance(trainer.val_check_interval, int | float) else None
+    )
+    check_ranges(_TRAINER_RANGES, given, "trainer.")
 
 
 def check_checkpoint_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
+from lightning_megatron_rl.ranges import POSITIVE, check_ranges
 from lightning_megatron_rl.strategy.checks import (
     avoid_inference_tensors,
     check_optimizers,
@@ -120,8 +121,7 @@ class MegatronStrategy(StopsTogether):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: the process-group timeout is a positive number of seconds.")
+        check_ranges({"timeout_s": POSITIVE.called("seconds after which a collective fails")}, locals())
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
