@@ -55,8 +55,9 @@ ROOMS = ("algorithms", "callbacks", "data", "environments", "models", "modules",
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
     "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment", "HoldsReference",
-    "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader", "PairModule",
-    "PipelineSplit", "Placement", "PolicyModule", "Reply", "SamplesResponses", "SequenceCost", "ShardedViews",
+    "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader",
+    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Reply", "SamplesResponses", "SequenceCost",
+    "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "CollectiveStrategy", "ServiceReward",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",

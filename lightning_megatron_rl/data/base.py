@@ -1,5 +1,6 @@
 """What the data modules share: named sets of encoded rows, global batches over data-parallel ranks, exact resume."""
 
+import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
-from lightning_megatron_rl.data.sources import Row, Source, describe_source, load_rows, needs_download
+from lightning_megatron_rl.data.sources import DataSource, Row, Source, describe_source, load_rows, needs_download
 from lightning_megatron_rl.data.templates import load_tokenizer
 from lightning_megatron_rl.ranges import COUNT, SEED, check_ranges
 
@@ -37,8 +38,16 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         check_ranges({"batch_size": COUNT, "val_batch_size": COUNT, "seed": SEED}, locals(), "data.")
-        if "train" in (val or {}):
-            raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
+        for name in val or {}:
+            if name == "train":
+                raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"the validation set {name!r}: name it with letters, digits, '_', '.' and '-' alone")
+        for source in (train, *(val or {}).values()):
+            if isinstance(source, str):
+                DataSource(source)
+        if not tokenizer.strip():
+            raise ValueError(f"data.tokenizer={tokenizer!r}: name the directory or hub name of the model's tokenizer")
         self.train_source = train
         self.val_sources = val or {}
         self.tokenizer_name = tokenizer

@@ -17,7 +17,13 @@ from lightning_megatron_rl.models import layout_check
 from lightning_megatron_rl.models.backend import LayerBackend, expert_layers, resolve_layer_backend, torch_block_spec
 from lightning_megatron_rl.models.export_views import ExportViews, plan_views
 from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients, tune_for_experts
-from lightning_megatron_rl.models.hf_files import fingerprint, local_checkpoint, raise_everywhere, settings_files
+from lightning_megatron_rl.models.hf_files import (
+    check_tokenizer_files,
+    fingerprint,
+    local_checkpoint,
+    raise_everywhere,
+    settings_files,
+)
 from lightning_megatron_rl.models.hf_import import HFWeights
 from lightning_megatron_rl.models.hf_save import SavesFiles
 from lightning_megatron_rl.models.hf_source import source_class
@@ -76,6 +82,7 @@ class HFModel(SavesFiles):
         """The checkpoint's tokenizer."""
         from transformers import AutoTokenizer
 
+        check_tokenizer_files(self.path)
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
     @property

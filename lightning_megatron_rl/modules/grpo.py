@@ -276,5 +276,7 @@ class GRPOModule(SamplesResponses):
         metrics = tally.reduce(self.reduce_on_device).compute()
         if self.loss.config.entropy_schedule is not None:
             metrics["policy/entropy_coef"] = self.loss.entropy_coef
+        if isinstance(data := self.trainer.datamodule, PromptDataModule) and (long := data.long_prompts.get("train")):  # type: ignore[attr-defined]
+            metrics["rollout/long_prompts"] = long
         metrics["rollout/staleness"] = self.trainer.global_step - metrics["rollout/weight_version"]
         self.log_metrics(metrics, prog_bar=("reward/mean",))

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
@@ -62,6 +63,8 @@ class SamplesResponses(HoldsReference):
             self._guarded = GuardedEnvironment(
                 self.environment, self.episodes, vocab_size=vocab_size, timeout_s=timeout_s
             )
+        assert self.hf_model.tokenizer is not None  # its files are checked before the engine loads them
+        self._fit_prompts()
         self.check_prompts(stage)
         self.synced_version = None  # another Trainer counts its steps from 0 again
         self._phase = SamplingPhase(self.engine, self.strategy, self.phase)
@@ -119,6 +122,18 @@ class SamplesResponses(HoldsReference):
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
                 f" engine.max_model_len={limit}: raise max_model_len or lower max_tokens."
             )
+
+    def _fit_prompts(self) -> None:
+        """Hold the prompts of a `PromptDataModule` to the engine's limits; others are checked when they are sampled."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, PromptDataModule) or isinstance(self.engine, ReplayEngine):
+            return
+        passes = self.evaluation.settings.passes(self.validation_sampling, self.sampling)
+        training, evaluation = self.sampling.max_tokens, max(params.max_tokens for params, _ in passes)
+        if self.environment is not None:  # a turn takes what is left, down to one token
+            training = evaluation = 1
+        response = {"train": training, **dict.fromkeys(data.val_names, evaluation)}
+        data.fit_into_engine(self.engine.max_model_len, response, self.hf_model.config.vocab_size)
 
     def check_prompts(self, stage: str) -> None:
         """Check what the Trainer's data are, before weights are loaded; subclasses say what they need."""

@@ -1,7 +1,6 @@
 """Rewards of the response's text: its form, the answer in a pattern, JSON by a schema, and its length."""
 
 import functools
-import json
 import re
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.text_files import read_json
 
 WORKER = Path(__file__).with_name("text_worker.py")
 
@@ -102,8 +102,8 @@ class JSONSchemaReward:
 
         if isinstance(schema, str):
             try:
-                schema = json.loads(Path(schema).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                schema = read_json(schema)
+            except ValueError as error:
                 raise ValueError(f"the schema {schema!r} of the reward {name!r} cannot be read: {error}") from error
         try:
             validators.validator_for(schema, validators.Draft202012Validator).check_schema(schema)
