@@ -1,5 +1,6 @@
 """Entry point of `lightning-megatron-rl` and `python -m lightning_megatron_rl`: light until a run needs more."""
 
+import os
 import sys
 
 from lightning_megatron_rl import __version__
@@ -58,9 +59,20 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.doctor.command import main as doctor
 
         sys.exit(doctor(arguments[1:]))
+    from lightning_megatron_rl.config_files import check_configs
+
+    try:  # importing what the parser needs takes many seconds
+        check_configs(arguments, os.environ)
+    except ValueError as error:
+        sys.exit(_refuse(f"lightning-megatron-rl {arguments[0]}: error: {error}"))
     from lightning_megatron_rl.cli import run
 
     run(args)
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.config_files import check_configs
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
@@ -97,6 +98,10 @@ class CommandLine(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         if arguments[:1] == ["--print_completion"]:
             self._print_completion(*arguments[1:])
+        try:
+            check_configs(arguments, os.environ)
+        except ValueError as error:
+            parser.error(str(error))
         for command in self.subcommands():
             prefix = f"PL_{command.upper()}__"
             keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
@@ -218,6 +223,8 @@ def explain(message: str, known: Iterable[str] = ()) -> str:
 def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     if match := re.match(r"Expected a dot import path string: (\w+)", text):
         return f"{path}: unknown class {match[1]}{_suggest(match[1], [cls.__name__ for cls in _CLASSES])}"
+    if match := re.match(r"Import path (\S+) does not implement protocol (\w+)", text):
+        return f"{path}: {_explain_protocol(match[1], match[2])}"
     if match := re.match(r"Expected an? (.+?)(\. Got value: (.*))?$", text):
         kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", match[1]).replace("typing.Literal", "one of ")
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
@@ -231,6 +238,41 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     parent = key.rpartition(".")[0]
     siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"
+
+
+def _explain_protocol(target_path: str, name: str) -> str:
+    """Say which method of a protocol of ours a function or class lacks, or which has another signature."""
+    target = pydoc.locate(target_path)
+    modules = [module for path, module in sys.modules.items() if path.startswith("lightning_megatron_rl.")]
+    protocol = next((vars(module)[name] for module in modules if name in vars(module)), None)
+    if target is None or protocol is None:
+        return f"{target_path} is no {name}"
+    methods = {
+        key: member
+        for key, member in vars(protocol).items()
+        if inspect.isfunction(member) and (key == "__call__" or not key.startswith("_"))
+    }
+    needed = {key: f"{key}{_signature(member)}" for key, member in methods.items()}
+    if inspect.isclass(target):
+        missing = [key for key in methods if not any(key in vars(cls) for cls in target.__mro__)]
+        if missing:
+            return f"{target_path} has no method {', '.join(needed[key] for key in missing)}, which {name} asks for"
+        found = {key: f"{key}{_signature(getattr(target, key))}" for key in methods}
+    else:
+        found = {"__call__": f"{target_path}{_signature(target)}"}
+    wrong = [key for key in found if found[key].partition("(")[2] != needed[key].partition("(")[2]]
+    said = "; ".join(f"{found[key]} is to be {needed[key]}, with these annotations" for key in wrong)
+    return f"{target_path} is no {name}: {said}" if said else f"{target_path} is no {name}"
+
+
+def _signature(function: Any) -> str:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "(...)"
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
+    text = str(signature.replace(parameters=parameters))
+    return re.sub(r"(?:\w+\.)+(\w+)", r"\1", text).replace(", /)", ")").replace("'", "")
 
 
 def _parameters(cls: str, group: str | None) -> list[str]:

@@ -12,7 +12,8 @@ ROOT = Path(lightning_megatron_rl.__file__).parent
 FLOORS = {
     "sample": -1,  # the records that everybody shares
     "files": -1,
-    "text_files": -1,
+    "text_files": -2,
+    "config_files": -1,
     "ranges": -1,
     "arguments": -1,
     "versions": -1,
@@ -42,6 +43,7 @@ FLOORS = {
 }
 FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
+    "config_files": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "text_files": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "ranges": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "files": {"torch", "megatron", "lightning", "vllm", "transformers"},

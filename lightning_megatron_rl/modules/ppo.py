@@ -69,6 +69,8 @@ class PPOModule(GRPOModule):
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
+        max_failed_rollouts: So many rollouts in a row on all of whose samples a reward or the environment fails end the
+            run with an error; so does a whole run of such, and a `validate` or `test`. Null never ends it.
 
     Raises:
         ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
@@ -107,6 +109,7 @@ class PPOModule(GRPOModule):
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
+        max_failed_rollouts: int | None = 3,
     ) -> None:
         super().__init__(
             model=model,
@@ -133,6 +136,7 @@ class PPOModule(GRPOModule):
             lora=lora,
             evaluation=evaluation,
             init_from=init_from,
+            max_failed_rollouts=max_failed_rollouts,
         )
         self.critic_settings = critic or CriticSettings()
         if init_from is not None and self.critic_settings.model is None and self.critic_settings.init_from is None:
