@@ -43,6 +43,7 @@ _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
 _CALLBACKS = (HFExport, MemorySnapshot, RolloutSamples, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
+GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default is fp32
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
 # how jsonargparse begins an error with others below it, and its lines that say nothing which the others do not
@@ -112,12 +113,14 @@ class CommandLine(LightningCLI):
         super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse GPUs that are not there, or cannot be used, before anything is built."""
+        """Refuse GPUs that are not there, or cannot be used, before anything is built; on GPUs bf16 is the default."""
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] not in ("auto", "gpu", "cuda"):
             return
         check = check_auto if trainer["accelerator"] == "auto" else check_cuda
         available = count_gpus()
+        if available and trainer["precision"] is None and not trainer["plugins"]:
+            trainer["precision"] = GPU_PRECISION
         try:
             if available == 0:
                 check(measure_devices(imports=False))

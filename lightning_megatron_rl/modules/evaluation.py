@@ -182,6 +182,12 @@ class Evaluation:
             formula = _interval_end(end, bounded, self.settings.confidence)
             self._tally.add(f"{name}_{('low', 'high')[end]}", formula, sums)
 
+    def names(self, stage: str, sets: Sequence[str], rewards: Sequence[str]) -> list[str]:
+        """Return the names of the metrics that an epoch of these sets and rewards has."""
+        empty = Evaluation(self.settings, self.has_episodes)
+        empty._sets, empty._rewards = set(sets), set(rewards)
+        return list(empty.finish(stage, lambda vector, op: vector, list))
+
     def finish(
         self,
         stage: str,

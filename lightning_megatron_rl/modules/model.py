@@ -1,7 +1,6 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -16,6 +15,7 @@ from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
@@ -26,7 +26,9 @@ from lightning_megatron_rl.strategy.distributed import context_parallel_sum
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.resuming import starting_checkpoint
 from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
+from lightning_megatron_rl.text_files import user_path
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -141,7 +143,11 @@ class ModelModule(TakesSteps, ReportsSteps):
             sequence_parallel=layout.sequence_parallel,
         )
         if self.init_from is not None:
-            read_manifest(Path(self.init_from))
+            read_manifest(user_path(self.init_from))
+            self._hf_model.check_checkpoint(user_path(self.init_from))
+        if stage == "fit":
+            check_monitors(self.trainer, self)
+            self.strategy.check_saving(self.trainer.checkpoint_callbacks)  # type: ignore[attr-defined]
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
@@ -149,6 +155,10 @@ class ModelModule(TakesSteps, ReportsSteps):
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
+        start = starting_checkpoint(self.trainer)
+        if start is not None:
+            self.strategy.check_checkpoint(start, training=stage == "fit")
+            self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
             check_gpu(self, training=stage == "fit", engine=self.sampler, frozen_copies=self.frozen_copies)
 
@@ -189,7 +199,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             )
         )
         if self.init_from is not None:
-            self.strategy.load_weights(Path(self.init_from), chunks)
+            self.strategy.load_weights(user_path(self.init_from), chunks)
         return chunks
 
     def configure_optimizers(self) -> Any:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_megatron_rl.modules.exporting import ExportsWeights
+from lightning_megatron_rl.modules.monitors import check_logged
 from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
 
@@ -32,6 +33,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         self._step_tokens = 0  # this replica's tokens in the updates of the current step
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
+        self._checked_monitors = False  # whether the first step of the fit has been logged
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -46,6 +48,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
     def on_fit_start(self) -> None:
         """Forget the times of what another Trainer did with this module."""
         self.phase_seconds.clear()
+        self._checked_monitors = False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
@@ -98,6 +101,17 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
                 **largest,
             }
         )
+        if not self._checked_monitors:
+            self._checked_monitors = True
+            check_logged(self.trainer)
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs; none here."""
+        return []
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, if it has any."""
+        return []
 
     def memory_metrics(self) -> dict[str, float]:
         """Return what more there is to say about memory; the largest of all ranks is logged."""

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import Callback
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.prompts import PromptDataModule
-from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
+from lightning_megatron_rl.environments.base import NAME, Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.reference import HoldsReference
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
-from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rewards.base import Reward, reward_name
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
@@ -293,6 +293,14 @@ class SamplesResponses(HoldsReference):
                     errors=errors,
                     at_once=at_once,
                 )
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs."""
+        return self.evaluation.names(stage, sets, self.reward_components())
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, and of the environment's."""
+        return [reward_name(reward) for reward in self.rewards] + [NAME] * (self.environment is not None)
 
     def on_train_end(self) -> None:
         """Refuse to call a run a success in which a reward never worked."""

@@ -32,6 +32,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
     if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
         check_cuda(measure_devices(imports=False))
     check_trainer_numbers(trainer)
+    warn_of_fp32(trainer.strategy.root_device, trainer.strategy.precision_plugin.precision)
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: one batch is one mini-batch here, and"
@@ -61,6 +62,16 @@ def check_trainer_numbers(trainer: "pl.Trainer") -> None:
         trainer.val_check_interval if isinstance(trainer.val_check_interval, int | float) else None
     )
     check_ranges(_TRAINER_RANGES, given, "trainer.")
+
+
+def warn_of_fp32(device: torch.device, precision: str) -> None:
+    """Warn of a GPU that would train in fp32: Lightning's default, which few runs on GPUs mean."""
+    if device.type == "cuda" and precision == "32-true":
+        rank_zero_warn(
+            "precision='32-true' on a GPU: weights, gradients and activations take 4 bytes per number, and matrix"
+            " products are several times slower than in bf16. Set Trainer(precision='bf16-mixed') unless fp32 is what"
+            " you want."
+        )
 
 
 def check_checkpoint_callbacks(callbacks: Sequence[Callback]) -> None:

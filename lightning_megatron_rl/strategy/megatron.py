@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -190,7 +191,16 @@ class MegatronStrategy(StopsTogether):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        size = self.num_processes * self.num_nodes
+        if size > 1 and (hasattr(sys, "ps1") or sys.flags.interactive):
+            raise ValueError(
+                f"MegatronStrategy on {size} devices in a notebook or an interactive Python: each device is a process"
+                " that runs a script from its beginning, and there is none. Use Trainer(devices=1), or put the code"
+                " into a script and run it with python, torchrun or `lightning-megatron-rl fit`."
+            )
+        if size > 1:  # one device is this process itself
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

@@ -1,6 +1,8 @@
 """What Lightning leaves out of resuming: whether a run is resumed, and the validation due at its checkpoint."""
 
+from collections.abc import Mapping
 from inspect import currentframe
+from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
@@ -19,10 +21,25 @@ def resumes(trainer: "pl.Trainer") -> bool | None:
     Example:
         ``if resumes(trainer) is False: refuse()``
     """
+    known = _known_to_run(trainer)
+    return None if known is None else known["ckpt_path"] is not None
+
+
+def starting_checkpoint(trainer: "pl.Trainer") -> Path | None:
+    """Return the checkpoint that the run which calls this, in a hook, starts from, if there is one and it can be told.
+
+    Example:
+        ``if (path := starting_checkpoint(trainer)) is not None: read_manifest(path)``
+    """
+    known = _known_to_run(trainer)
+    return None if known is None or known["ckpt_path"] is None else Path(known["ckpt_path"])
+
+
+def _known_to_run(trainer: "pl.Trainer") -> Mapping[str, Any] | None:
     for frame, _ in walk_stack(currentframe()):
         known = frame.f_locals if frame.f_code.co_qualname == "Trainer._run" else {}
         if known.get("self") is trainer and "ckpt_path" in known:
-            return known["ckpt_path"] is not None
+            return known
     return None
 
 
