@@ -62,7 +62,10 @@ def check_config(path: str | Path) -> None:
                 f"{_at(path, root.start_mark)}: the file holds {_KINDS[type(root)]}, not settings (`name: value`)"
             )
         _check_node(path, root, ())
-        loader.construct_document(root)
+        try:
+            loader.construct_document(root)
+        except ValueError as error:  # a date that there is not
+            raise ValueError(f"{path}: {error}") from error
     except yaml.MarkedYAMLError as error:
         said = " ".join(part for part in (error.context, error.problem) if part)
         raise ValueError(f"{_at(path, error.problem_mark or error.context_mark)}: {said}") from error

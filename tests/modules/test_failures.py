@@ -59,7 +59,8 @@ class UnplayableEpisode(Episode):
 
 
 def job(pool: Any, model: Any, function: Any = fit_grpo, world_size: int = 1, **kwargs: Any) -> list[Run]:
-    return pool.run(function, model, {}, world_size, world_size=world_size, init_process_group=False, **kwargs)
+    strategy = {"timeout_s": 200.0}  # for processes of the pool that this job starts
+    return pool.run(function, model, strategy, world_size, world_size=world_size, init_process_group=False, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_an_environment_that_always_fails_ends_the_run(worker_pool, qwen3_dir):
 
 def test_some_good_samples_or_no_limit_let_a_run_go_on(worker_pool, qwen3_dir):
     (run,) = job(
-        worker_pool, qwen3_dir, steps=1, rewards=[GuardedReward(works_on_first, deadline_s=20.0, default=-1.0)]
+        worker_pool, qwen3_dir, steps=1, rewards=[GuardedReward(works_on_first, default=-1.0, deadline_s=20.0)]
     )
     assert run.steps[0]["reward/failed_frac"] == 0.75  # 1 of 4 prompts works
     (run,) = job(worker_pool, qwen3_dir, steps=1, rewards=[broken], module={"max_failed_rollouts": None})
