@@ -22,6 +22,7 @@ from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.resuming import resumes
+from lightning_megatron_rl.text_files import user_path
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
 # compute the same function (2e-6 is usual; 1e-3 leaves room for long sums on large models). In bf16 the trainer's
@@ -71,7 +72,7 @@ class HFExport(Callback):
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         check_ranges(_RANGES, locals(), "HFExport.")
-        self.dirpath = Path(dirpath)
+        self.dirpath = user_path(dirpath)
         self.every_n_steps = every_n_steps
         self.at_end = at_end
         self.verify = verify

@@ -1,6 +1,5 @@
 """`MemorySnapshot`: torch's record of every allocation on the GPU, written for the steps that are asked for."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
+from lightning_megatron_rl.text_files import user_path
 
 
 class MemorySnapshot(Callback):
@@ -33,7 +33,7 @@ class MemorySnapshot(Callback):
         self.steps = [0] if steps is None else steps
         ranges = {"steps": COUNT_OR_NONE.called("it is a global_step"), "max_entries": COUNT}
         check_ranges(ranges, locals(), "MemorySnapshot.")
-        self.directory = Path(directory)
+        self.directory = user_path(directory)
         self.max_entries = max_entries
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,6 +13,7 @@ from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.text_files import user_path
 
 _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console shows
 
@@ -33,7 +34,7 @@ class RolloutSamples(Callback):
         check_ranges({"num_samples": COUNT_OR_NONE, "every_n_steps": COUNT}, locals(), "RolloutSamples.")
         self.num_samples = num_samples
         self.every_n_steps = every_n_steps
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else str(user_path(dirpath))
         self._file: Path | None = None
         self._evaluation_file: Path | None = None
 

@@ -1,7 +1,6 @@
 """`PPOModule`: proximal policy optimisation with a critic of its own. One batch of prompts is one rollout."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -30,6 +29,7 @@ from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
+from lightning_megatron_rl.text_files import user_path
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -156,7 +156,7 @@ class PPOModule(GRPOModule):
         if stage == "fit":
             self._critic_model = self._find_critic()
             if self.critic_settings.init_from is not None:
-                read_manifest(Path(self.critic_settings.init_from))
+                read_manifest(user_path(self.critic_settings.init_from))
             self.strategy.resolve_optimizer_config(self._critic_optimizer_config())
         super().setup(stage)
 
@@ -205,7 +205,7 @@ class PPOModule(GRPOModule):
                 config_overrides=self.model_config,
             )
             if init_from is not None:
-                self.strategy.load_weights(Path(init_from), chunks)
+                self.strategy.load_weights(user_path(init_from), chunks)
             self.critic = Critic(self._critic_model, list(chunks))
 
     def configure_optimizers(self) -> Any:

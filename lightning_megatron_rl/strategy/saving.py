@@ -24,6 +24,7 @@ from lightning_megatron_rl.strategy.manifest import DamagedCheckpointError, chec
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
+from lightning_megatron_rl.text_files import user_path
 
 _OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
 
@@ -210,7 +211,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         with self.phase("checkpoint load"):
             self.finish_saving()
             self._saved = None
-            given = Path(self.broadcast(str(checkpoint_path)))
+            given = user_path(self.broadcast(str(checkpoint_path)))
             path, layout = self._open_checkpoint(given, self.trained_on_top_of, bool(self.optimizers))
             _check_base(path, layout["trained_on_top_of"], self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
@@ -241,7 +242,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             FileNotFoundError: There is no such directory.
             ValueError: It is not a checkpoint, damaged, of other adapters, or holds weights only.
         """
-        path = Path(self.broadcast(str(path)))
+        path = user_path(self.broadcast(str(path)))
 
         def check() -> None:
             try:

@@ -7,9 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from safetensors.torch import save_file
 
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -61,15 +59,6 @@ def refusal(model: str, *, steps: int = 1, sets: bool = True, **case: Any) -> st
 
 def refusals(model: str, cases: list[dict[str, Any]]) -> list[str]:
     return [refusal(model, **case) for case in cases]
-
-
-@pytest.fixture(scope="module")
-def broken_model(qwen3_dir, tmp_path_factory) -> str:
-    """A model without its weights in an undamaged file: reading them raises another error than the one expected."""
-    directory: Path = tmp_path_factory.mktemp("broken") / "model"
-    shutil.copytree(qwen3_dir, directory)
-    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
-    return str(directory)
 
 
 def test_refused_before_anything_is_loaded(worker_pool, broken_model, qwen3_dir, tmp_path):

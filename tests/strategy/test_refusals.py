@@ -2,13 +2,11 @@
 
 import shutil
 import socket
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -200,12 +198,3 @@ def assert_each(messages: list[str], expected: list[list[str]]) -> None:
     for message, parts in zip(messages, expected, strict=True):
         for part in parts:
             assert part in message, f"{part!r} is not in {message!r}"
-
-
-@pytest.fixture(scope="module")
-def broken_model(qwen3_dir, tmp_path_factory) -> str:
-    """A model without its weights in an undamaged file: reading them raises another error than the one expected."""
-    directory: Path = tmp_path_factory.mktemp("broken") / "model"
-    shutil.copytree(qwen3_dir, directory)
-    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
-    return str(directory)
