@@ -20,11 +20,13 @@ from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_wei
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.notices import tell_failure, tell_loss
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
 from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.products import asks_for_tf32
 from lightning_megatron_rl.strategy.resuming import resumes
+from lightning_megatron_rl.text_files import user_path
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
 # compute the same function (2e-6 is usual, 7e-6 was seen on a GPU; long sums of large models get the rest). With 8 bits
@@ -33,6 +35,10 @@ from lightning_megatron_rl.strategy.resuming import resumes
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.125}
 _TF32_TOLERANCE = 0.125
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
+_RANGES = {
+    "every_n_steps": COUNT.called("leave it out to export at the end only"),
+    "max_shard_size_gb": POSITIVE.called("it is a size in 10^9 bytes"),
+}
 
 
 class HFExport(Callback):
@@ -73,13 +79,10 @@ class HFExport(Callback):
         on_error: Literal["fail", "warn", "raise"] = "fail",
         average: bool = False,
     ) -> None:
+        check_ranges(_RANGES, locals(), "HFExport.")
         if on_error not in ("fail", "warn", "raise"):
             raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
-        if not max_shard_size_gb > 0:
-            raise ValueError(f"max_shard_size_gb={max_shard_size_gb}: a size in 10^9 bytes, above 0.")
-        self.dirpath = Path(dirpath)
+        self.dirpath = user_path(dirpath)
         self.every_n_steps = every_n_steps
         self.at_end = at_end
         self.verify = verify

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import adapters_off
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
@@ -51,8 +52,7 @@ class ReferenceSettings:
 
     def __post_init__(self) -> None:
         steps = self.refresh_every_n_steps
-        if steps is not None and steps < 1:
-            raise ValueError(f"refresh_every_n_steps={steps}: give a number of steps, or null for never.")
+        check_ranges({"refresh_every_n_steps": COUNT.called("null for never")}, vars(self), "reference.")
         if steps is not None and self.kind in ("none", "adapters_off"):
             raise ValueError(
                 f"refresh_every_n_steps={steps} with kind={self.kind}: only a frozen copy can be given new weights."

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.files import check_local
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 _ACCUMULATION = (
@@ -62,6 +63,15 @@ SEVERAL_OPTIMIZERS = (
 )
 
 
+_TRAINER_RANGES = {
+    "gradient_clip_val": NOT_NEGATIVE.called("leave it out for no clipping"),
+    "log_every_n_steps": COUNT_OR_NONE,
+    "val_check_interval": POSITIVE.called("set limit_val_batches=0 for no validation"),
+    "check_val_every_n_epoch": COUNT,
+    "num_sanity_val_steps": Range(least=-1, whole=True, note="-1 runs all validation batches"),
+}
+
+
 def check_trainer(trainer: "pl.Trainer") -> None:
     """Refuse Trainer settings that would change numbers or cannot work with Megatron's schedule.
 
@@ -72,6 +82,8 @@ def check_trainer(trainer: "pl.Trainer") -> None:
     """
     if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
         check_cuda(measure_devices(imports=False))
+    check_trainer_numbers(trainer)
+    warn_of_fp32(trainer.strategy.root_device, trainer.strategy.precision_plugin.precision)
     check_optimisation(trainer)
     check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     check_checkpoint_places(trainer)
@@ -116,6 +128,31 @@ def check_optimisation(trainer: "pl.Trainer") -> None:
             f"{type(module).__name__}.automatic_optimization=False: under manual optimisation Lightning neither clips"
             " gradients nor steps learning-rate schedulers, and counts steps differently. Keep automatic optimisation;"
             " for several updates per batch call self.optimizers().step() for all but the last."
+        )
+
+
+def check_trainer_numbers(trainer: "pl.Trainer") -> None:
+    """Refuse numbers of the Trainer that Lightning takes and that mean nothing.
+
+    Raises:
+        ValueError: With the name, the value and the range.
+    """
+    given = {name: getattr(trainer, name) for name in _TRAINER_RANGES}
+    # -1 was made infinite; an interval of time is text
+    given["num_sanity_val_steps"] = min(trainer.num_sanity_val_steps, 10**9)
+    given["val_check_interval"] = (
+        trainer.val_check_interval if isinstance(trainer.val_check_interval, int | float) else None
+    )
+    check_ranges(_TRAINER_RANGES, given, "trainer.")
+
+
+def warn_of_fp32(device: torch.device, precision: str) -> None:
+    """Warn of a GPU that would train in fp32: Lightning's default, which few runs on GPUs mean."""
+    if device.type == "cuda" and precision == "32-true":
+        rank_zero_warn(
+            "precision='32-true' on a GPU: weights, gradients and activations take 4 bytes per number, and matrix"
+            " products are several times slower than in bf16. Set Trainer(precision='bf16-mixed') unless fp32 is what"
+            " you want."
         )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.leader import rest, watch
 from lightning_megatron_rl.notices import forget
+from lightning_megatron_rl.ranges import POSITIVE, check_ranges
 from lightning_megatron_rl.rendezvous import local_store
 from lightning_megatron_rl.run_settings import describe_settings
 from lightning_megatron_rl.strategy.checks import (
@@ -137,8 +139,7 @@ class MegatronStrategy(StopsTogether):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: the process-group timeout is a positive number of seconds.")
+        check_ranges({"timeout_s": POSITIVE.called("seconds after which a collective fails")}, locals())
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
@@ -218,11 +219,19 @@ class MegatronStrategy(StopsTogether):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        size = self.num_processes * self.num_nodes
+        external = self.cluster_environment.creates_processes_externally
+        if not external and size > 1 and (hasattr(sys, "ps1") or sys.flags.interactive):
+            raise ValueError(
+                f"MegatronStrategy on {size} devices in a notebook or an interactive Python: each device is a process"
+                " that runs a script from its beginning, and there is none. Use Trainer(devices=1), or put the code"
+                " into a script and run it with python, torchrun or `lightning-megatron-rl fit`."
+            )
         # before other ranks are started, and before Lightning does it by affinity alone
         self._cpu_share = share_cpus(self.num_processes)
         if self._cpu_share is not None:
             torch.set_num_threads(self._cpu_share)
-        if not self.cluster_environment.creates_processes_externally:
+        if not external and size > 1:  # one device is this process itself
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

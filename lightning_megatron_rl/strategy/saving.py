@@ -25,10 +25,12 @@ from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.strategy.manifest import DamagedCheckpointError, check_files, is_checkpoint, read_manifest
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 from lightning_megatron_rl.strategy.resuming import run_arguments
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
+from lightning_megatron_rl.text_files import user_path
 
 _OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
 
@@ -237,16 +239,11 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         with self.phase("checkpoint load"):
             self.finish_saving()
             self._saved = None
-            given = Path(self.broadcast(str(checkpoint_path)))
+            given = user_path(self.broadcast(str(checkpoint_path)))
             path, layout = self._open_checkpoint(given, self.trained_on_top_of, bool(self.optimizers))
             _check_base(path, layout["trained_on_top_of"], self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
-            if self.optimizers and not layout["has_optimizer"]:
-                raise ValueError(
-                    f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
-                    " cannot resume from it. Save full checkpoints, or start a new run with these weights:"
-                    f" init_from={str(path)!r} of the module."
-                )
+            _check_optimizer(path, layout, bool(self.optimizers))
             trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
             generators = self._load_generators(path, layout) if self.optimizers else None
             sharded.update(self._other_models_state())
@@ -283,6 +280,34 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 continue
             average.restart()
             rank_zero_only(tell_loss)(f"checkpoint {path} has no average {name!r}: it starts from the weights loaded.")
+
+    def check_checkpoint(self, path: Path, *, training: bool) -> None:
+        """Refuse a checkpoint that `load_checkpoint` would refuse, as far as its manifest tells; a collective.
+
+        Args:
+            path: That the run starts from.
+            training: Whether its optimizer is needed.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+            ValueError: It is not a checkpoint, damaged, of other adapters, or holds weights only.
+        """
+        path = user_path(self.broadcast(str(path)))
+
+        def check() -> None:
+            try:
+                manifest = read_manifest(path)
+                check_files(path, manifest, verify=False)
+            except DamagedCheckpointError:
+                if self.fall_back_to_previous:  # another one is taken
+                    return
+                raise
+            _check_base(path, manifest["trained_on_top_of"], self.trained_on_top_of)
+            _check_optimizer(path, manifest, training)
+
+        if self.fall_back_to_previous and path.is_dir() and not is_checkpoint(path):
+            return
+        run_on_all_ranks(check)
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
@@ -369,6 +394,15 @@ def _check_finite(path: Path, chunks: Iterable[nn.Module]) -> None:
     bad = nonfinite_names(pair for chunk in chunks for pair in chain(chunk.named_parameters(), chunk.named_buffers()))
     if bad:
         raise ValueError(f"checkpoint {path}: {not_finite(bad)}")
+
+
+def _check_optimizer(path: Path, manifest: Mapping[str, Any], training: bool) -> None:
+    if training and not manifest["has_optimizer"]:
+        raise ValueError(
+            f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training cannot resume"
+            " from it. Save full checkpoints, or start a new run with these weights:"
+            f" init_from={str(path)!r} of the module."
+        )
 
 
 def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
