@@ -33,7 +33,7 @@ import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, Sample, VLLMEngine
+from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, RunProgress, Sample, VLLMEngine
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.rollout.engine import SamplingParams
 
@@ -90,7 +90,7 @@ def main() -> None:
         devices=1,
         strategy=MegatronStrategy(),
         max_steps=options.steps,
-        callbacks=[LengthHistogram()],
+        callbacks=[RunProgress(), LengthHistogram()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, VLLMEngine
+from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, RunProgress, VLLMEngine
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
@@ -35,6 +35,7 @@ def main() -> None:
         devices=options.devices,
         strategy=MegatronStrategy(timeout_s=600),
         max_steps=options.steps,
+        callbacks=[RunProgress()],
         gradient_clip_val=1.0,
         val_check_interval=options.steps,
         check_val_every_n_epoch=None,

@@ -12,7 +12,15 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import GRPOModule, MegatronStrategy, Prompt, PromptDataModule, RolloutSamples, VLLMEngine
+from lightning_megatron_rl import (
+    GRPOModule,
+    MegatronStrategy,
+    Prompt,
+    PromptDataModule,
+    RolloutSamples,
+    RunProgress,
+    VLLMEngine,
+)
 from lightning_megatron_rl.environments import (
     Action,
     Calculator,
@@ -91,7 +99,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=CSVLogger(options.out, name=options.game, version=""),
-        callbacks=[RolloutSamples(every_n_steps=5)],
+        callbacks=[RunProgress(), RolloutSamples(every_n_steps=5)],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

@@ -18,7 +18,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import MegatronStrategy, PPOModule, PromptDataModule, RolloutSamples, VLLMEngine
+from lightning_megatron_rl import MegatronStrategy, PPOModule, PromptDataModule, RolloutSamples, RunProgress, VLLMEngine
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.critic import CriticSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
@@ -56,7 +56,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         logger=CSVLogger(options.out, name="", version=""),
-        callbacks=[RolloutSamples(every_n_steps=5)],
+        callbacks=[RunProgress(), RolloutSamples(every_n_steps=5)],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

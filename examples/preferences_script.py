@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import DPOModule, HFExport, MegatronStrategy, PreferenceDataModule, RewardModule
+from lightning_megatron_rl import DPOModule, HFExport, MegatronStrategy, PreferenceDataModule, RewardModule, RunProgress
 from lightning_megatron_rl.data.arithmetic import ArithmeticPairs
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         logger=CSVLogger(options.out, name=options.method, version=""),
-        callbacks=[HFExport(str(Path(options.out) / options.method / "hf"))],
+        callbacks=[RunProgress(), HFExport(str(Path(options.out) / options.method / "hf"))],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

@@ -9,7 +9,15 @@ import argparse
 
 import lightning as L
 
-from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, RolloutSamples, Sample, VLLMEngine
+from lightning_megatron_rl import (
+    GRPOModule,
+    MegatronStrategy,
+    PromptDataModule,
+    RolloutSamples,
+    RunProgress,
+    Sample,
+    VLLMEngine,
+)
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.rewards import ExactMatch, FormatReward, GuardedReward, LengthPenalty
@@ -62,7 +70,7 @@ def main() -> None:
         devices=1,
         strategy=MegatronStrategy(),
         logger=False,
-        callbacks=[RolloutSamples(dirpath=options.out)],
+        callbacks=[RunProgress(), RolloutSamples(dirpath=options.out)],
     )
     trainer.validate(module, data, verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import MegatronStrategy, SFTDataModule, SFTModule
+from lightning_megatron_rl import MegatronStrategy, RunProgress, SFTDataModule, SFTModule
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         logger=CSVLogger(options.out, name="", version=""),
-        callbacks=[checkpoints],
+        callbacks=[RunProgress(), checkpoints],
         enable_model_summary=False,
     )
     module = SFTModule(model=options.model, optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, adam_beta2=0.98))

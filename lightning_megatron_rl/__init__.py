@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
     from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
     from lightning_megatron_rl.callbacks.run_progress import RunProgress
+    from lightning_megatron_rl.callbacks.weight_average import WeightAverage
     from lightning_megatron_rl.callbacks.weight_sync import WeightSync
     from lightning_megatron_rl.data.preference import PreferenceDataModule
     from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -47,6 +48,7 @@ _HOMES = {
     "SFTModule": "modules.sft",
     "Sample": "sample",
     "VLLMEngine": "rollout.vllm",
+    "WeightAverage": "callbacks.weight_average",
     "WeightSync": "callbacks.weight_sync",
     "verify_layouts": "verify.runner",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "SFTModule",
     "Sample",
     "VLLMEngine",
+    "WeightAverage",
     "WeightSync",
     "verify_layouts",
 ]

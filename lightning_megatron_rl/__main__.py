@@ -80,12 +80,22 @@ def main(args: list[str] | None = None) -> None:
 
         sys.exit(schema(arguments[1:]))
     from lightning_megatron_rl import console
+    from lightning_megatron_rl.config_files import check_configs, shipped_configs
 
+    try:  # importing what the parser needs takes many seconds
+        check_configs(shipped_configs(arguments), os.environ)
+    except ValueError as error:
+        sys.exit(_refuse(f"lightning-megatron-rl {arguments[0]}: error: {error}"))
     console.begin()  # before libraries are imported, which warn of each other
     from lightning_megatron_rl.cli import run
 
     console.begin()  # their loggers have handlers by now
     run(args)
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.config_files import check_configs, shipped_configs
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
@@ -47,11 +49,10 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _ENGINES = (VLLMEngine, ColocatedVLLMEngine)
-_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightSync)
+_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightAverage, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
-# an installed package has configs/ inside, a checkout beside it
-_CONFIG_ROOTS = (Path(__file__).parent, Path(__file__).parent.parent)
+GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default is fp32
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
 # how jsonargparse begins an error with others below it, and its lines that say nothing which the others do not
@@ -111,6 +112,7 @@ class CommandLine(LightningCLI):
     """LightningCLI that refuses what it would otherwise ignore, and says in a few words what is wrong."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        self._runs = run  # otherwise there are no subcommands: the classes are built, and the caller uses them
         super().__init__(
             model_class=pl.LightningModule,
             datamodule_class=pl.LightningDataModule,
@@ -136,17 +138,16 @@ class CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Refuse environment variables that would be ignored, then parse as always."""
         arguments = sys.argv[1:] if args is None else args
-        if arguments and arguments[0].partition("=")[0] == "--print_completion":
+        if arguments and arguments[0].partition("=")[0] == "--print_completion" and self._runs:
             # also in jsonargparse's words, `--print_completion=shtab-bash`, whose own takes minutes
             self._print_completion(*[word for word in (arguments[0].partition("=")[2], *arguments[1:]) if word])
         found = shipped_configs(arguments)
-        for command in self.subcommands():
-            prefix = f"PL_{command.upper()}__"
-            keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
-            names = [prefix + key.upper().replace(".", "__") for key in keys]
-            for name in os.environ:
-                if name.startswith(prefix) and name not in names:
-                    parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
+        try:
+            check_configs(found, os.environ)
+        except ValueError as error:
+            parser.error(str(error))
+        for command in self.subcommands() if self._runs else [None]:
+            self._check_environment(parser, command)
         if found == arguments:
             super().parse_arguments(parser, args)
             return
@@ -154,13 +155,25 @@ class CommandLine(LightningCLI):
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # for whoever passes them
             super().parse_arguments(parser, found)
 
+    def _check_environment(self, parser: LightningArgumentParser, command: str | None) -> None:
+        start = "PL_" if command is None else f"PL_{command.upper()}__"
+        keys = ["trainer", *self._parser(command).get_defaults(skip_validation=True).keys()]
+        names = [start + key.upper().replace(".", "__") for key in keys]
+        # without a command, PL_... may also be a variable of Lightning's own
+        prefixes = (start,) if command else tuple(f"{start}{part}__" for part in ("TRAINER", "MODEL", "DATA"))
+        for name in os.environ:
+            if name.startswith(prefixes) and name not in names:
+                parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
+
     def before_instantiate_classes(self) -> None:
-        """Refuse GPUs that are not there, or cannot be used, before anything is built."""
+        """Refuse GPUs that are not there, or cannot be used, before anything is built; on GPUs bf16 is the default."""
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] not in ("auto", "gpu", "cuda"):
             return
         check = check_auto if trainer["accelerator"] == "auto" else check_cuda
         available = count_gpus()
+        if available and trainer["precision"] is None and not trainer["plugins"]:
+            trainer["precision"] = GPU_PRECISION
         try:
             if available == 0:
                 check(measure_devices(imports=False))
@@ -215,23 +228,8 @@ class CommandLine(LightningCLI):
         self.parser.exit()
 
     def _fail(self, message: str) -> NoReturn:
-        self.parser.exit(2, f"{PROGRAM} {self.subcommand}: error: {mask_text(message)}\n")
-
-
-def shipped_configs(arguments: list[str]) -> list[str]:
-    """Return arguments in which a `--config configs/...` that is not there is the file that came with the package.
-
-    Example:
-        ``shipped_configs(["fit", "--config", "configs/lora.yaml"])`` in an empty directory
-    """
-    found = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        option, equals, path = argument.rpartition("=") if argument.startswith("--config=") else ("", "", argument)
-        is_config = bool(equals) or before in ("--config", "-c")
-        if is_config and path.startswith("configs/") and not os.path.exists(path):
-            path = next((str(root / path) for root in _CONFIG_ROOTS if (root / path).is_file()), path)
-        found.append(f"{option}{equals}{path}")
-    return found
+        program = f"{PROGRAM} {self.subcommand}" if self._runs else PROGRAM
+        self.parser.exit(2, f"{program}: error: {mask_text(message)}\n")
 
 
 def _mask_config(config: Any, name: str = "") -> Any:
@@ -307,6 +305,8 @@ def explain(message: str, known: Iterable[str] = ()) -> str:
 def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     if match := re.match(r"Expected a dot import path string: (\w+)", text):
         return f"{path}: unknown class {match[1]}{_suggest(match[1], [cls.__name__ for cls in _CLASSES])}"
+    if match := re.match(r"Import path (\S+) does not implement protocol (\w+)", text):
+        return f"{path}: {_explain_protocol(match[1], match[2])}"
     if match := re.match(r"Expected an? (.+?)(\. Got value: (.*))?$", text):
         kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", match[1]).replace("typing.Literal", "one of ")
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
@@ -320,6 +320,41 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     parent = key.rpartition(".")[0]
     siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"
+
+
+def _explain_protocol(target_path: str, name: str) -> str:
+    """Say which method of a protocol of ours a function or class lacks, or which has another signature."""
+    target = pydoc.locate(target_path)
+    modules = [module for path, module in sys.modules.items() if path.startswith("lightning_megatron_rl.")]
+    protocol = next((vars(module)[name] for module in modules if name in vars(module)), None)
+    if target is None or protocol is None:
+        return f"{target_path} is no {name}"
+    methods = {
+        key: member
+        for key, member in vars(protocol).items()
+        if inspect.isfunction(member) and (key == "__call__" or not key.startswith("_"))
+    }
+    needed = {key: f"{key}{_signature(member)}" for key, member in methods.items()}
+    if inspect.isclass(target):
+        missing = [key for key in methods if not any(key in vars(cls) for cls in target.__mro__)]
+        if missing:
+            return f"{target_path} has no method {', '.join(needed[key] for key in missing)}, which {name} asks for"
+        found = {key: f"{key}{_signature(getattr(target, key))}" for key in methods}
+    else:
+        found = {"__call__": f"{target_path}{_signature(target)}"}
+    wrong = [key for key in found if found[key].partition("(")[2] != needed[key].partition("(")[2]]
+    said = "; ".join(f"{found[key]} is to be {needed[key]}, with these annotations" for key in wrong)
+    return f"{target_path} is no {name}: {said}" if said else f"{target_path} is no {name}"
+
+
+def _signature(function: Any) -> str:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "(...)"
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
+    text = str(signature.replace(parameters=parameters))
+    return re.sub(r"(?:\w+\.)+(\w+)", r"\1", text).replace(", /)", ")").replace("'", "")
 
 
 def _parameters(cls: str, group: str | None) -> list[str]:

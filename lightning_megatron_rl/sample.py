@@ -1,6 +1,7 @@
 """The records that travel through every room: a prompt on its way in, a sample on its way out, turn by turn."""
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -18,6 +19,10 @@ class Prompt:
     index: int = 0  # row of the data set: names the prompt in seeds, logs and errors
     dataset: str = "train"  # name of the set it came from
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
+
+    def copy(self) -> "Prompt":
+        """Return a prompt that shares nothing with this one which could be changed."""
+        return replace(self, token_ids=list(self.token_ids), columns=deepcopy(self.columns))
 
 
 @dataclass
@@ -48,6 +53,12 @@ class Outcome:
     error: str = ""  # what the environment did wrong
 
 
+def copies(samples: list["Sample"]) -> list["Sample"]:
+    """Return samples that share nothing with these which could be changed; those of one prompt share its copy."""
+    prompts = {id(sample.prompt): sample.prompt.copy() for sample in samples}
+    return [sample.copy(prompts[id(sample.prompt)]) for sample in samples]
+
+
 @dataclass
 class Sample:
     """One response to one prompt, with all that later phases add to it.
@@ -71,6 +82,19 @@ class Sample:
     advantage: float = 0.0
     turns: list[Turn] = field(default_factory=list)  # of an episode, in order; empty: the response is one turn
     outcome: Outcome | None = None  # of an episode
+
+    def copy(self, prompt: Prompt) -> "Sample":
+        """Return a sample of `prompt` that shares nothing else with this one which could be changed."""
+        return replace(
+            self,
+            prompt=prompt,
+            response_ids=list(self.response_ids),
+            response_logprobs=list(self.response_logprobs),
+            rewards=dict(self.rewards),
+            reward_errors=dict(self.reward_errors),
+            turns=[replace(turn) for turn in self.turns],
+            outcome=None if self.outcome is None else replace(self.outcome),
+        )
 
     @property
     def response_mask(self) -> list[bool]:

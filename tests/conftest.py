@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,6 +68,18 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_models import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def broken_model(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without its weights in an undamaged file: reading them raises another error than the one expected."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory: Path = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(qwen3_dir, directory)
+    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
+    return str(directory)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The command line: what it accepts, what it refuses and in which words, and how a run of it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import yaml
 
 import lightning_megatron_rl
 from lightning_megatron_rl import cli
+from lightning_megatron_rl.__main__ import main
 from lightning_megatron_rl.cli import explain
 from lightning_megatron_rl.devices.facts import DeviceFacts
+from lightning_megatron_rl.environments import Environment
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, build, changed
 
@@ -69,11 +72,101 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("model.init_args.loss.correction", "tiss", "unknown correction 'tiss': choose one of geo_mask, icepop, tis"),
         ("model.init_args.loss.aggregation", "mean", "unknown aggregation 'mean': choose one of"),
         ("model.init_args.num_generations", 1, "num_generations=1"),
-        ("trainer.strategy.init_args.timeout_s", 0, "timeout_s=0.0: the process-group timeout is a positive number"),
+        ("trainer.strategy.init_args.timeout_s", 0, "timeout_s=0.0 must be above 0: seconds after which a collective"),
     ],
 )
 def test_mistake_in_yaml_is_named(capsys, tmp_path, key, value, expected):
     assert expected in refusal(capsys, "fit", "--config", changed(GRPO, tmp_path / "config.yaml", key, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("model.init_args.optimizer.lr", -1e-4, "optimizer.lr=-0.0001 must be above 0"),
+        ("model.init_args.optimizer.weight_decay", -0.1, "optimizer.weight_decay=-0.1 must be at least 0"),
+        ("model.init_args.optimizer.adam_beta2", 1.0, "optimizer.adam_beta2=1.0 must be in [0, 1)"),
+        ("model.init_args.max_failed_rollouts", 0, "max_failed_rollouts=0 must be at least 1"),
+        ("data.init_args.train", "", "a data set's path is ''"),
+        (
+            "model.init_args.engine.init_args.vllm_args",
+            {"max_num_batchd_tokens": 9},
+            "engine.vllm_args: the installed vLLM has no argument max_num_batchd_tokens; did you mean max_num_batched",
+        ),
+        (
+            "model.init_args.engine.init_args.vllm_args",
+            {"logprobs_mode": "raw_logprobs"},
+            "engine.vllm_args: logprobs_mode is not passed through: the trainer would score another distribution",
+        ),
+        (
+            "model.init_args.environment",
+            {"class_path": "tests.test_cli.NoStart"},
+            "tests.test_cli.NoStart has no method start(prompt: Prompt, seed: int) -> Episode, which Environment asks",
+        ),
+        (
+            "model.init_args.environment",
+            {"class_path": "tests.test_cli.Inherits"},
+            "has no method start(prompt, seed), which returns an episode",
+        ),
+        (
+            "model.init_args.rewards",
+            ["tests.test_cli.untyped_reward"],
+            "untyped_reward(samples) is to be __call__(samples: list[Sample]) -> list[float], with these annotations",
+        ),
+    ],
+)
+def test_values_that_would_only_fail_later_are_named(capsys, tmp_path, key, value, expected):
+    assert expected in refusal(capsys, "fit", "--config", changed(GRPO, tmp_path / "config.yaml", key, value))
+
+
+class NoStart:
+    """No environment."""
+
+
+class Inherits(Environment):
+    """Has only what the protocol says."""
+
+
+def untyped_reward(samples):
+    return [0.0] * len(samples)
+
+
+def test_yaml_that_is_none_is_named_with_its_place(capsys, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer:\n  max_steps: 3\n max_epochs: 2\n")
+    message = refusal(capsys, "fit", "--config", config)
+    assert f"{config}, line 3, column 2: " in message
+    assert "unicode string" not in message
+    config.write_text("")
+    assert f"{config} is empty" in refusal(capsys, "fit", "--config", GRPO, "--config", config)
+
+
+def test_bad_yaml_is_refused_before_anything_is_imported(capsys, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("trainer: [1,\n")
+    monkeypatch.setitem(sys.modules, "lightning_megatron_rl.cli", None)  # importing it is an error
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", f"--config={tmp_path / 'config.yaml'}"])
+    assert exit_.value.code == 2
+    assert f"fit: error: {tmp_path / 'config.yaml'}, line 2, column 1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), "bf16-mixed"), (("--trainer.precision", "32-true"), "32-true"), (("--trainer.accelerator", "cpu"), None)],
+)
+def test_bf16_is_the_default_on_gpus(monkeypatch, tmp_path, options, expected):
+    class StoppedError(Exception):
+        pass
+
+    def stop(self: cli.CommandLine) -> None:
+        raise StoppedError(self.config["fit"]["trainer"]["precision"])
+
+    monkeypatch.setattr(cli, "count_gpus", lambda: 8)
+    monkeypatch.setattr(cli.CommandLine, "instantiate_classes", stop)
+    config = changed(GRPO, tmp_path / "config.yaml", "trainer.accelerator", "gpu")
+    config = changed(config, tmp_path / "config.yaml", "trainer.precision", None)
+    with pytest.raises(StoppedError) as stopped:
+        build("fit", "--config", config, *options)
+    assert stopped.value.args == (expected,)
 
 
 def test_mistake_on_the_command_line_is_named(capsys):
@@ -249,6 +342,9 @@ def test_shell_completion(capsys, tmp_path):
         _shtab_lightning_megatron_rl lightning-megatron-rl "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
         echo "${COMPREPLY[@]}"
     """
+    with pytest.raises(SystemExit):
+        build("--print_completion=shtab-bash")  # as jsonargparse has it, whose own takes minutes
+    assert capsys.readouterr().out == script
     for typed, completed in (
         (["v"], "validate"),
         (["fit", "--trainer.max_s"], "--trainer.max_steps"),
@@ -330,7 +426,11 @@ def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, t
     _, left = psutil.wait_procs(others, timeout=15)
     assert not left
     assert run.returncode == 1
-    assert "Detected KeyboardInterrupt" in output
+    assert "stopped by KeyboardInterrupt after step" in output
+    assert re.search(r"^step 1/1000 \(0%\), .* left \| reward .* \| length .* \| [\d.]+ s \(", output, re.MULTILINE)
+    for noise in ("GPU available", "distributed_backend", "Epoch", "Warning", "Seed set", "padded vocab", "it/s"):
+        assert noise not in output, noise  # of libraries
+    assert "GPU available" in (tmp_path / "grpo" / "run.log").read_text()
     assert "Traceback" not in output
     assert "response lengths of step 1 " in output
 
@@ -352,3 +452,32 @@ def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, t
     assert yaml.safe_load(config.read_text()) == before
     assert "reward/last_digit" in log.read_text()
     assert (tmp_path / "grpo" / "hf" / "last" / "config.json").exists()
+
+
+def test_classes_are_built_for_a_caller_who_runs_them(tmp_path, monkeypatch, capsys):
+    """`run=False`, as with any LightningCLI: no subcommand in the config, and mistakes are refused as always."""
+    from lightning_megatron_rl.cli import CommandLine
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    config = yaml.safe_load((ROOT / "configs" / "demo" / "sft.yaml").read_text())
+    config["trainer"]["accelerator"] = "cpu"
+    config["seed_everything"] = False
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "3")
+    config["trainer"].pop("max_steps", None)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    cli_ = CommandLine(["--config", str(tmp_path / "config.yaml")], run=False)
+    assert isinstance(cli_.model, SFTModule)
+    assert isinstance(cli_.trainer.strategy, MegatronStrategy)
+    assert cli_.trainer.max_steps == 3
+    for arguments, environment, said in (
+        (["--trainer.max_stps", "3"], {}, "did you mean trainer.max_steps?"),
+        ([], {"PL_TRAINER__MAX_STPS": "3"}, "unknown environment variable PL_TRAINER__MAX_STPS"),
+        (["--trainer.gradient_clip_algorithm", "nobody"], {}, "gradient_clip_algorithm"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit):
+                CommandLine(["--config", str(tmp_path / "config.yaml"), *arguments], run=False)
+        assert said in capsys.readouterr().err

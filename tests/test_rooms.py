@@ -13,6 +13,9 @@ FLOORS = {
     "sample": -1,  # the records that everybody shares
     "files": -4,
     "notices": -1,
+    "text_files": -2,
+    "config_files": -1,
+    "ranges": -1,
     "arguments": -1,
     "cpus": -1,
     "leader": -1,
@@ -50,6 +53,9 @@ FLOORS = {
 }
 FORBIDDEN = {  # rooms and third-party packages that a room knows nothing of
     "sample": {"megatron", "lightning", "vllm", "transformers"},
+    "config_files": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "text_files": {"torch", "megatron", "lightning", "vllm", "transformers"},
+    "ranges": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "files": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "arguments": {"torch", "megatron", "lightning", "vllm", "transformers"},
     "cpus": {"torch", "megatron", "lightning", "vllm", "transformers"},

@@ -2,6 +2,13 @@
 
 from torch import Tensor
 
+from lightning_megatron_rl.ranges import NOT_NEGATIVE, Range, check_ranges
+
+_RANGES = {
+    "buffer": Range(above=0, most=1, note="it is the share of max_tokens in which the penalty grows"),
+    "penalty": NOT_NEGATIVE.called("it is subtracted from the reward"),
+}
+
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float, penalty: float = 1.0) -> Tensor:
     """Return what is added to the reward of each response: 0, then linearly down to -penalty at the limit, float64.
@@ -21,10 +28,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float, penalty
     Example:
         ``overlong_penalty(torch.tensor([80, 90, 100]), max_length=100, buffer=0.2)`` is [0.0, -0.5, -1.0].
     """
-    if not 0 < buffer <= 1:
-        raise ValueError(f"buffer={buffer} must be in (0, 1]: it is the share of max_tokens in which the penalty grows")
-    if not penalty >= 0:
-        raise ValueError(f"penalty={penalty}: it cannot be negative; it is subtracted from the reward")
+    check_ranges(_RANGES, {"buffer": buffer, "penalty": penalty})
     width = buffer * max_length
     excess = (lengths.double() - (max_length - width)).clamp(min=0)
     return -penalty * (excess / width).clamp(max=1)

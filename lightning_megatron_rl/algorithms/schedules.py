@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightning_megatron_rl.ranges import COUNT, FINITE, check_ranges
+
 
 @dataclass
 class LinearSchedule:
@@ -22,8 +24,7 @@ class LinearSchedule:
     num_steps: int = 1000
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps={self.num_steps}: a schedule takes at least one step.")
+        check_ranges({"final": FINITE, "num_steps": COUNT}, vars(self), "schedule.")
 
     def at(self, step: int, start: float) -> float:
         """Return the value at `step`, counted from 0, of a coefficient that begins at `start`."""

@@ -1,7 +1,7 @@
 """`HFExport`: the trained policy as a Hugging Face directory, proved by reading it back."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +13,20 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
+from lightning_megatron_rl.callbacks.weight_average import AVERAGE, WeightAverage
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.files import check_writable, fsync
 from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
 from lightning_megatron_rl.models.hf_writer import check_space
 from lightning_megatron_rl.models.peft_files import merge_adapter
 from lightning_megatron_rl.notices import tell_failure, tell_loss
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
 from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.products import asks_for_tf32
 from lightning_megatron_rl.strategy.resuming import resumes
+from lightning_megatron_rl.text_files import user_path
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
 # compute the same function (2e-6 is usual, 7e-6 was seen on a GPU; long sums of large models get the rest). With 8 bits
@@ -32,6 +35,10 @@ from lightning_megatron_rl.strategy.resuming import resumes
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.125}
 _TF32_TOLERANCE = 0.125
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
+_RANGES = {
+    "every_n_steps": COUNT.called("leave it out to export at the end only"),
+    "max_shard_size_gb": POSITIVE.called("it is a size in 10^9 bytes"),
+}
 
 
 class HFExport(Callback):
@@ -52,6 +59,7 @@ class HFExport(Callback):
             too. What is there stays until the new one is proved.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
+        average: Export the average that a `WeightAverage` callback keeps, in place of the weights themselves.
         on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
             lists the failures (exit code 1); with "warn" it ends as if nothing had been; "raise" stops it at once.
 
@@ -69,14 +77,12 @@ class HFExport(Callback):
         adapter: Literal["merged", "peft", "both"] = "merged",
         max_shard_size_gb: float = 5.0,
         on_error: Literal["fail", "warn", "raise"] = "fail",
+        average: bool = False,
     ) -> None:
+        check_ranges(_RANGES, locals(), "HFExport.")
         if on_error not in ("fail", "warn", "raise"):
             raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}: at least 1, or None for the end only.")
-        if not max_shard_size_gb > 0:
-            raise ValueError(f"max_shard_size_gb={max_shard_size_gb}: a size in 10^9 bytes, above 0.")
-        self.dirpath = Path(dirpath)
+        self.dirpath = user_path(dirpath)
         self.every_n_steps = every_n_steps
         self.at_end = at_end
         self.verify = verify
@@ -84,6 +90,7 @@ class HFExport(Callback):
         self.adapter = adapter
         self.max_shard_size = int(max_shard_size_gb * 1e9)
         self.on_error = on_error
+        self.average = average
         self.failures: list[str] = []
         self._resumed = False
 
@@ -92,8 +99,8 @@ class HFExport(Callback):
 
         Raises:
             OSError: The directory cannot be written.
-            ValueError: There are no adapters to export; or an export is there already, the run is not resumed, and
-                `overwrite` is off.
+            ValueError: There are no adapters, or no average, to export; or an export is there already, the run is not
+                resumed, and `overwrite` is off.
         """
         if stage != "fit":
             return
@@ -102,6 +109,12 @@ class HFExport(Callback):
             raise ValueError(
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
                 " adapter='merged', which writes the weights of any model."
+            )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.average and not any(isinstance(callback, WeightAverage) for callback in callbacks):
+            raise ValueError(
+                "HFExport(average=True): the run keeps no average. Add WeightAverage(decay=...) to the Trainer's"
+                " callbacks, before HFExport, or leave average out."
             )
         run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
@@ -187,7 +200,8 @@ class HFExport(Callback):
         Raises:
             ValueError: It failed, and `on_error` is "raise".
         """
-        with pl_module.phase("hf_export"):
+        weights = pl_module.strategy.averages[AVERAGE].in_place() if self.average else nullcontext()
+        with pl_module.phase("hf_export"), weights:
             probe = _probe(pl_module.hf_model.config.vocab_size)
             expected = pl_module.export_outputs(probe) if self.verify else []
             for target in self._directories(directory):

@@ -1,11 +1,13 @@
 """`MemorySnapshot`: torch's record of every allocation on the GPU, written for the steps that are asked for."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
+
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
+from lightning_megatron_rl.text_files import user_path
 
 
 class MemorySnapshot(Callback):
@@ -29,11 +31,9 @@ class MemorySnapshot(Callback):
 
     def __init__(self, directory: str, steps: list[int] | None = None, max_entries: int = 100_000) -> None:
         self.steps = [0] if steps is None else steps
-        if any(step < 0 for step in self.steps):
-            raise ValueError(f"steps={steps}: a global_step is 0 or more.")
-        if max_entries < 1:
-            raise ValueError(f"max_entries={max_entries}: at least one allocation must be remembered.")
-        self.directory = Path(directory)
+        ranges = {"steps": COUNT_OR_NONE.called("it is a global_step"), "max_entries": COUNT}
+        check_ranges(ranges, locals(), "MemorySnapshot.")
+        self.directory = user_path(directory)
         self.max_entries = max_entries
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

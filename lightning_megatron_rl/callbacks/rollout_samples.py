@@ -11,11 +11,13 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.files import check_writable
 from lightning_megatron_rl.notices import tell_loss
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.resuming import resumes
+from lightning_megatron_rl.text_files import user_path
 
 _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console shows
 
@@ -49,15 +51,16 @@ class RolloutSamples(Callback):
         max_samples_per_step: int | None = 256,
         max_file_mb: float | None = 1000.0,
     ) -> None:
-        if num_samples < 0 or every_n_steps < 1:
-            raise ValueError(f"num_samples={num_samples} must be >= 0 and every_n_steps={every_n_steps} >= 1.")
-        if max_samples_per_step is not None and max_samples_per_step < 1:
-            raise ValueError(f"max_samples_per_step={max_samples_per_step}: at least 1, or None for all samples.")
-        if max_file_mb is not None and not max_file_mb > 0:
-            raise ValueError(f"max_file_mb={max_file_mb}: a size in 10^6 bytes above 0, or None for no limit.")
+        ranges = {
+            "num_samples": COUNT_OR_NONE,
+            "every_n_steps": COUNT,
+            "max_samples_per_step": COUNT.called("null writes all samples"),
+            "max_file_mb": POSITIVE.called("it is a size in 10^6 bytes; null sets no limit"),
+        }
+        check_ranges(ranges, locals(), "RolloutSamples.")
         self.num_samples = num_samples
         self.every_n_steps = every_n_steps
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else str(user_path(dirpath))
         self.max_samples_per_step = max_samples_per_step
         self.max_file_mb = max_file_mb
         self._run_id = ""

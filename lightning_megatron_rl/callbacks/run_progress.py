@@ -93,10 +93,10 @@ class RunProgress(ProgressBar):
         for name, place in outputs(trainer):
             self._line(f"{name}: {place}")
 
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Leave the last line where it is."""
-        if trainer.is_global_zero and self._unsaid is not None:
-            self._tell(trainer, last=True)
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Tell of the last step, and what has ended the run."""
+        self._tell(trainer, last=True)
+        self._line(f"stopped by {type(exception).__name__} after step {trainer.global_step}")
 
     def _tell(self, trainer: pl.Trainer, *, last: bool = False) -> None:
         step, self._unsaid = self._unsaid, None

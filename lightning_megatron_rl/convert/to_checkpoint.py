@@ -12,6 +12,7 @@ from lightning_megatron_rl.convert.skeleton import Skeleton
 from lightning_megatron_rl.convert.stored import StoredTasks, StoredTensors
 from lightning_megatron_rl.convert.streamed import stage_streamed
 from lightning_megatron_rl.files import check_writable
+from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
 from lightning_megatron_rl.models.hf_model import HFModel
 from lightning_megatron_rl.models.hf_save import describe_difference
 from lightning_megatron_rl.models.hf_writer import check_space
@@ -51,6 +52,8 @@ class _Maker:
             self._last = None  # before the next is made
             if parameter is self._head:
                 weight = self._skeleton.weights.tensor(HEAD).to(parameter.dtype)
+                if nonfinite_names([(HEAD, weight)]):
+                    raise ValueError(not_finite([f"{HEAD} has {describe_nonfinite(weight)}"]))
             else:
                 weight = self._skeleton.weights.read(self._tasks[id(parameter)])
             self._last = (parameter, weight.contiguous())

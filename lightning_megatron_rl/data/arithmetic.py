@@ -5,6 +5,8 @@ import math
 import random
 from typing import Any, Literal
 
+from lightning_megatron_rl.ranges import COUNT, SEED, SHARE, check_ranges
+
 Split = Literal["train", "val"]
 
 HELD_OUT_SHARE = 0.2  # of all problems; fixed, because two sets are disjoint only if both use the same share
@@ -43,11 +45,8 @@ class ArithmeticRows:
         min_carry_share: float = 0.0,
         lowest_digit_first: bool = False,
     ) -> None:
-        if size < 1 or num_digits < 1 or not 0 <= min_carry_share <= 1:
-            raise ValueError(
-                f"size={size} and num_digits={num_digits} must be at least 1, min_carry_share={min_carry_share} "
-                f"between 0 and 1"
-            )
+        ranges = {"size": COUNT, "num_digits": COUNT, "seed": SEED, "min_carry_share": SHARE}
+        check_ranges(ranges, locals())
         self.split = split
         self.size = size
         self.num_digits = num_digits

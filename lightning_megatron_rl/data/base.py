@@ -1,5 +1,6 @@
 """What the data modules share: named sets of encoded rows, global batches over data-parallel ranks, exact resume."""
 
+import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,9 +10,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
-from lightning_megatron_rl.data.sources import Row, Source, describe_source, load_rows, needs_download
+from lightning_megatron_rl.data.sources import DataSource, Row, Source, describe_source, load_rows, needs_download
 from lightning_megatron_rl.data.templates import load_tokenizer
 from lightning_megatron_rl.notices import tell_loss
+from lightning_megatron_rl.ranges import COUNT, SEED, check_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,10 +38,17 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         seed: int,
     ) -> None:
         super().__init__()
-        if batch_size < 1 or (val_batch_size is not None and val_batch_size < 1):
-            raise ValueError(f"batch_size={batch_size} and val_batch_size={val_batch_size} must be at least 1")
-        if "train" in (val or {}):
-            raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
+        check_ranges({"batch_size": COUNT, "val_batch_size": COUNT, "seed": SEED}, locals(), "data.")
+        for name in val or {}:
+            if name == "train":
+                raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"the validation set {name!r}: name it with letters, digits, '_', '.' and '-' alone")
+        for source in (train, *(val or {}).values()):
+            if isinstance(source, str):
+                DataSource(source)
+        if not tokenizer.strip():
+            raise ValueError(f"data.tokenizer={tokenizer!r}: name the directory or hub name of the model's tokenizer")
         self.train_source = train
         self.val_sources = val or {}
         self.tokenizer_name = tokenizer
@@ -55,6 +64,18 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         self._train_loader: ResumableLoader[Item] | None = None
         self._train_loader_owner: L.Trainer | None = None
         self._position: dict[str, Any] | None = None  # of a checkpoint, until the training loader exists
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "RowDataModule[Any]":
+        """Refuse: a checkpoint is a directory, and holds the position in the data, not how the data are made.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint({str(checkpoint_path)!r}): a checkpoint holds the position in the"
+            " data alone. Build the data module as in the run's config, and resume with Trainer.fit(ckpt_path=...)."
+        )
 
     @abstractmethod
     def encode(self, rows: list[Row], dataset: str, source_name: str) -> list[Item]:

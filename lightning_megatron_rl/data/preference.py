@@ -11,6 +11,7 @@ from lightning_megatron_rl.data.sft import completion_segments, segments_to_sequ
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import Message, PromptTemplate, check_messages, conversation_segments
 from lightning_megatron_rl.notices import tell_loss
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 
 
 @dataclass
@@ -54,6 +55,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         overlong: Whether pairs with a longer side are dropped and counted, or an error.
         shuffle: Whether each epoch has an order of its own.
         seed: Seed of the orders.
+        chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
         ValueError: in `setup`, for rows that cannot be used (a missing side among them) and batches that do not divide.
@@ -82,12 +84,16 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         overlong: Overlong = "drop",
         shuffle: bool = True,
         seed: int = 0,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
+        check_ranges({"max_length": COUNT}, locals(), "data.")
         self.prompt_column = prompt_column
         self.chosen_column = chosen_column
         self.rejected_column = rejected_column
-        self.template = PromptTemplate(apply_chat_template, system_prompt, prompt_template, add_special_tokens)
+        self.template = PromptTemplate(
+            apply_chat_template, system_prompt, prompt_template, add_special_tokens, chat_template_kwargs or {}
+        )
         self.append_eos = append_eos
         self.max_length = max_length
         self.overlong = overlong
@@ -146,5 +152,11 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
 
     def _conversation(self, messages: list[Message], where: str) -> TokenSequence:
         whole = self.template.with_system_prompt(messages, where)
-        segments = conversation_segments(self.tokenizer, whole, where, first_target=len(whole) - 1)
+        segments = conversation_segments(
+            self.tokenizer,
+            whole,
+            where,
+            first_target=len(whole) - 1,
+            options=self.template.chat_template_kwargs,
+        )
         return segments_to_sequence(self.tokenizer, segments, where)

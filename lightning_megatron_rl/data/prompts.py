@@ -1,11 +1,18 @@
 """Prompts for rollouts: `PromptDataModule`."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
-from lightning_megatron_rl.data.base import Overlong, RowDataModule
-from lightning_megatron_rl.data.sources import Row, Source, column
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_megatron_rl.data.base import RowDataModule
+from lightning_megatron_rl.data.sources import Row, Source, column, describe_source
 from lightning_megatron_rl.data.templates import PromptTemplate, tokenize_segment
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.sample import Prompt
+
+OnLongPrompt = Literal["refuse", "drop", "truncate_left"]
 
 
 class PromptDataModule(RowDataModule[Prompt]):
@@ -29,10 +36,13 @@ class PromptDataModule(RowDataModule[Prompt]):
         system_prompt: Text of a system message; needs the chat template.
         prompt_template: Text around a text prompt; `{prompt}` stands for it.
         add_special_tokens: Whether prompts without chat template get the tokenizer's special tokens, like BOS.
-        max_prompt_length: Most tokens of a prompt.
-        overlong_prompts: Whether longer prompts are dropped and counted, or an error.
+        max_prompt_length: Most tokens of a prompt; unset: what fits beside the response into the engine's
+            `max_model_len`, which is checked in any case.
+        on_long_prompt: What becomes of a longer prompt: "refuse" ends the run before anything is loaded, "drop" leaves
+            the row out, "truncate_left" keeps the prompt's last tokens. Both of these are counted in a warning.
         shuffle: Whether each epoch has an order of its own.
         seed: Seed of the orders.
+        chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
         ValueError: in `setup`, for rows that cannot be used and batches that do not divide.
@@ -55,18 +65,26 @@ class PromptDataModule(RowDataModule[Prompt]):
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
         add_special_tokens: bool = True,
-        max_prompt_length: int = 1024,
-        overlong_prompts: Overlong = "drop",
+        max_prompt_length: int | None = None,
+        on_long_prompt: OnLongPrompt = "refuse",
         shuffle: bool = True,
         seed: int = 0,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
         self.prompt_column = prompt_column
         self.answer_column = answer_column
         self.answer_marker = answer_marker
-        self.template = PromptTemplate(apply_chat_template, system_prompt, prompt_template, add_special_tokens)
+        self.template = PromptTemplate(
+            apply_chat_template, system_prompt, prompt_template, add_special_tokens, chat_template_kwargs or {}
+        )
+        check_ranges({"max_prompt_length": COUNT}, locals(), "data.")
+        if on_long_prompt not in get_args(OnLongPrompt):
+            raise ValueError(f"on_long_prompt={on_long_prompt!r}: choose one of {', '.join(get_args(OnLongPrompt))}")
         self.max_prompt_length = max_prompt_length
-        self.overlong_prompts = overlong_prompts
+        self.on_long_prompt = on_long_prompt
+        self._encoded: dict[str, tuple[list[Prompt], int]] = {}  # and how many were dropped or cut, by data set
+        self._long: dict[str, int] = {}  # prompts that the engine's limit drops or cuts
 
     def encode(self, rows: list[Row], dataset: str, source_name: str) -> list[Prompt]:
         """One `Prompt` per row whose prompt is not too long; `index` is the row's number in the source."""
@@ -90,10 +108,76 @@ class PromptDataModule(RowDataModule[Prompt]):
                     columns={key: row[key] for key in row if key not in (prompt_column, self.answer_column)},
                 )
             )
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        return self.drop_overlong(
-            prompts, lengths, self.max_prompt_length, self.overlong_prompts, dataset, "max_prompt_length"
-        )
+        count = 0
+        if self.max_prompt_length is not None:
+            rule = f"more than max_prompt_length={self.max_prompt_length} tokens"
+            prompts, count = self._shortened(prompts, self.max_prompt_length, rule, dataset)
+        self._encoded[dataset] = prompts, count
+        return prompts
+
+    @property
+    def long_prompts(self) -> dict[str, int]:
+        """Prompts that `on_long_prompt` dropped or cut, by data set."""
+        return {name: count + self._long.get(name, 0) for name, (_, count) in self._encoded.items()}
+
+    def fit_into_engine(self, max_model_len: int, response: Mapping[str, int], vocab_size: int) -> None:
+        """Hold all prompts to what an engine can sample from, before it starts; called again, with its limits alone.
+
+        Args:
+            max_model_len: Longest prompt and response together. # [tokens]
+            response: Most tokens of a response, by data set.
+            vocab_size: Token ids of the model are below it.
+
+        Raises:
+            ValueError: A prompt is too long and `on_long_prompt` is "refuse", or too few are left; a token id that the
+                model does not have.
+        """
+        for dataset, (whole, _) in self._encoded.items():
+            for prompt in whole:
+                if max(prompt.token_ids) >= vocab_size:
+                    raise ValueError(
+                        f"{self._name(prompt)} has the token id {max(prompt.token_ids)}, the model's vocabulary ends at"
+                        f" {vocab_size - 1}: data.tokenizer={self.tokenizer_name!r} is not the tokenizer of this model"
+                    )
+            room = max_model_len - response[dataset]
+            rule = (
+                f"prompt + response ({response[dataset]} tokens) > engine.max_model_len ({max_model_len}), which leaves"
+                f" {room} tokens to a prompt"
+            )
+            self._sets[dataset], self._long[dataset] = self._shortened(whole, room, rule, dataset)
+        if "train" in self._sets:
+            self.check_batches(self._sets["train"])
+
+    def _shortened(self, prompts: list[Prompt], limit: int, rule: str, dataset: str) -> tuple[list[Prompt], int]:
+        """The prompts of at most `limit` tokens, what `on_long_prompt` makes of the others, and how many these are."""
+        long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+        if not long:
+            return prompts, 0
+        count = f"{len(long)} of {len(prompts)} prompts of {dataset}"
+        longest = max(len(prompt.token_ids) for prompt in long)
+        if self.on_long_prompt == "refuse":
+            raise ValueError(
+                f"{self._name(long[0])} has {len(long[0].token_ids)} tokens: {rule}. {count} are too long, the longest"
+                f" has {longest} tokens. Raise the limit, lower max_tokens, or set data.on_long_prompt to drop or"
+                " truncate_left"
+            )
+        if self.on_long_prompt == "drop" and len(long) == len(prompts):
+            shortest = min(len(prompt.token_ids) for prompt in long)
+            raise ValueError(f"all {len(prompts)} prompts of {dataset} are too long (shortest: {shortest}): {rule}")
+        done = "dropped" if self.on_long_prompt == "drop" else "cut at their beginning"
+        rank_zero_warn(f"{count} were {done}: {rule} (the longest has {longest})")
+        if self.on_long_prompt == "drop":
+            return [prompt for prompt in prompts if len(prompt.token_ids) <= limit], len(long)
+        cut = [prompt if len(prompt.token_ids) <= limit else self._cut(prompt, limit) for prompt in prompts]
+        return cut, len(long)
+
+    def _cut(self, prompt: Prompt, limit: int) -> Prompt:
+        token_ids = prompt.token_ids[-limit:]
+        return replace(prompt, token_ids=token_ids, text=str(self.tokenizer.decode(token_ids)))
+
+    def _name(self, prompt: Prompt) -> str:
+        source = self.train_source if prompt.dataset == "train" else self.val_sources[prompt.dataset]
+        return f"{prompt.dataset} row {prompt.index} of {describe_source(source)}"
 
     def _answer(self, row: Row, where: str) -> str | None:
         if self.answer_column is None:

@@ -15,6 +15,7 @@ from lightning_megatron_rl.data.templates import (
     conversation_segments,
     tokenize_segment,
 )
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +49,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         overlong: Whether longer sequences are dropped and counted, cut at their end, or an error.
         shuffle: Whether each epoch has an order of its own.
         seed: Seed of the orders.
+        chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
         ValueError: in `setup`, for rows that cannot be used and batches that do not divide.
@@ -77,15 +79,17 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         shuffle: bool = True,
         seed: int = 0,
         max_tokens_per_batch: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
-        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
-            raise ValueError(f"max_tokens_per_batch={max_tokens_per_batch}: it is a number of tokens, at least 1")
+        check_ranges({"max_length": COUNT, "max_tokens_per_batch": COUNT}, locals(), "data.")
         self.max_tokens_per_batch = max_tokens_per_batch
         self.prompt_column = prompt_column
         self.completion_column = completion_column
         self.messages_column = messages_column
-        self.template = PromptTemplate(apply_chat_template, system_prompt, prompt_template, add_special_tokens)
+        self.template = PromptTemplate(
+            apply_chat_template, system_prompt, prompt_template, add_special_tokens, chat_template_kwargs or {}
+        )
         if messages_column is not None and prompt_template != "{prompt}":
             raise ValueError(
                 f"prompt_template={prompt_template!r} is for text prompts, and messages_column={messages_column!r} "
@@ -142,7 +146,9 @@ class SFTDataModule(RowDataModule[TokenSequence]):
     def _segments(self, row: Row, where: str) -> list[Segment]:
         if self.messages_column is not None:
             messages = check_messages(column(row, self.messages_column, where), where)
-            return conversation_segments(self.tokenizer, self.template.with_system_prompt(messages, where), where)
+            whole = self.template.with_system_prompt(messages, where)
+            options = self.template.chat_template_kwargs
+            return conversation_segments(self.tokenizer, whole, where, options=options)
         prompt = column(row, self.prompt_column, where)
         completion = column(row, self.completion_column, where)
         if not isinstance(completion, str):
@@ -178,7 +184,8 @@ def completion_segments(
     prompt_messages = template.messages(prompt, where)
     if prompt_messages is not None:
         messages = [*prompt_messages, {"role": "assistant", "content": completion}]
-        return conversation_segments(tokenizer, messages, where, first_target=len(prompt_messages))
+        options = template.chat_template_kwargs
+        return conversation_segments(tokenizer, messages, where, first_target=len(prompt_messages), options=options)
     return [
         template.prompt_segment(tokenizer, prompt, where),
         Segment(completion, is_target=True, append_eos=append_eos),

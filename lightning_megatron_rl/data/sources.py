@@ -1,12 +1,14 @@
 """Sources: rows of a data set from a JSONL or Parquet file, a `datasets` name or directory, or a Python callable."""
 
 import importlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.text_files import parse_json, read_lines, user_path
 
 Row = dict[str, Any]
 
@@ -28,7 +30,7 @@ class DataSource:
 
     Args:
         path: A `.jsonl` or `.parquet` file, a directory or hub name that `datasets.load_dataset` takes, or the dotted
-            path of a Python callable that returns a list of rows.
+            path of a Python callable that returns a list of rows. `~` is the home directory.
         split: Split of a directory or hub data set; a file or callable has none.
         name: Configuration of a directory or hub data set, like `main` of `openai/gsm8k`.
         limit: Take only the first so many rows.
@@ -42,9 +44,18 @@ class DataSource:
     name: str | None = None
     limit: int | None = None
 
+    @property
+    def location(self) -> Path:
+        """The path with `~` expanded."""
+        return user_path(self.path)
+
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit} leaves no rows of {self.path!r}: set at least 1, or null for all")
+        if not self.path.strip():
+            raise ValueError(
+                f"a data set's path is {self.path!r}: name a .jsonl or .parquet file, a directory, a hub name or the"
+                " dotted path of a callable"
+            )
+        check_ranges({"limit": COUNT.called("null takes all rows")}, vars(self), f"{self.path!r}: ")
 
 
 Source = RowSource | DataSource | str
@@ -83,7 +94,7 @@ def needs_download(source: Source) -> bool:
     """
     if isinstance(source, str):
         source = DataSource(source)
-    return isinstance(source, DataSource) and _reader(source.path) is _read_datasets
+    return isinstance(source, DataSource) and _reader(source) is _read_datasets
 
 
 def describe_source(source: Source) -> str:
@@ -95,7 +106,7 @@ def describe_source(source: Source) -> str:
     if isinstance(source, str):
         source = DataSource(source)
     if isinstance(source, DataSource):
-        is_hub = _reader(source.path) is _read_datasets
+        is_hub = _reader(source) is _read_datasets
         return f"{source.path!r} (split {source.split!r})" if is_hub else repr(source.path)
     return getattr(source, "__qualname__", type(source).__qualname__)
 
@@ -118,17 +129,17 @@ def column(row: Row, name: str, where: str) -> Any:
 
 
 def _read(source: DataSource) -> list[Row]:
-    return _reader(source.path)(source)
+    return _reader(source)(source)
 
 
-def _reader(path: str) -> Callable[[DataSource], list[Row]]:
+def _reader(source: DataSource) -> Callable[[DataSource], list[Row]]:
     """Which reader a path asks for: by suffix, then what exists, then the form of the name."""
-    suffix = Path(path).suffix
-    if suffix in _FILE_READERS:
-        return _FILE_READERS[suffix]
-    if Path(path).is_dir():
+    path, there = source.path, source.location
+    if there.suffix in _FILE_READERS:
+        return _FILE_READERS[there.suffix]
+    if there.is_dir():
         return _read_datasets
-    if suffix in _OTHER_TABLE_SUFFIXES or Path(path).is_file():
+    if there.suffix in _OTHER_TABLE_SUFFIXES or there.is_file():
         return _refuse_suffix
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         return _refuse_missing
@@ -137,22 +148,16 @@ def _reader(path: str) -> Callable[[DataSource], list[Row]]:
 
 def _read_jsonl(source: DataSource) -> list[Row]:
     rows = []
-    with _existing(source).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{source.path}, line {number}: not valid JSON ({error.msg} at column {error.colno}): "
-                    f"{_shorten(line.strip())}"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{source.path}, line {number}: {_shorten(row)} is not a JSON object of columns")
-            rows.append(row)
-            if len(rows) == source.limit:
-                break
+    for number, line in read_lines(source.path):
+        if not line.strip():
+            continue
+        where = f"{source.path}, line {number}"
+        row = parse_json(line, where)
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: {_shorten(row)} is not a JSON object of columns")
+        rows.append(row)
+        if len(rows) == source.limit:
+            break
     return rows
 
 
@@ -160,10 +165,14 @@ def _read_parquet(source: DataSource) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
-    path = _existing(source)
+    path = source.location
+    if not path.exists():
+        _refuse_missing(source)
+    if not path.is_file():
+        raise ValueError(f"{source.path} is a directory, not a Parquet file")
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{source.path} is not a readable Parquet file: {error}") from error
 
 
@@ -171,7 +180,8 @@ def _read_datasets(source: DataSource) -> list[Row]:
     import datasets
 
     try:
-        table = datasets.load_dataset(source.path, source.name, split=source.split)
+        path = str(source.location) if source.location.is_dir() else source.path
+        table = datasets.load_dataset(path, source.name, split=source.split)
     except (OSError, ValueError) as error:  # not found, offline, no such split, no such configuration
         raise ValueError(
             f"data set {source.path!r} (name={source.name!r}, split={source.split!r}) could not be loaded: {error}. "
@@ -203,13 +213,6 @@ def _refuse_suffix(source: DataSource) -> list[Row]:
 
 def _refuse_missing(source: DataSource) -> list[Row]:
     raise ValueError(f"{source.path}: no such file or directory (working directory: {Path.cwd()})")
-
-
-def _existing(source: DataSource) -> Path:
-    path = Path(source.path)
-    if not path.is_file():
-        _refuse_missing(source)
-    return path
 
 
 def _shorten(value: Any, length: int = 80) -> str:

@@ -1,14 +1,25 @@
 """Templates: rows to text by a plain or a chat template, and text to token ids, segment by segment."""
 
-from dataclasses import dataclass
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.models.hf_files import tokenizer_source
 from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
+
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # Transformers' own, around assistant turns
+# what Transformers and the data module hand to a template, and the functions that it may call
+_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 
 
 @dataclass
@@ -31,6 +42,7 @@ class PromptTemplate:
         system_prompt: Text of a system message put first; needs the chat template.
         prompt_template: Text around a prompt that is text; `{prompt}` stands for it, other braces for themselves.
         add_special_tokens: Whether prompts without chat template get the tokenizer's special tokens, like BOS.
+        chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
         ValueError: if a setting would have no effect.
@@ -43,6 +55,7 @@ class PromptTemplate:
     system_prompt: str | None = None
     prompt_template: str = "{prompt}"
     add_special_tokens: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.prompt_template:
@@ -63,6 +76,11 @@ class PromptTemplate:
             if not self.apply_chat_template:
                 if self.system_prompt is not None:
                     raise ValueError("system_prompt needs apply_chat_template=True, or put it into prompt_template")
+                if self.chat_template_kwargs:
+                    raise ValueError(
+                        f"{where}: chat_template_kwargs={dict(self.chat_template_kwargs)} need"
+                        " apply_chat_template=True: the prompt is text and goes through no chat template"
+                    )
                 return None
             messages = [{"role": "user", "content": self.fill(prompt)}]
         else:
@@ -108,7 +126,8 @@ class PromptTemplate:
         messages = self.messages(prompt, where)
         if messages is None:
             return Segment(self.fill(prompt), add_special_tokens=self.add_special_tokens)
-        return Segment(render_chat(tokenizer, messages, where, add_generation_prompt=True))
+        options = self.chat_template_kwargs
+        return Segment(render_chat(tokenizer, messages, where, add_generation_prompt=True, options=options))
 
 
 def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
@@ -122,12 +141,13 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
+    source = tokenizer_source(name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trusts_remote_code())
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trusts_remote_code())
+    except Exception as error:  # of many kinds, for files that say something else than their format asks
         raise ValueError(
-            f"no tokenizer could be loaded from {name_or_path!r}: {error}{remedy(error)}. Give the directory or hub"
-            " name of a model"
+            f"no tokenizer could be loaded from {name_or_path!r}: {type(error).__name__}: {error}{remedy(error)}. Give"
+            " the directory or hub name of a model; a relative path that is not there is looked up as a hub name"
         ) from error
 
 
@@ -152,12 +172,17 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 
 
 def render_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], where: str, *, add_generation_prompt: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    where: str,
+    *,
+    add_generation_prompt: bool,
+    options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> str:
     """The text that the tokenizer's chat template makes of messages.
 
     Raises:
-        ValueError: if there is no chat template or it refuses the messages.
+        ValueError: if there is no chat template, it refuses the messages, or it does not read one of the `options`.
 
     Example:
         ``render_chat(tokenizer, [{"role": "user", "content": "Hi"}], "row 0", add_generation_prompt=True)``
@@ -169,15 +194,62 @@ def render_chat(
             f"{where}: the tokenizer {tokenizer.name_or_path!r} has no chat template: use text prompts with "
             f"apply_chat_template=False, or a tokenizer of an instruction-tuned model"
         )
+    check_chat_options(tokenizer, options)
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            )
+        )
     except TemplateError as error:
         roles = [message["role"] for message in messages]
         raise ValueError(f"{where}: the chat template refuses messages with roles {roles}: {error}") from error
 
 
+def check_chat_options(tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any]) -> None:
+    """Refuse variables that the tokenizer's chat template does not read: they would change nothing.
+
+    Raises:
+        ValueError: With those that it reads.
+
+    Example:
+        ``check_chat_options(qwen3, {"enable_thinking": False})``
+    """
+    if not options:
+        return
+    readable = sorted(template_variables(tokenizer.get_chat_template()) - _GIVEN - set(tokenizer.special_tokens_map))
+    for name in options:
+        if name in readable:
+            continue
+        if name in _GIVEN:
+            raise ValueError(f"chat_template_kwargs: {name} is set by the data module: leave it out")
+        near = difflib.get_close_matches(name, readable, n=1)
+        known = f"did you mean {near[0]}?" if near else f"it reads {', '.join(readable) or 'none but the messages'}"
+        raise ValueError(
+            f"chat_template_kwargs: the chat template of {tokenizer.name_or_path!r} does not read {name}; {known}"
+        )
+
+
+@cache
+def template_variables(template: str) -> frozenset[str]:
+    """The variables that a chat template reads and does not set itself.
+
+    Example:
+        ``template_variables("{% if enable_thinking %}x{% endif %}{{ messages[0].content }}")``
+    """
+    from jinja2 import Environment, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template))))
+
+
 def conversation_segments(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], where: str, *, first_target: int = 0
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    where: str,
+    *,
+    first_target: int = 0,
+    options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> list[Segment]:
     """A conversation cut at the borders of its assistant turns, which are the targets.
 
@@ -189,6 +261,7 @@ def conversation_segments(
         messages: The conversation.
         where: The row, for errors.
         first_target: Index of the first message that may be a target.
+        options: Variables of the template.
 
     Raises:
         ValueError: if the template rewrites earlier turns once later ones follow, so that no such cut exists, or if
@@ -203,8 +276,8 @@ def conversation_segments(
     for end in range(first_target, len(messages)):
         if messages[end]["role"] != "assistant":
             continue
-        before = render_chat(tokenizer, messages[:end], where, add_generation_prompt=True)
-        after = render_chat(tokenizer, messages[: end + 1], where, add_generation_prompt=False)
+        before = render_chat(tokenizer, messages[:end], where, add_generation_prompt=True, options=options)
+        after = render_chat(tokenizer, messages[: end + 1], where, add_generation_prompt=False, options=options)
         if not (before.startswith(done) and after.startswith(before)):
             raise ValueError(
                 f"{where}: the chat template changes earlier text when message {end} (assistant) is added, so its "

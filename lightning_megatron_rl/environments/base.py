@@ -1,12 +1,19 @@
 """What an environment is: it replies to the policy's turns, and says what they are worth."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from lightning_megatron_rl.ranges import COUNT, FINITE, POSITIVE, check_ranges
 from lightning_megatron_rl.sample import Prompt
 
 NAME = "environment"  # of the episodes' reward, beside those of the reward functions
+_RANGES = {
+    "max_turns": COUNT,
+    "max_turn_tokens": COUNT,
+    "concurrency": COUNT,
+    "deadline_s": POSITIVE.called("it is a number of seconds"),
+    "default_reward": FINITE,
+}
 
 
 class EnvironmentSetupError(ValueError):
@@ -141,18 +148,11 @@ class EpisodeSettings:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_turn_tokens", "concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"episodes.{name}={value}: give at least 1.")
+        check_ranges(_RANGES, vars(self), "episodes.")
         if "{reply}" not in self.reply_template:
             raise ValueError(
                 f"episodes.reply_template={self.reply_template!r} does not contain {{reply}}: all replies would be"
                 " equal."
             )
-        if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
-            raise ValueError(f"episodes.deadline_s={self.deadline_s}: give a positive number of seconds.")
         if self.on_error not in ("default", "raise"):
             raise ValueError(f"episodes.on_error={self.on_error!r}: choose one of default, raise.")
-        if not math.isfinite(self.default_reward):
-            raise ValueError(f"episodes.default_reward={self.default_reward}: give a finite number.")

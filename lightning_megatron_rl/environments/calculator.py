@@ -16,6 +16,7 @@ from lightning_megatron_rl.environments.base import (
     Episode,
     Reply,
 )
+from lightning_megatron_rl.ranges import COUNT, FINITE, SEED, check_ranges
 from lightning_megatron_rl.sample import Prompt
 
 _MAX_LENGTH = 200  # characters of an expression; what it makes of them then fits, too
@@ -65,6 +66,7 @@ class Calculator(Environment):
         if "{result}" not in reply:
             raise ValueError(f"reply={reply!r} of the {name} does not contain {{result}}.")
         self.reply = reply
+        check_ranges({"call_reward": FINITE}, locals())
         self.call_reward = call_reward
         self.name = name
 
@@ -167,10 +169,9 @@ class CalculatorRows:
     def __init__(
         self, split: Literal["train", "val"], size: int, num_digits: int = 2, seed: int = 0, turns: bool = False
     ) -> None:
-        if split not in ("train", "val") or size < 1 or num_digits < 1:
-            raise ValueError(
-                f"split={split!r} must be train or val, size={size} and num_digits={num_digits} at least 1."
-            )
+        if split not in ("train", "val"):
+            raise ValueError(f"split={split!r} must be train or val.")
+        check_ranges({"size": COUNT, "num_digits": COUNT, "seed": SEED}, locals())
         self.split = split
         self.size = size
         self.num_digits = num_digits

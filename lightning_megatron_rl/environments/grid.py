@@ -12,6 +12,7 @@ from lightning_megatron_rl.environments.base import (
     Episode,
     Reply,
 )
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, FINITE, SEED, check_ranges
 from lightning_megatron_rl.sample import Prompt
 
 _MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
@@ -33,6 +34,7 @@ class GridGame(Environment):
     """
 
     def __init__(self, step_reward: float = 0.0, progress_reward: float = 0.0) -> None:
+        check_ranges({"step_reward": FINITE, "progress_reward": FINITE}, locals())
         self.step_reward = step_reward
         self.progress_reward = progress_reward
 
@@ -148,10 +150,12 @@ class GridRows:
     """
 
     def __init__(self, size: int, height: int = 3, width: int = 3, num_walls: int = 1, seed: int = 0) -> None:
-        if size < 1 or num_walls < 0 or height < 1 or width < 1 or height * width < num_walls + 2:
+        sizes = dict.fromkeys(("size", "height", "width"), COUNT)
+        check_ranges({**sizes, "num_walls": COUNT_OR_NONE, "seed": SEED}, locals())
+        if height * width < num_walls + 2:
             raise ValueError(
-                f"size={size} must be at least 1, and height({height}) x width({width}) = {height * width} places have"
-                f" room for S, G and num_walls={num_walls}."
+                f"height({height}) x width({width}) = {height * width} places have no room for S, G and"
+                f" num_walls={num_walls}."
             )
         self.size = size
         self.height = height

@@ -70,7 +70,7 @@ class GuardedEnvironment:
             EnvironmentSetupError: What the environment needs is not there.
         """
         return self._run(
-            [partial(self.environment.start, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)],
+            [partial(self.environment.start, prompt.copy(), seed) for prompt, seed in zip(prompts, seeds, strict=True)],
             _checked_episode,
         )
 
@@ -109,7 +109,10 @@ async def _wait(answer: Any, seconds: float) -> Any:
 def _checked_episode(episode: Any) -> Episode:
     for method in ("step", "finish"):
         if not callable(getattr(episode, method, None)):
-            raise ContractError(f"start returned a {type(episode).__name__} without {method}(): return an Episode")
+            raise ContractError(
+                f"start of the environment returned a {type(episode).__name__} without a method {method}: an episode"
+                " has step(action) and finish(reason)"
+            )
     return episode  # type: ignore[no-any-return]
 
 

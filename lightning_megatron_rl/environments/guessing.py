@@ -12,6 +12,7 @@ from lightning_megatron_rl.environments.base import (
     Episode,
     Reply,
 )
+from lightning_megatron_rl.ranges import COUNT, FINITE, SEED, Range, check_ranges
 from lightning_megatron_rl.sample import Prompt
 
 _NUMBER = re.compile(r"-?\d{1,18}")
@@ -35,6 +36,7 @@ class NumberGuessing(Environment):
     def __init__(
         self, higher: str = ">", lower: str = "<", no_guess: str = "?", consistent_reward: float = 0.0
     ) -> None:
+        check_ranges({"consistent_reward": FINITE}, locals())
         self.higher = higher
         self.lower = lower
         self.no_guess = no_guess
@@ -96,8 +98,10 @@ class GuessingRows:
     """
 
     def __init__(self, size: int, low: int = 1, high: int = 20, seed: int = 0) -> None:
-        if size < 1 or low > high:
-            raise ValueError(f"size={size} must be at least 1, and low={low} not above high={high}.")
+        whole = Range(whole=True)
+        check_ranges({"size": COUNT, "low": whole, "high": whole, "seed": SEED}, locals())
+        if low > high:
+            raise ValueError(f"low={low} must not be above high={high}.")
         self.size = size
         self.low = low
         self.high = high

@@ -12,11 +12,29 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_megatron_rl.text_files import read_json, user_path
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _ORIGIN = "name_or_path"  # in the index of a checkpoint without weights
 _REMEDY = "the download or copy is not complete, repeat it"
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+)
+_TOKENIZER_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -26,9 +44,9 @@ def local_checkpoint(name_or_path: str) -> Path:
     Raises `ValueError` if the directory has no config.json or no safetensors weights, if a file that its index names is
     missing, if one is damaged or cut short, or if the name cannot be downloaded.
     """
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if not path.is_dir():
-        if path.exists() or path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
+        if path.exists() or _is_path(name_or_path):
             raise ValueError(
                 f"model {name_or_path!r} is neither a directory nor a hub name ('organisation/model'): check the path"
             )
@@ -58,6 +76,42 @@ def local_checkpoint(name_or_path: str) -> Path:
     return path
 
 
+def tokenizer_source(name_or_path: str) -> str:
+    """Return what a tokenizer is loaded from: a directory that has one, with `~` expanded, or a hub name as it is.
+
+    Raises:
+        ValueError: There is no such directory, it has no tokenizer, or one of the tokenizer's files cannot be read.
+    """
+    path = user_path(name_or_path)
+    if not path.is_dir():
+        if path.exists() or _is_path(name_or_path):
+            raise ValueError(
+                f"tokenizer {name_or_path!r} is neither a directory nor a hub name ('organisation/model'): check the"
+                " path"
+            )
+        return name_or_path
+    check_tokenizer_files(path)
+    return str(path)
+
+
+def check_tokenizer_files(path: Path) -> None:
+    """Refuse a directory without a tokenizer, and files of it that cannot be read.
+
+    Raises:
+        ValueError: With the file.
+    """
+    if not any(any(path.glob(name)) for name in _VOCABULARIES):
+        raise ValueError(
+            f"{path} has no tokenizer: none of {', '.join(_VOCABULARIES)} is there. Save it with the tokenizer's"
+            " `save_pretrained`, or copy these files from the original model"
+        )
+    if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file() and not any(path.glob("merges.txt")):
+        raise ValueError(f"{path} has vocab.json and neither merges.txt nor tokenizer.json: {_REMEDY}")
+    for name in _TOKENIZER_JSON:
+        if (path / name).is_file():
+            _read_json(path / name)
+
+
 def check_settings(path: Path) -> None:
     """Refuse a directory whose config.json or index cannot be read.
 
@@ -80,7 +134,10 @@ def _download(name: str) -> Path:
         try:
             path = snapshot_download(name, allow_patterns=DOWNLOADED)
         except Exception as exception:
-            error = f"cannot download model {name!r}: {type(exception).__name__}: {exception}"
+            error = (
+                f"cannot download model {name!r}, which is no directory in {Path.cwd()}: {type(exception).__name__}:"
+                f" {exception}"
+            )
     raise_everywhere(error)
     return Path(path if path is not None else snapshot_download(name, local_files_only=True))
 
@@ -286,12 +343,17 @@ def _check_weights(file: Path) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} instead of an object")
     except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{file} is damaged: it cannot be read as JSON ({error}); {_REMEDY}") from error
     return content
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be that of a directory; `models/mine` could be one of the hub's, too."""
+    return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
 
 
 def _belongs(name: str) -> bool:

@@ -23,6 +23,7 @@ from lightning_megatron_rl.models.fusions import fused_kernels, fuses_gradients,
 from lightning_megatron_rl.models.hf_check import check_weights
 from lightning_megatron_rl.models.hf_files import (
     anywhere,
+    check_tokenizer_files,
     fingerprint,
     local_checkpoint,
     raise_everywhere,
@@ -39,9 +40,25 @@ from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
 from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES, ShardedViews
 from lightning_megatron_rl.models.verification import VerifyModel, check_mode, computed_overrides, verify_model
 from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
+from lightning_megatron_rl.text_files import read_json
 
 SHARED_WITH_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded to the tensor-parallel size
 
+SIZES = (  # settings of a Hugging Face config that decide on the shapes of weights
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+)
 KEPT_IN_FP32 = "e_score_correction_bias"
 
 
@@ -95,6 +112,27 @@ class HFModel(SavesFiles):
                 f"Transformers cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}{remedy(error)}"
             ) from error
 
+    def check_checkpoint(self, path: Path) -> None:
+        """Refuse a distributed checkpoint whose model has other sizes than this one, where it says which it has.
+
+        Raises:
+            ValueError: With the sizes that differ.
+        """
+        config = path / "hf" / "config.json"
+        if not config.is_file():
+            return
+        saved, own = read_json(config), self.config.to_dict()
+        differing = [
+            f"{name} {saved[name]} in the checkpoint, {own[name]} in {self.name_or_path!r}"
+            for name in SIZES
+            if name in saved and name in own and saved[name] != own[name]
+        ]
+        if differing:
+            raise ValueError(
+                f"checkpoint {path} is of another model: {'; '.join(differing)}. Use it with the model that it was"
+                " trained from"
+            )
+
     @property
     def export_config(self) -> Any:
         """The config that goes with exported weights."""
@@ -105,6 +143,7 @@ class HFModel(SavesFiles):
         """The checkpoint's tokenizer."""
         from transformers import AutoTokenizer
 
+        check_tokenizer_files(self.path)
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
 
     @property

@@ -20,9 +20,16 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.compat.bridge import import_lora
 from lightning_megatron_rl.models.hf_files import raise_everywhere
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, PROBABILITY, SEED, check_ranges
 
 _ALL_LINEAR = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 _EXPERTS = ".mlp.experts."  # in the name of a layer of an expert, but not of a shared one
+_RANGES = {
+    "rank": COUNT.called("it is the number of rows of A"),
+    "alpha": POSITIVE.called("the adapters' output is scaled by alpha / rank"),
+    "dropout": PROBABILITY,
+    "seed": SEED,
+}
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,7 @@ class LoRASettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank}: it is the number of rows of A, at least 1.")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha={self.alpha}: the adapters' output is scaled by alpha / rank, above 0.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout={self.dropout}: it is a probability in [0, 1).")
+        check_ranges(_RANGES, vars(self), "lora.")
         if not self.target_modules:
             raise ValueError(f"lora.target_modules is empty: name linear layers, e.g. {_ALL_LINEAR}.")
         if self.dora:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.models.families import FAMILIES
+from lightning_megatron_rl.ranges import NOT_NEGATIVE, check_ranges
 
 # Fields of Megatron's `TransformerConfig` that follow from `MoESettings` -> the setting.
 _DECIDED_HERE = {
@@ -46,10 +47,8 @@ class MoESettings:
     router_replay: Literal["none", "R2"] = "none"
 
     def __post_init__(self) -> None:
-        for name in ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"moe.{name}={value}: it cannot be negative; 0 turns it off.")
+        names = ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate")
+        check_ranges(dict.fromkeys(names, NOT_NEGATIVE.called("0 turns it off")), vars(self), "moe.")
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the fields of Megatron's `TransformerConfig`; its own router losses are off, see `routers`."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
 from lightning_megatron_rl.models.families import FAMILIES
 from lightning_megatron_rl.models.hf_check import check_weights
 from lightning_megatron_rl.models.hf_model import HFModel
@@ -64,17 +65,22 @@ class ValueModel(HFModel):
     def build_chunks(self, **options: Any) -> list[Any]:
         """Build this rank's chunks as `HFModel.build_chunks` does, the last with the checkpoint's head or a new one."""
         chunks = super().build_chunks(**options)
+        weight = self._head_weight(options.get("load_weights", True), options["params_dtype"])
         for chunk in chunks:
             untie_output_layer(chunk)
             if chunk.post_process:
-                put_value_head(chunk, self._head_weight(options.get("load_weights", True)))
+                put_value_head(chunk, weight)
         return chunks
 
-    def _head_weight(self, load_weights: bool) -> Tensor:
+    def _head_weight(self, load_weights: bool, dtype: torch.dtype) -> Tensor:
+        """The head's weight, read on every rank, so that all of them refuse one that is not finite in `dtype`."""
         state = self._bridge.hf_pretrained.state
-        if load_weights and HEAD in state.source.get_all_keys():
-            return state[HEAD]
-        return new_weight(self.config.hidden_size)
+        if not load_weights or HEAD not in state.source.get_all_keys():
+            return new_weight(self.config.hidden_size)
+        weight: Tensor = state[HEAD].to(dtype)
+        if nonfinite_names([(HEAD, weight)]):
+            raise ValueError(f"checkpoint {self.path}: {not_finite([f'{HEAD} has {describe_nonfinite(weight)}'])}")
+        return weight
 
     def _is_loaded(self, name: str) -> bool:
         return not name.startswith(_OUTPUT_LAYER)

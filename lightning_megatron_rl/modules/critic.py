@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch
+from lightning_megatron_rl.ranges import COUNT_OR_NONE, POSITIVE, SHARE, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.models.value_model import ValueModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
     from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+
+_RANGES = {
+    "gamma": SHARE,
+    "lam": SHARE,
+    "value_clip": POSITIVE.called("null sets no bound"),
+    "warmup_rollouts": COUNT_OR_NONE,
+}
 
 
 @dataclass
@@ -51,13 +59,7 @@ class CriticSettings:
     warmup_rollouts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be between 0 and 1.")
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ValueError(f"value_clip={self.value_clip}: a positive distance, or null for no bound.")
-        if self.warmup_rollouts < 0:
-            raise ValueError(f"warmup_rollouts={self.warmup_rollouts}: a number of rollouts, 0 for none.")
+        check_ranges(_RANGES, vars(self), "critic.")
 
 
 class Critic:

@@ -1,6 +1,5 @@
 """`DPOModule`: direct preference optimisation, a policy from preference pairs without a reward model."""
 
-import math
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -15,9 +14,20 @@ from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.ranges import POSITIVE, Range, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
+
+_RANGES = {
+    "beta": POSITIVE.called("0.1 is usual, a smaller one ties less"),
+    "label_smoothing": Range(
+        least=0, below=0.5, note="at 0.5 preferences say nothing, beyond it they are the wrong way round"
+    ),
+    "discopop_tau": Range(
+        above=0, most=1, note="0.05 is usual; above 1 a pair far the wrong way round has an exponential loss"
+    ),
+}
 
 
 class DPOModule(PairModule, PolicyModule):
@@ -101,14 +111,8 @@ class DPOModule(PairModule, PolicyModule):
             lora=lora,
             init_from=init_from,
         )
-        if not 0 < beta < math.inf:
-            raise ValueError(f"beta={beta}: it must be positive; 0.1 is usual, a smaller one ties less.")
+        check_ranges(_RANGES, locals())
         self.pair_loss_kind = lookup(DPO_LOSSES, loss, "loss")
-        if not 0 <= label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing={label_smoothing}: a share of preferences from 0 to below 0.5; at 0.5 they say"
-                " nothing, and beyond they are the wrong way round."
-            )
         if label_smoothing and not self.pair_loss_kind.smooths:
             smoothed = ", ".join(sorted(name for name, kind in DPO_LOSSES.items() if kind.smooths))
             raise ValueError(
@@ -119,11 +123,6 @@ class DPOModule(PairModule, PolicyModule):
             raise ValueError(
                 "label_smoothing=0 with loss='exo_pair', which takes its logarithm: set it to a small share, 1e-3 is"
                 " usual."
-            )
-        if not 0 < discopop_tau <= 1:
-            raise ValueError(
-                f"discopop_tau={discopop_tau}: choose 0 < discopop_tau <= 1 (0.05 is usual); above 1 a pair far the"
-                " wrong way round has a loss that grows exponentially."
             )
         self.beta = beta
         self.loss = loss

@@ -7,6 +7,7 @@ from itertools import islice
 import torch
 
 from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rollout.engine import derive_seed
 from lightning_megatron_rl.sample import Prompt, Sample
 
@@ -28,8 +29,7 @@ class DynamicSampling:
     max_rounds: int = 3
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 1:
-            raise ValueError(f"max_rounds={self.max_rounds}: at least one, or leave dynamic_sampling out.")
+        check_ranges({"max_rounds": COUNT.called("or leave dynamic_sampling out")}, vars(self), "dynamic_sampling.")
 
 
 @dataclass

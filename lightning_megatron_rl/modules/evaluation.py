@@ -11,11 +11,18 @@ from torch import Tensor
 
 from lightning_megatron_rl.algorithms.tally import Formula, Tally
 from lightning_megatron_rl.modules.estimators import majority_vote, mean_interval, pass_at_k, score_interval
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, FINITE, Range, check_ranges
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample
 
 _BOXED = "\\boxed{"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_RANGES = {
+    "num_samples": COUNT_OR_NONE.called("0 draws only the one response of validation_sampling"),
+    "pass_at": COUNT,
+    "right_above": FINITE,
+    "confidence": Range(above=0, below=1, note="0.95 is usual"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ class EvaluationSettings:
     confidence: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.num_samples < 0 or self.num_samples == 1:
+        check_ranges(_RANGES, vars(self), "evaluation.")
+        if self.num_samples == 1:
             raise ValueError(
                 f"evaluation.num_samples={self.num_samples}: give at least 2, or 0 for the one response of"
                 " validation_sampling alone."
@@ -63,8 +71,6 @@ class EvaluationSettings:
                 f"evaluation.sampling.temperature=0: the {self.num_samples} greedy responses to a prompt would be"
                 " equal. Use e.g. 1.0; the greedy response is that of validation_sampling."
             )
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"evaluation.confidence={self.confidence} must be between 0 and 1, such as 0.95.")
         if self.answer_pattern is not None:
             try:
                 groups = re.compile(self.answer_pattern).groups
@@ -175,6 +181,12 @@ class Evaluation:
         for end in (0, 1):
             formula = _interval_end(end, bounded, self.settings.confidence)
             self._tally.add(f"{name}_{('low', 'high')[end]}", formula, sums)
+
+    def names(self, stage: str, sets: Sequence[str], rewards: Sequence[str]) -> list[str]:
+        """Return the names of the metrics that an epoch of these sets and rewards has."""
+        empty = Evaluation(self.settings, self.has_episodes)
+        empty._sets, empty._rewards = set(sets), set(rewards)
+        return list(empty.finish(stage, lambda vector, op: vector, list))
 
     def finish(
         self,

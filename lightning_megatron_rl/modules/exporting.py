@@ -110,6 +110,20 @@ class ExportsWeights(pl.LightningModule):
         self.strategy.gather_parameters()
         self.hf_model.save_adapter(list(self.model), directory, self.lora)
 
+    def to_onnx(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the chunks are parts of a model.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(
+            f"{type(self).__name__} holds this rank's part of a model, without a forward pass of its own: to_onnx,"
+            " to_torchscript and to_tensorrt convert a whole one. Export it with the HFExport callback or"
+            " module.save_pretrained(directory), and convert that."
+        )
+
+    to_torchscript = to_tensorrt = to_onnx
+
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ExportsWeights":
         """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.advantages import group_advantages
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
@@ -28,6 +29,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
 )
 from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.vllm import VLLMEngine
@@ -70,6 +72,8 @@ class GRPOModule(SamplesResponses):
         lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
+        max_failed_rollouts: So many rollouts in a row on all of whose samples a reward or the environment fails end the
+            run with an error; so does a whole run of such, and a `validate` or `test`. Null never ends it.
 
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
@@ -110,6 +114,7 @@ class GRPOModule(SamplesResponses):
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
+        max_failed_rollouts: int | None = 3,
     ) -> None:
         super().__init__(
             model=model,
@@ -156,6 +161,8 @@ class GRPOModule(SamplesResponses):
         self.dynamic_sampling = dynamic_sampling
         self.reference_settings = reference or ReferenceSettings()
         self.reference_kind = self.reference_settings.resolve(kl_coef=config.kl_coef, has_adapters=lora is not None)
+        check_ranges({"max_failed_rollouts": COUNT.called("null never ends the run")}, locals())
+        self.max_failed_rollouts = max_failed_rollouts
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
         self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
@@ -285,5 +292,11 @@ class GRPOModule(SamplesResponses):
         metrics = tally.reduce(self.reduce_on_device).compute()
         if self.loss.config.entropy_schedule is not None:
             metrics["policy/entropy_coef"] = self.loss.entropy_coef
+        if isinstance(data := self.trainer.datamodule, PromptDataModule) and (long := data.long_prompts.get("train")):  # type: ignore[attr-defined]
+            metrics["rollout/long_prompts"] = long
         metrics["rollout/staleness"] = self.trainer.global_step - metrics["rollout/weight_version"]
         self.log_metrics(metrics, prog_bar=("reward/mean",))
+        for name in rollout.samples[0].rewards:
+            who = "the environment" if name == ENVIRONMENT else f"the reward {name!r}"
+            errors = [sample.reward_errors[name] for sample in rollout.samples if name in sample.reward_errors]
+            self.failures.add("rollouts", who, failed=metrics[f"reward/{name}_failed_frac"] == 1, errors=errors)

@@ -1,7 +1,6 @@
 """`GRPOLossConfig`: everything that shapes the GRPO objective, with contradictions refused."""
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from lightning_megatron_rl.algorithms.policy_losses import (
     vespo,
 )
 from lightning_megatron_rl.algorithms.schedules import LinearSchedule
+from lightning_megatron_rl.ranges import FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range, check_ranges
 
 # what each loss and correction is called with, by its own argument: the setting that holds it
 _POLICY_LOSS_OPTIONS = {
@@ -38,6 +38,26 @@ _CORRECTION_OPTIONS = {
 _SEQUENCE_AGGREGATIONS: dict[str, tuple[PolicyLoss, str]] = {
     "gspo": (gspo, "seq_mean_token_mean"),
     "luspo": (luspo, "seq_mean_token_sum"),
+}
+_RANGES = {
+    "clip_low": PROBABILITY.called("the lower bound 1 - clip_low of the ratio must be positive"),
+    "clip_high": NOT_NEGATIVE,
+    "dual_clip": Range(above=1, note="3 is usual, null sets no bound"),
+    "sapo_tau_positive": POSITIVE,
+    "sapo_tau_negative": POSITIVE,
+    "kl_coef": NOT_NEGATIVE,
+    "entropy_coef": FINITE,
+    "correction_cap": POSITIVE,
+    "icepop_low": NOT_NEGATIVE,
+    "icepop_high": POSITIVE,
+    "geo_mask_low": NOT_NEGATIVE,
+    "geo_mask_high": POSITIVE,
+    "off_policy_mask_threshold": POSITIVE.called(
+        "it is a mean of log π_roll - log π_θ in nats; 0.5 is usual, null for no mask"
+    ),
+    "top_entropy_quantile": Range(
+        least=0, most=1, note="it is a share of the tokens; 0 keeps the largest entropy alone, 1 all, 0.2 is usual"
+    ),
 }
 
 
@@ -181,29 +201,9 @@ class GRPOLossConfig:
         return {argument: getattr(self, setting) for argument, setting in names.items()}
 
     def _check_ranges(self) -> None:
-        for name in ("clip_low", "clip_high", "kl_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it cannot be negative.")
-        for name in ("correction_cap", "sapo_tau_positive", "sapo_tau_negative"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be positive.")
-        if self.clip_low >= 1:
-            raise ValueError(f"clip_low={self.clip_low}: the lower bound 1 - clip_low of the ratio must be positive.")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip}: it must be above 1 (3 is usual), or null for no such bound.")
+        check_ranges(_RANGES, vars(self), "loss.")
         for sign in ("positive", "negative"):
             check_vespo(**{name: getattr(self, name) for name in (f"vespo_k_{sign}", f"vespo_lambda_{sign}")})
-        threshold = self.off_policy_mask_threshold
-        if threshold is not None and not 0 < threshold < math.inf:
-            raise ValueError(
-                f"off_policy_mask_threshold={threshold}: a positive mean of log π_roll - log π_θ in nats (0.5 is"
-                " usual), or null for no mask."
-            )
-        if not 0 <= self.top_entropy_quantile <= 1:
-            raise ValueError(
-                f"top_entropy_quantile={self.top_entropy_quantile}: a share of the tokens from 0 (the one with the"
-                " largest entropy) to 1 (all); 0.2 is usual."
-            )
         for name in ("icepop", "geo_mask"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if not 0 <= low < 1 < high:

@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -11,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
@@ -18,16 +18,21 @@ from lightning_megatron_rl.models.layout_check import PipelineSplit
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.models.verification import VerifyModel, check_mode
+from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
 from lightning_megatron_rl.notices import finish
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rollout.engine import RolloutEngine
 from lightning_megatron_rl.strategy.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.resuming import starting_checkpoint
+from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
+from lightning_megatron_rl.text_files import user_path
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -78,7 +83,8 @@ class ModelModule(TakesSteps, ReportsSteps):
         init_from: str | None = None,
     ) -> None:
         super().__init__()
-        check_num_tokens("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        check_ranges({"max_tokens_per_microbatch": COUNT.called("it is a number of tokens")}, locals())
+        check_optimizer_numbers(optimizer)
         if init_from is not None and lora is not None:
             raise ValueError(
                 f"init_from={init_from!r} with lora: adapters belong to the weights of a model directory. Export the"
@@ -148,7 +154,11 @@ class ModelModule(TakesSteps, ReportsSteps):
         )
         self._hf_model.check_computation(self.model_config)
         if self.init_from is not None:
-            read_manifest(Path(self.init_from))
+            read_manifest(user_path(self.init_from))
+            self._hf_model.check_checkpoint(user_path(self.init_from))
+        if stage == "fit":
+            check_monitors(self.trainer, self)
+            self.strategy.check_saving(self.trainer.checkpoint_callbacks)  # type: ignore[attr-defined]
         self.strategy.saved_with_model = {}  # no other model, until there is one
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
@@ -156,6 +166,10 @@ class ModelModule(TakesSteps, ReportsSteps):
         if self.lora is not None:
             self.lora.check_layout(layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
+        start = starting_checkpoint(self.trainer)
+        if start is not None:
+            self.strategy.check_checkpoint(start, training=stage == "fit")
+            self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
             check_gpu(self, training=stage == "fit", engine=self.sampler, frozen_copies=self.frozen_copies)
 
@@ -168,6 +182,11 @@ class ModelModule(TakesSteps, ReportsSteps):
     def frozen_copies(self) -> int:
         """Copies of the model that stay on the GPU beside it."""
         return 0
+
+    @property
+    def num_averages(self) -> int:
+        """Averages of the weights that a fit keeps beside the optimizer's state."""
+        return sum(isinstance(callback, WeightAverage) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""
@@ -197,7 +216,7 @@ class ModelModule(TakesSteps, ReportsSteps):
             )
         )
         if self.init_from is not None:
-            self.strategy.load_weights(Path(self.init_from), chunks)
+            self.strategy.load_weights(user_path(self.init_from), chunks)
         return chunks
 
     def on_fit_end(self) -> None:
@@ -221,8 +240,11 @@ class ModelModule(TakesSteps, ReportsSteps):
 
         return self.optimizer_config or OptimizerConfig(lr=self.default_lr, weight_decay=0.0)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Do nothing: Lightning zeroes after `training_step`, when Megatron's gradients are already there."""
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Do nothing: there is one optimizer, and its parameters stay trainable."""
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Do nothing, as `toggle_optimizer`."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave the batch on the CPU: sequences are laid out there, and only micro-batches go to the device."""
@@ -358,13 +380,3 @@ class ModelModule(TakesSteps, ReportsSteps):
             forward_only=forward_only,
             chunks=chunks,
         )
-
-
-def check_num_tokens(name: str, value: int) -> None:
-    """Refuse a number of tokens below 1.
-
-    Raises:
-        ValueError: With name and value.
-    """
-    if value < 1:
-        raise ValueError(f"{name}={value}: it is a number of tokens, at least 1.")

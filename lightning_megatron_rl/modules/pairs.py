@@ -1,6 +1,7 @@
 """What training on preference pairs has in common, whatever a side's value is."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,10 @@ class PairModule(ModelModule):
         """Return the logged rewards of both sides, ``[pairs, 2]``: chosen, rejected."""
         _, chosen, rejected = self._values_of(pairs)
         return self.preference_scale() * torch.stack([chosen, rejected], dim=1)
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names over all pairs."""
+        return [f"{stage}/{name}" for name in ("loss", "accuracy", "margin", "chosen", "rejected")]
 
     def _log_epoch(self, prefix: str) -> None:
         empty = torch.empty(0, dtype=torch.float64)

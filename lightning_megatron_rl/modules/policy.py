@@ -10,8 +10,9 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import LoRASettings
 from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.models.verification import VerifyModel
-from lightning_megatron_rl.modules.model import ModelModule, check_num_tokens
+from lightning_megatron_rl.modules.model import ModelModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -75,7 +76,7 @@ class PolicyModule(ModelModule):
             lora=lora,
             init_from=init_from,
         )
-        check_num_tokens("logprob_chunk_size", logprob_chunk_size)
+        check_ranges({"logprob_chunk_size": COUNT.called("it is a number of tokens")}, locals())
         self.logprob_chunk_size = logprob_chunk_size
 
     def output_processor(self, vocab_size: int | None = None) -> OutputProcessor:

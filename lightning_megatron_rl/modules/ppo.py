@@ -1,7 +1,6 @@
 """`PPOModule`: proximal policy optimisation with a critic of its own. One batch of prompts is one rollout."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
@@ -30,6 +29,8 @@ from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
+from lightning_megatron_rl.text_files import user_path
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -71,6 +72,8 @@ class PPOModule(GRPOModule):
         lora: Train low-rank adapters of the actor and leave its own weights as they are.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
+        max_failed_rollouts: So many rollouts in a row on all of whose samples a reward or the environment fails end the
+            run with an error; so does a whole run of such, and a `validate` or `test`. Null never ends it.
 
     Raises:
         ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
@@ -110,6 +113,7 @@ class PPOModule(GRPOModule):
         lora: LoRASettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
+        max_failed_rollouts: int | None = 3,
     ) -> None:
         super().__init__(
             model=model,
@@ -137,6 +141,7 @@ class PPOModule(GRPOModule):
             lora=lora,
             evaluation=evaluation,
             init_from=init_from,
+            max_failed_rollouts=max_failed_rollouts,
         )
         self.critic_settings = critic or CriticSettings()
         if init_from is not None and self.critic_settings.model is None and self.critic_settings.init_from is None:
@@ -144,6 +149,7 @@ class PPOModule(GRPOModule):
                 f"init_from={init_from!r} without critic.model or critic.init_from: the critic would start from the"
                 f" weights of {model!r}, not from the actor's. Give one of them."
             )
+        check_optimizer_numbers(critic_optimizer, "critic_optimizer.")
         self.critic_optimizer_config = critic_optimizer
         self.value_loss = ValueLoss(self.critic_settings.value_clip)
         self.critic: Critic | None = None  # no submodule: the strategy trains `model`, this module trains the critic
@@ -155,7 +161,7 @@ class PPOModule(GRPOModule):
         if stage == "fit":
             self._critic_model = self._find_critic()
             if self.critic_settings.init_from is not None:
-                read_manifest(Path(self.critic_settings.init_from))
+                read_manifest(user_path(self.critic_settings.init_from))
             self.strategy.resolve_optimizer_config(self._critic_optimizer_config())
         super().setup(stage)
 
@@ -205,7 +211,7 @@ class PPOModule(GRPOModule):
                 config_overrides=self.model_config,
             )
             if init_from is not None:
-                self.strategy.load_weights(Path(init_from), chunks)
+                self.strategy.load_weights(user_path(init_from), chunks)
             self.critic = Critic(self._critic_model, list(chunks))
 
     def configure_optimizers(self) -> Any:

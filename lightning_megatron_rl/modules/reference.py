@@ -1,4 +1,4 @@
-"""The reference policy that KL is measured to: none, a frozen copy, a teacher, or the policy without its adapters."""
+"""The reference that KL is measured to: none, a frozen copy, a teacher, an average, the policy without adapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,14 @@ from torch import nn
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import adapters_off
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.strategy.averaging import AveragedWeights
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf_model import HFModel
+
+ReferenceKind = Literal["none", "frozen_copy", "adapters_off", "average"]
 
 
 @dataclass
@@ -21,42 +26,51 @@ class ReferenceSettings:
 
     Args:
         kind: "frozen_copy" is a second model with the weights of `model`; "adapters_off" is the policy without its LoRA
-            adapters; "none" is none. "auto" takes the cheapest that is right: none without `loss.kl_coef`, else the
-            policy without its adapters if it has any, else a copy.
+            adapters; "average" is a running average of the policy (EMA), which starts as the policy does and takes the
+            place of its weights while the reference scores; "none" is none. "auto" takes the cheapest that is right:
+            none without `loss.kl_coef`, else the policy without its adapters if it has any, else a copy.
         model: Another model with the same tokenizer, hub name or directory, which then is the reference: KL to it is
             on-policy distillation from a teacher. Unset: the model that training starts from.
-        refresh_every_n_steps: Give the copy the policy's weights every so many `global_step`s; unset: never.
+        refresh_every_n_steps: Give the copy the policy's weights every so many `global_step`s; unset: never. An average
+            is updated every so many; unset: every step.
+        average_decay: ``average = average_decay * average + (1 - average_decay) * policy``; with kind "average" only.
         offload: Keep the copy in the host's memory while it is not used (on CUDA; two transfers per rollout).
 
     Raises:
-        ValueError: A number of steps below 1, a refresh of something that is no copy, or a teacher that would not be
-            used.
+        ValueError: A number of steps below 1, a refresh of something that is no copy, a teacher that would not be used,
+            or a decay without an average, outside (0, 1), or missing.
 
     Example:
         ``ReferenceSettings(refresh_every_n_steps=100)``
     """
 
-    kind: Literal["auto", "none", "frozen_copy", "adapters_off"] = "auto"
+    kind: Literal["auto", "none", "frozen_copy", "adapters_off", "average"] = "auto"
     model: str | None = None
     refresh_every_n_steps: int | None = None
+    average_decay: float | None = None
     offload: bool = True
 
     def __post_init__(self) -> None:
         steps = self.refresh_every_n_steps
-        if steps is not None and steps < 1:
-            raise ValueError(f"refresh_every_n_steps={steps}: give a number of steps, or null for never.")
+        check_ranges({"refresh_every_n_steps": COUNT.called("null for never")}, vars(self), "reference.")
         if steps is not None and self.kind in ("none", "adapters_off"):
             raise ValueError(
                 f"refresh_every_n_steps={steps} with kind={self.kind}: only a frozen copy can be given new weights."
             )
-
-        if self.model is not None and (steps is not None or self.kind in ("none", "adapters_off")):
+        if (self.average_decay is not None) != (self.kind == "average"):
+            raise ValueError(
+                f"reference.kind={self.kind} with average_decay={self.average_decay}: an average needs a decay, and"
+                " nothing else has one. Set both, e.g. kind=average and average_decay=0.99, or neither."
+            )
+        if self.average_decay is not None and not 0 < self.average_decay < 1:
+            raise ValueError(f"reference.average_decay={self.average_decay}: a number between 0 and 1.")
+        if self.model is not None and (steps is not None or self.kind in ("none", "adapters_off", "average")):
             raise ValueError(
                 f"reference.model={self.model!r} with kind={self.kind}, refresh_every_n_steps={steps}: a teacher is a"
                 " model of its own that stays as it is. Set kind=auto and no refresh, or leave reference.model out."
             )
 
-    def resolve(self, *, kl_coef: float, has_adapters: bool) -> Literal["none", "frozen_copy", "adapters_off"]:
+    def resolve(self, *, kl_coef: float, has_adapters: bool) -> ReferenceKind:
         """Return the kind that is in force.
 
         Raises:
@@ -65,6 +79,8 @@ class ReferenceSettings:
         if self.model is not None:  # with kl_coef=0, to log the KL without a penalty
             return "frozen_copy"
         kind = self.kind
+        if kind == "average":
+            return kind
         if kind == "auto":
             kind = "none" if not kl_coef else "adapters_off" if has_adapters else "frozen_copy"
         if kind == "none" and kl_coef:
@@ -95,7 +111,8 @@ class HoldsReference(PolicyModule):
     """A policy module that also scores under a reference policy."""
 
     reference_settings: ReferenceSettings
-    reference_kind: Literal["none", "frozen_copy", "adapters_off"]
+    reference_kind: ReferenceKind
+    _average: AveragedWeights | None = None  # of a fit, with reference_kind "average"
     reference: list[nn.Module] | None = None  # the frozen copy; a list, not a submodule: it is not trained
     _teacher: "HFModel | None" = None  # where the reference comes from, if not from the policy's start
 
@@ -144,6 +161,11 @@ class HoldsReference(PolicyModule):
         """The reference, where it is a model of its own that stays on the GPU."""
         return int(self.reference_kind == "frozen_copy" and not self.reference_settings.offload)
 
+    @property
+    def num_averages(self) -> int:
+        """One more, where the reference is an average."""
+        return super().num_averages + (self.reference_kind == "average")
+
     def configure_model(self) -> None:
         """Build the policy, and the frozen reference if there is to be one; with LoRA the policy holds it."""
         super().configure_model()
@@ -155,8 +177,20 @@ class HoldsReference(PolicyModule):
         if self.reference_settings.refresh_every_n_steps is not None:
             self.strategy.saved_with_model = {**self.strategy.saved_with_model, "reference": self.reference}
 
+    def on_fit_start(self) -> None:
+        """Let an average start as the policy is now; a checkpoint's is loaded after this."""
+        super().on_fit_start()
+        if self.reference_kind == "average":
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            assert isinstance(optimizer, MegatronOptimizer)
+            self._average = optimizer.add_average("reference", counts_start=True)
+
     def score_reference(self, sequences: list[TokenSequence]) -> Scores:
-        """Score under the reference policy: the frozen copy, the teacher, or the policy without its adapters."""
+        """Score under the reference: the frozen copy, the teacher, the average, or the policy without its adapters."""
+        if self.reference_kind == "average":
+            assert self._average is not None, "on_fit_start() makes it"
+            with self._average.in_place():
+                return self.score(sequences)
         if self.reference is None:
             with adapters_off(self.model):
                 return self.score(sequences)
@@ -169,8 +203,10 @@ class HoldsReference(PolicyModule):
             self._offload()
 
     def refresh_reference(self) -> None:
-        """Give the frozen copy the policy's weights if this step is one of those that do so; a collective."""
+        """Give the frozen copy or the average the policy's weights if this step is one that does so; a collective."""
         every, step = self.reference_settings.refresh_every_n_steps, self.trainer.global_step
+        if self._average is not None and step > 0 and step % (every or 1) == 0:
+            self._average.update(self.reference_settings.average_decay)
         if self.reference is not None and every is not None and step > 0 and step % every == 0:
             self.strategy.gather_parameters()
             copy_weights(list(self.model), self.reference)

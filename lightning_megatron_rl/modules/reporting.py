@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.cpus import OthersLoad, busy_words, usable_cpus
 from lightning_megatron_rl.modules.exporting import ExportsWeights
+from lightning_megatron_rl.modules.monitors import check_logged
 from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
 from lightning_megatron_rl.strategy.products import asks_for_tf32
@@ -37,6 +38,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
         self._others = OthersLoad()  # until then
+        self._checked_monitors = False  # whether the first step of the fit has been logged
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -52,6 +54,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         """Forget the times of what another Trainer did with this module; note what it took to get here."""
         self.phase_seconds.clear()
         self.phase_seconds[START_PHASE] = time.perf_counter() - self._setup_began
+        self._checked_monitors = False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
@@ -119,6 +122,17 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
                 **largest,
             }
         )
+        if not self._checked_monitors:
+            self._checked_monitors = True
+            check_logged(self.trainer)
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs; none here."""
+        return []
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, if it has any."""
+        return []
 
     def rank_metrics(self) -> dict[str, float]:
         """Return what more this rank has to say; the largest of all ranks is logged."""

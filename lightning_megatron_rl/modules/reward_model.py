@@ -16,6 +16,7 @@ from lightning_megatron_rl.models.moe import MoESettings
 from lightning_megatron_rl.models.verification import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
+from lightning_megatron_rl.ranges import NOT_NEGATIVE, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -82,8 +83,7 @@ class RewardModule(PairModule):
             moe=moe,
             lora=lora,
         )
-        if center_coef < 0:
-            raise ValueError(f"center_coef={center_coef}: it would drive scores away from zero; use 0 or more.")
+        check_ranges({"center_coef": NOT_NEGATIVE.called("below 0 it drives scores away from zero")}, locals())
         self.center_coef = center_coef
 
     def find_model(self) -> "ValueModel":

@@ -14,6 +14,7 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import TOP_ENTROPY_FIELD, GRPOLoss
 from lightning_megatron_rl.modules.reward_metrics import add_reward_metrics
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rewards.base import Reward, reward_names
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.sample import Sample
@@ -230,8 +231,7 @@ def check_batch_arithmetic(
     Raises:
         ValueError: With the value, why, and the remedy.
     """
-    if num_generations < 1:
-        raise ValueError(f"num_generations={num_generations}: at least one response per prompt.")
+    check_ranges({"num_generations": COUNT, "updates_per_rollout": COUNT}, locals())
     if num_generations < 2 and advantage in GROUP_RELATIVE:
         raise ValueError(
             f"num_generations={num_generations}: {advantage} compares the responses to one prompt with each other; with"
@@ -242,8 +242,6 @@ def check_batch_arithmetic(
             f"dynamic_sampling with num_generations={num_generations}: one response has no spread, so every prompt"
             " would be drawn again. Set num_generations >= 2, or leave dynamic_sampling out."
         )
-    if updates_per_rollout < 1:
-        raise ValueError(f"updates_per_rollout={updates_per_rollout}: at least one update per rollout.")
     if rewards or reward_weights or not has_environment:
         reward_names(rewards, reward_weights)
     if sampling.temperature == 0:

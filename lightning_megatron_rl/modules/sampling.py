@@ -2,20 +2,23 @@
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
-from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
+from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.environments.base import NAME, Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
+from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.reference import HoldsReference
 from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
-from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rewards.base import Reward, reward_name
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
@@ -42,6 +45,8 @@ class SamplesResponses(HoldsReference):
     sampling: SamplingParams
     validation_sampling: SamplingParams
     evaluation: Evaluation
+    max_failed_rollouts: int | None = None  # in a row
+    failures: FailureWatch
     synced_version: int | None = None  # weights that the engine samples with
     last_sync: SyncReport | None = None  # of the leader's engine
     _engine_started = False
@@ -64,7 +69,10 @@ class SamplesResponses(HoldsReference):
             self._guarded = GuardedEnvironment(
                 self.environment, self.episodes, vocab_size=vocab_size, timeout_s=timeout_s
             )
+        assert self.hf_model.tokenizer is not None  # its files are checked before the engine loads them
+        self._fit_prompts()
         self.check_prompts(stage)
+        self.failures = FailureWatch(self.max_failed_rollouts)
         self.synced_version = None  # another Trainer counts its steps from 0 again
         self._phase = SamplingPhase(self.engine, self.strategy, self.phase)
         if not self._engine_started:
@@ -131,6 +139,18 @@ class SamplesResponses(HoldsReference):
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in"
                 f" engine.max_model_len={limit}: raise max_model_len or lower max_tokens."
             )
+
+    def _fit_prompts(self) -> None:
+        """Hold the prompts of a `PromptDataModule` to the engine's limits; others are checked when they are sampled."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, PromptDataModule) or isinstance(self.engine, ReplayEngine):
+            return
+        passes = self.evaluation.settings.passes(self.validation_sampling, self.sampling)
+        training, evaluation = self.sampling.max_tokens, max(params.max_tokens for params, _ in passes)
+        if self.environment is not None:  # a turn takes what is left, down to one token
+            training = evaluation = 1
+        response = {"train": training, **dict.fromkeys(data.val_names, evaluation)}
+        data.fit_into_engine(self.engine.max_model_len, response, self.hf_model.config.vocab_size)
 
     def check_prompts(self, stage: str) -> None:
         """Check what the Trainer's data are, before weights are loaded; subclasses say what they need."""
@@ -262,12 +282,42 @@ class SamplesResponses(HoldsReference):
     def on_validation_epoch_end(self) -> None:
         """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
         self.finish_sampling()
-        self.log_metrics(self.evaluation.finish("val", self.reduce_on_device, self.strategy.union))
+        self._finish_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/<set>/mean_at_1`` for every data set."""
         self.finish_sampling()
-        self.log_metrics(self.evaluation.finish("test", self.reduce_on_device, self.strategy.union))
+        self._finish_evaluation("test")
+
+    def _finish_evaluation(self, stage: Literal["val", "test"]) -> None:
+        metrics = self.evaluation.finish(stage, self.reduce_on_device, self.strategy.union)
+        self.log_metrics(metrics)
+        suffix, at_once = "/failed_frac", self.trainer.state.fn != TrainerFn.FITTING
+        for name in metrics:
+            if name.startswith(f"{stage}/") and name.endswith(suffix):
+                dataset = name.removeprefix(f"{stage}/").removesuffix(suffix)
+                own = [sample for sample in self.evaluation.samples if sample.prompt.dataset == dataset]
+                errors = [error for sample in own for error in sample.reward_errors.values()]
+                self.failures.add(
+                    f"validations of {dataset!r}",
+                    "a reward",
+                    failed=metrics[name] == 1,
+                    errors=errors,
+                    at_once=at_once,
+                )
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs."""
+        return self.evaluation.names(stage, sets, self.reward_components())
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, and of the environment's."""
+        return [reward_name(reward) for reward in self.rewards] + [NAME] * (self.environment is not None)
+
+    def on_train_end(self) -> None:
+        """Refuse to call a run a success in which a reward never worked."""
+        super().on_train_end()
+        self.failures.finish("rollouts")
 
     def on_predict_epoch_end(self) -> None:
         """Let the engine sleep."""
@@ -321,6 +371,11 @@ def check_episodes(
                 " episodes out."
             )
         return
+    if getattr(type(environment), "start", None) in (None, Environment.start):
+        raise ValueError(
+            f"environment={environment!r} has no method start(prompt, seed), which returns an episode: define it, or"
+            " give an object of a class that does."
+        )
     if isinstance(engine, ReplayEngine):
         raise ValueError(
             f"environment={type(environment).__name__} with engine=ReplayEngine: recorded episodes hold the"

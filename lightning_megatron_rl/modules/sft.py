@@ -1,6 +1,7 @@
 """`SFTModule`: supervised fine-tuning on the response tokens of prompt-response pairs or chats."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +78,11 @@ class SFTModule(PolicyModule):
     def predict_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> Scores:
         """Return log-probs and entropies of the sequences' tokens."""
         return self.score(sequences)
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return loss and perplexity, of all sets and of each."""
+        owners = [stage, *(f"{stage}/{name}" for name in sets)]
+        return [f"{owner}/{metric}" for owner in owners for metric in ("loss", "perplexity")]
 
     def _log_likelihood(self, stage: str) -> None:
         losses = self._tally.reduce(self.reduce_on_device).compute()

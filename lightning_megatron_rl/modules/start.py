@@ -51,6 +51,8 @@ class Starts(Protocol):
     @property
     def strategy(self) -> "MegatronStrategy": ...  # noqa: D102
     @property
+    def num_averages(self) -> int: ...  # noqa: D102
+    @property
     def hf_model(self) -> Any: ...  # noqa: D102
 
 
@@ -184,12 +186,13 @@ def _split(strategy: "MegatronStrategy") -> Split:
 
 def _state_size(module: Starts) -> StateBytes:
     strategy = module.strategy
-    return state_size(
+    size = state_size(
         strategy.precision_plugin,
         strategy.resolve_ddp_config(),
         module.optimizer_config,
         fused=has_fused_adam(),
     )
+    return replace(size, optimizer=size.optimizer + module.num_averages * torch.float32.itemsize)
 
 
 def _fuses_activation(module: Starts) -> bool:

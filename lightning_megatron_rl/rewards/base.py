@@ -75,6 +75,12 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
         raise ValueError(
             "there are no rewards: name at least one, for example lightning_megatron_rl.rewards.math_equal"
         )
+    for reward, name in zip(rewards, names, strict=True):
+        if getattr(type(reward), "__call__", None) in (None, Reward.__call__):  # noqa: B004
+            raise ValueError(
+                f"the reward {name!r} is a {type(reward).__name__} without a method __call__(samples): a reward is a"
+                " function, or an object, that returns one number per sample"
+            )
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{names.count(name)} of the rewards {names} are called {name!r}: rename one of them")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_megatron_rl.cpus import usable_cpus
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
@@ -81,6 +82,7 @@ class CodeTests:
             raise ValueError(f"require={unknown} of the reward {name!r}: the protections are {', '.join(MEANING)}")
         self.tests_column = tests_column
         self.partial = partial
+        check_ranges({"concurrency": COUNT}, locals(), f"reward {name!r}: ")
         self.concurrency = concurrency or usable_cpus().count
         self.require = tuple(require)
         self.name = name

@@ -9,12 +9,19 @@ from numbers import Real
 from typing import Any, Literal
 
 from lightning_megatron_rl.notices import tell_loss
+from lightning_megatron_rl.ranges import COUNT, FINITE, POSITIVE, check_ranges
 from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describe_sample, reward_name
 from lightning_megatron_rl.rewards.deadline import BoundedCalls
-from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.sample import Sample, copies
 
 DEADLINE_SECONDS = 120.0
 _MAX_NAMED = 3  # failed samples that a warning describes
+_RANGES = {
+    "deadline_s": POSITIVE.called("it is a number of seconds"),
+    "default": FINITE,
+    "batch_size": COUNT,
+    "concurrency": COUNT,
+}
 
 
 class GuardedReward:
@@ -22,7 +29,8 @@ class GuardedReward:
 
     Every reward of a run is guarded; name this class in a config to change how. The reward is called with all samples
     (or `batch_size` of them). If that raises or is late, each of its samples is tried alone, so that only those
-    are lost that fail by themselves: a reward may see a sample twice, and several calls may run at once.
+    are lost that fail by themselves: a reward may see a sample twice, and several calls may run at once. Each call gets
+    copies: what a reward changes of its samples changes nothing else.
 
     Args:
         reward: What scores the samples; a plain function, an object, or an `async` one of either.
@@ -50,16 +58,9 @@ class GuardedReward:
     ) -> None:
         self.reward = reward
         self.name = reward_name(reward)
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"deadline_s={deadline_s} of the reward {self.name!r}: give a positive number of seconds")
+        check_ranges(_RANGES, locals(), f"reward {self.name!r}: ")
         if on_error not in ("default", "raise"):
             raise ValueError(f"on_error={on_error!r} of the reward {self.name!r}: choose one of default, raise")
-        if not math.isfinite(default):
-            raise ValueError(f"default={default} of the reward {self.name!r}: give a finite number")
-        if (batch_size is not None and batch_size < 1) or concurrency < 1:
-            raise ValueError(
-                f"batch_size={batch_size} and concurrency={concurrency} of the reward {self.name!r} must be at least 1"
-            )
         self.deadline_s = deadline_s
         self.on_error = on_error
         self.default = default
@@ -110,7 +111,7 @@ class GuardedReward:
 
     def _call(self, samples: list[Sample]) -> list[float | BaseException]:
         """Return each sample's number, or what is wrong with it."""
-        scores: Any = self.reward(samples)
+        scores: Any = self.reward(copies(samples))  # whatever it does to them, now or after its deadline
         if inspect.isawaitable(scores):
             scores = asyncio.run(_wait(scores, self.deadline_s))
         if not isinstance(scores, list | tuple):

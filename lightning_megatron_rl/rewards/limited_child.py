@@ -11,6 +11,8 @@ from pathlib import Path
 from signal import SIGPROF
 from typing import Any
 
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
+
 START_SECONDS = 300.0  # importing sympy takes 2 s, from a cold network file system much longer
 ANSWER_SECONDS = 60.0  # wall clock, for a child that is stopped or starved; the CPU limit comes first
 
@@ -36,6 +38,7 @@ class LimitedChild:
     """
 
     def __init__(self, worker: Path, cpu_seconds: float = 5.0, memory_bytes: int = 2**30) -> None:
+        check_ranges({"cpu_seconds": POSITIVE, "memory_bytes": COUNT}, locals())
         self.worker = worker
         self.cpu_seconds = cpu_seconds
         self.memory_bytes = memory_bytes

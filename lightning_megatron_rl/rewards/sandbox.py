@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
+
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 START_SECONDS = 30.0  # from the start of the launcher to that of the program, on a busy machine
 _KEPT_OUTPUT = 2**20  # bytes of each stream that are read back
@@ -65,9 +67,7 @@ class SandboxLimits:
     processes: int = 16
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} of the sandbox must be positive")
+        check_ranges({**dict.fromkeys(vars(self), COUNT), "wall_seconds": POSITIVE}, vars(self), "limits.")
 
 
 @dataclass(frozen=True)

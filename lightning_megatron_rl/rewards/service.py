@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError
 from lightning_megatron_rl.sample import Sample
 
@@ -30,11 +31,7 @@ class ServiceReward(ABC):
             raise ValueError(f"url={url!r} of the reward {name!r}: give http://host:port/path or https://...")
         if parts.username or parts.password:
             raise ValueError(f"the url of the reward {name!r} holds a password: name token_variable instead")
-        if batch_size < 1 or concurrency < 1 or not timeout_s > 0:
-            raise ValueError(
-                f"batch_size={batch_size}, concurrency={concurrency}, timeout_s={timeout_s} of the reward {name!r} must"
-                " be positive"
-            )
+        check_ranges({"batch_size": COUNT, "concurrency": COUNT, "timeout_s": POSITIVE}, locals(), f"reward {name!r}: ")
         self.url = url
         self.name = name
         self.batch_size = batch_size

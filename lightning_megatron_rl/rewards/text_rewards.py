@@ -1,15 +1,16 @@
 """Rewards of the response's text: its form, the answer in a pattern, JSON by a schema, and its length."""
 
 import functools
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.notices import tell_loss
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.text_files import read_json
 
 WORKER = Path(__file__).with_name("text_worker.py")
 
@@ -101,8 +102,8 @@ class JSONSchemaReward:
 
         if isinstance(schema, str):
             try:
-                schema = json.loads(Path(schema).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                schema = read_json(schema)
+            except ValueError as error:
                 raise ValueError(f"the schema {schema!r} of the reward {name!r} cannot be read: {error}") from error
         try:
             validators.validator_for(schema, validators.Draft202012Validator).check_schema(schema)
@@ -135,7 +136,9 @@ class LengthPenalty:
     """
 
     def __init__(self, free_tokens: int, max_tokens: int, name: str = "length_penalty") -> None:
-        if not 0 <= free_tokens < max_tokens:
+        ranges = {"free_tokens": COUNT_OR_NONE, "max_tokens": COUNT}
+        check_ranges(ranges, locals(), f"reward {name!r}: ")
+        if free_tokens >= max_tokens:
             raise ValueError(
                 f"free_tokens={free_tokens}, max_tokens={max_tokens} of the reward {name!r}: it falls from 0 at the "
                 "first to -1 at the second, so 0 <= free_tokens < max_tokens"

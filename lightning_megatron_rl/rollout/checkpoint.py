@@ -1,6 +1,5 @@
 """What a Hugging Face model directory says about its weights, read without loading them."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from lightning_megatron_rl.models.hf_files import weight_map
+from lightning_megatron_rl.text_files import read_json
 from lightning_megatron_rl.weight_views import WeightViews
 
 OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
@@ -52,7 +52,7 @@ class CheckpointLayout:
         directory = Path(model_path)
         if not (directory / "config.json").is_file():
             raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json")
-        config = json.loads((directory / "config.json").read_text())
+        config = read_json(directory / "config.json")
         index = directory / "model.safetensors.index.json"
         if index.is_file():
             files = sorted(set(weight_map(directory).values()))

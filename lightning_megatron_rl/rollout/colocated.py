@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.ranges import check_ranges
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import InProcess, Part
 from lightning_megatron_rl.rollout.engine import (
@@ -29,7 +30,13 @@ from lightning_megatron_rl.rollout.engine import (
 )
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
 from lightning_megatron_rl.rollout.process import named_memory
-from lightning_megatron_rl.rollout.vllm_settings import FP32_ENVIRONMENT, engine_environment, llm_arguments
+from lightning_megatron_rl.rollout.vllm_args import check_vllm_args
+from lightning_megatron_rl.rollout.vllm_settings import (
+    ENGINE_RANGES,
+    FP32_ENVIRONMENT,
+    engine_environment,
+    llm_arguments,
+)
 from lightning_megatron_rl.weight_views import WeightBuckets
 
 if TYPE_CHECKING:
@@ -90,6 +97,7 @@ class ColocatedVLLMEngine(RolloutEngine):
             them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
         bucket_mb: Size of the buffer for weights that come one by one; a planned push has its own. # MiB
         seed: vLLM's own seed; samples only depend on the seeds of their requests.
+        vllm_args: Other arguments of vLLM's own, as in `VLLMEngine`.
 
     Example:
         ``GRPOModule(..., engine=ColocatedVLLMEngine(sleep_level=2))``
@@ -106,21 +114,10 @@ class ColocatedVLLMEngine(RolloutEngine):
         sleep_level: Literal[0, 1, 2] = 0,
         bucket_mb: int = 512,
         seed: int = 0,
+        vllm_args: dict[str, Any] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("tensor_parallel_size", tensor_parallel_size, 1),
-            ("max_model_len", max_model_len, 2),
-            ("max_num_seqs", max_num_seqs, 1),
-            ("bucket_mb", bucket_mb, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        if kv_cache_memory_gb <= 0:
-            raise ValueError(f"kv_cache_memory_gb={kv_cache_memory_gb} must be positive")
-        if sleep_level not in (0, 1, 2):
-            raise ValueError(
-                f"sleep_level={sleep_level} must be 0 (never sleeps), 1 (weights to the host) or 2 (dropped)"
-            )
+        check_ranges(ENGINE_RANGES, locals(), "engine.")
+        check_vllm_args(vllm_args or {})
         self.tensor_parallel_size = tensor_parallel_size
         self.max_model_len = max_model_len
         self.dtype = dtype
@@ -130,6 +127,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self.sleep_level = sleep_level
         self.bucket_mb = bucket_mb
         self.seed = seed
+        self.vllm_args = dict(vllm_args or {})
         self.is_collective = True
         self.weight_version = 0
         self._worker: Worker | None = None
@@ -168,6 +166,7 @@ class ColocatedVLLMEngine(RolloutEngine):
             kv_cache_memory_gb=self.kv_cache_memory_gb,
             gpu_memory_utilization=1.0,
             sleeps=self.sleep_level > 0,
+            others=self.vllm_args,
         )
         if device == "cuda" and self.tensor_parallel_size > torch.cuda.device_count():
             arguments["disable_custom_all_reduce"] = True  # vLLM's own reads the memory of GPUs of one node

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,17 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_megatron_rl.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 from lightning_megatron_rl.sample import Outcome, Turn
 
 LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
+_RANGES = {
+    "temperature": NOT_NEGATIVE.called("0 is greedy"),
+    "top_p": Range(above=0, most=1, note="1 keeps every token"),
+    "top_k": Range(least=-1, whole=True, note="-1 keeps every token"),
+    "max_tokens": COUNT,
+}
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +51,14 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+        check_ranges(_RANGES, vars(self), "sampling.")
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature={self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}: "
                 "below that vLLM would sample at another temperature than the trainer assumes"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or -1 to keep every token")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.top_k == 0:
+            raise ValueError("sampling.top_k=0 must be at least 1, or -1 to keep every token")
         object.__setattr__(self, "stop", tuple(self.stop))
         if "" in self.stop:
             raise ValueError(f"stop={self.stop} contains an empty string, which would end every response at once")

@@ -100,7 +100,8 @@ def play_episodes(
         if len(prompt.token_ids) >= engine.max_model_len:
             raise ValueError(
                 f"prompt {prompt.index} of {prompt.dataset!r} has {len(prompt.token_ids)} tokens: max_model_len="
-                f"{engine.max_model_len} leaves no room for a turn. Raise max_model_len or lower max_prompt_length."
+                f"{engine.max_model_len} leaves no room for a turn. Raise max_model_len, or set the data module's"
+                " on_long_prompt."
             )
     pairs = [(prompt, number) for prompt in prompts for number in range(num_generations)]
     seeds = [derive_seed(seed, step, prompt.index, f"{prompt.dataset}/{NAME}") for prompt, _ in pairs]

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_megatron_rl.rollout.engine import GenerationRequest, RolloutEngine, SamplingParams, derive_seed
+from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -29,7 +30,18 @@ def generate_samples(
         tokenizer: Decodes responses for rewards and logs; token ids are never made from text again.
         seed: The run's seed. Each (step, prompt) gets a seed of its own, so a resumed run samples the same.
         step: The `global_step`.
+
+    Raises:
+        ValueError: A prompt and its response may be longer than the engine's `max_model_len`.
     """
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if not isinstance(engine, ReplayEngine) and length + params.max_tokens > engine.max_model_len:
+            raise ValueError(
+                f"row {prompt.index} of {prompt.dataset!r}: prompt ({length}) + max_tokens ({params.max_tokens}) ="
+                f" {length + params.max_tokens} > max_model_len ({engine.max_model_len}): shorten the prompt, lower"
+                " max_tokens, or raise the engine's max_model_len"
+            )
     requests = [
         GenerationRequest(
             token_ids=prompt.token_ids,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
+from lightning_megatron_rl.text_files import parse_json, read_lines, user_path
 
 
 def record_line(sample: Sample, step: int, run_id: str = "") -> str:
@@ -47,32 +48,27 @@ def read_first_step(path: str | Path) -> list[Sample]:
     Example:
         ``read_first_step("runs/demo/grpo/samples/rollouts-dp0.jsonl")``
     """
-    path = Path(path)
-    if not path.is_file():
+    if not user_path(path).exists():
         raise ValueError(f"{path}: no such file. RolloutSamples writes rollouts-dp<replica>.jsonl while a run trains.")
     samples: list[Sample] = []
     first_step: Any = None
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            record = _parse(line, where)
-            if first_step is None:
-                first_step = record["step"]
-            if record["step"] != first_step:
-                break
-            samples.append(_sample(record, where))
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        record = _parse(line, where)
+        if first_step is None:
+            first_step = record["step"]
+        if record["step"] != first_step:
+            break
+        samples.append(_sample(record, where))
     if not samples:
         raise ValueError(f"{path} is empty: there is no rollout to replay.")
     return samples
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
+    record = parse_json(line, where)
     if not isinstance(record, dict):
         raise ValueError(f"{where}: {type(record).__name__} where an object with the columns of a sample was expected.")
     needed = ("step", "index", "prompt_ids", "response_ids", "response_logprobs", "reward")

@@ -3,19 +3,22 @@
 import logging
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from lightning_megatron_rl.cpus import openmp_defaults, sampler_threads, usable_cpus
 from lightning_megatron_rl.cuda_memory import identity, reach_each_other
 from lightning_megatron_rl.masking import unmasked_environment
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport, NCCLTransport
 from lightning_megatron_rl.rollout.installation import choose_device, installed_packages, require_library, why_no_gpu
 from lightning_megatron_rl.rollout.process import child_environment
 from lightning_megatron_rl.rollout.shared_weights import SharedWeights
+from lightning_megatron_rl.rollout.vllm_args import check_vllm_args
 from lightning_megatron_rl.rollout.vllm_settings import (
+    ENGINE_RANGES,
     compiles,
     current_device,
     engine_devices,
@@ -67,6 +70,8 @@ class VLLMEngine(SupervisedEngine):
         seed: vLLM's own seed; samples only depend on the seeds of their requests.
         env: Environment variables of the process, over all others. Values that look like secrets are written down as
             "***", which stands for the value that this process's environment has.
+        vllm_args: Other arguments of vLLM's own, by their names in `vllm.EngineArgs`, such as
+            ``{"max_num_batched_tokens": 8192}``; those that the engine sets itself are refused.
         echo_output: Show the process's output.
 
     Example:
@@ -94,31 +99,22 @@ class VLLMEngine(SupervisedEngine):
         max_restarts: int = 2,
         seed: int = 0,
         env: dict[str, str] | None = None,
+        vllm_args: dict[str, Any] | None = None,
         echo_output: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("max_model_len", max_model_len, 2),  # one token in, one token out
-            ("max_num_seqs", max_num_seqs, 1),
-            ("tensor_parallel_size", tensor_parallel_size, 1),
-            ("max_restarts", max_restarts, 0),
-            ("bucket_mb", bucket_mb, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads={num_threads} must be at least 1, or unset")
-        if kv_cache_memory_gb is not None and kv_cache_memory_gb <= 0:
-            raise ValueError(f"kv_cache_memory_gb={kv_cache_memory_gb} must be positive, or unset")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
-        if start_timeout_s <= 0 or call_timeout_s <= 0:
-            raise ValueError(f"start_timeout_s={start_timeout_s}, call_timeout_s={call_timeout_s} must be positive")
-        if sleep_level not in (0, 1, 2):
-            raise ValueError(
-                f"sleep_level={sleep_level} must be 0 (never sleeps), 1 (weights to the host) or 2 (dropped)"
-            )
+        ranges = {
+            **ENGINE_RANGES,
+            "num_threads": COUNT.called("unset, it follows from the size of the model"),
+            "gpu_memory_utilization": Range(above=0, most=1),
+            "devices": COUNT_OR_NONE.called("it is the number of a GPU"),
+            "start_timeout_s": POSITIVE,
+            "call_timeout_s": POSITIVE,
+            "max_restarts": COUNT_OR_NONE,
+        }
+        check_ranges(ranges, locals(), "engine.")
         if compilation not in ("auto", "full", "graphs"):
             raise ValueError(f"compilation={compilation!r} is none of 'auto', 'full', 'graphs'")
+        check_vllm_args(vllm_args or {})
         self.compilation = compilation
         self.num_tokens: int | None = None  # that the run will sample, if that is known
         self.is_collective = False
@@ -140,6 +136,7 @@ class VLLMEngine(SupervisedEngine):
         self.max_restarts = max_restarts
         self.seed = seed
         self.env = unmasked_environment(env or {})
+        self.vllm_args = dict(vllm_args or {})
         self.echo_output = echo_output
         self._forget()
 
@@ -171,6 +168,7 @@ class VLLMEngine(SupervisedEngine):
             gpu_memory_utilization=self.gpu_memory_utilization,
             sleeps=self.sleep_level > 0,
             graphs_only=not (eager or self._compiles),
+            others=self.vllm_args,
         )
         visible = self._choose_devices() if device == "cuda" else None
         self._threads = self._choose_threads() if device == "cpu" else None

@@ -1,12 +1,14 @@
 """What vLLM is started with: its arguments, and the environment of its process."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from lightning_megatron_rl.ranges import COUNT, POSITIVE, SEED, Range
 from lightning_megatron_rl.remote_code import trusts_remote_code
 from lightning_megatron_rl.rollout.cuda_transfer import BACKEND
 
@@ -28,6 +30,15 @@ GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 SMALL_MODEL = 500_000_000  # parameters
 FEW_TOKENS = 12_000_000
 MOST_TESTED = 2  # processes that shared one of them
+ENGINE_RANGES = {
+    "max_model_len": Range(least=2, whole=True, note="one token in and one token out"),
+    "kv_cache_memory_gb": POSITIVE,
+    "max_num_seqs": COUNT,
+    "tensor_parallel_size": COUNT,
+    "sleep_level": Range(least=0, most=2, whole=True, note="0 never sleeps, 1 moves weights to the host, 2 drops them"),
+    "bucket_mb": COUNT,
+    "seed": SEED,
+}
 
 
 def llm_arguments(
@@ -44,6 +55,7 @@ def llm_arguments(
     gpu_memory_utilization: float,
     sleeps: bool,
     graphs_only: bool = False,
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
 
@@ -60,6 +72,10 @@ def llm_arguments(
         gpu_memory_utilization: Share of the GPU's memory if the cache's size is None.
         sleeps: Whether it is to sleep, which needs an allocator of vLLM's own on CUDA.
         graphs_only: CUDA graphs of the model as it is, not of a compiled one.
+        others: The user's, which `check_vllm_args` has let pass.
+
+    Raises:
+        ValueError: One of the user's does not work on a CPU.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -91,7 +107,19 @@ def llm_arguments(
         arguments["gpu_memory_utilization"] = gpu_memory_utilization if kv_cache_memory_gb is None else 0.01
     if kv_cache_memory_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_memory_gb * 2**30)
-    return arguments
+    if device == "cpu":
+        if others.get("enable_chunked_prefill"):
+            raise ValueError(
+                "engine.vllm_args: enable_chunked_prefill=True on a CPU: vLLM would rewind a request's random numbers,"
+                " which generators on a CPU cannot do. Leave it out."
+            )
+        batched = others.get("max_num_batched_tokens")
+        if batched is not None and batched < max(max_model_len, max_num_seqs):
+            raise ValueError(
+                f"engine.vllm_args: max_num_batched_tokens={batched} on a CPU must be at least max_model_len"
+                f" ({max_model_len}) and max_num_seqs ({max_num_seqs}): a prompt is not prefilled in parts there."
+            )
+    return arguments | dict(others)
 
 
 def compiles(wanted: str, num_parameters: int, num_tokens: int | None) -> bool:

@@ -4,14 +4,72 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.files import check_local
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+
+_ACCUMULATION = (
+    "one batch is one mini-batch here, and Megatron's schedule accumulates over its micro-batches. Raise the data"
+    " module's batch_size for a larger mini-batch, and lower max_tokens_per_microbatch to save memory."
+)
+_AVERAGE = (
+    "it would copy the module before its model is built, and average no shard of Megatron's. Use this package's"
+    " WeightAverage(decay=0.999), which is kept beside the optimizer's state, or WeightAverage(decay=None) for the"
+    " equal average of all steps"
+)
+# Lightning's callbacks that would change nothing, the wrong thing, or fail later; and what to use in their place
+REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    BaseFinetuning: (
+        "it freezes parameters and adds them to the optimizer while training goes on, which Megatron's optimizer does"
+        " not see. Train adapters with the module's lora, or freeze parameters from the start (requires_grad_(False) in"
+        " configure_model)"
+    ),
+    LearningRateFinder: (
+        "it writes an attribute `lr` of the module, which nobody reads here. Try some values of OptimizerConfig(lr=...)"
+    ),
+    ModelPruning: (
+        "it replaces parameters by masked copies, which Megatron's buffers, optimizer and checkpoints do not have."
+        " Prune an export (HFExport) and train that"
+    ),
+    StochasticWeightAveraging: _AVERAGE,
+    WeightAveraging: _AVERAGE,
+}
+
+SEVERAL_OPTIMIZERS = (
+    "configure_optimizers returned several optimizers: MegatronStrategy steps one, under automatic optimisation."
+    " Return that of `self.model`, made with `self.trainer.strategy.build_optimizer(OptimizerConfig(lr=...))`;"
+    " OptimizerConfig(decoupled_lr=...) gives embeddings a learning rate of their own. Step the optimizer of a second"
+    " Megatron model in training_step, as PPOModule does with its critic."
+)
+
+
+_TRAINER_RANGES = {
+    "gradient_clip_val": NOT_NEGATIVE.called("leave it out for no clipping"),
+    "log_every_n_steps": COUNT_OR_NONE,
+    "val_check_interval": POSITIVE.called("set limit_val_batches=0 for no validation"),
+    "check_val_every_n_epoch": COUNT,
+    "num_sanity_val_steps": Range(least=-1, whole=True, note="-1 runs all validation batches"),
+}
 
 
 def check_trainer(trainer: "pl.Trainer") -> None:
@@ -19,18 +77,51 @@ def check_trainer(trainer: "pl.Trainer") -> None:
 
     Raises:
         ValueError: Naming the setting, its value and what to use in its place.
+        TypeError: The module is none that Megatron could train.
         RuntimeError: CUDA can use none of the GPUs that Lightning has chosen; with the reason.
     """
     if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
         check_cuda(measure_devices(imports=False))
+    check_trainer_numbers(trainer)
+    warn_of_fp32(trainer.strategy.root_device, trainer.strategy.precision_plugin.precision)
+    check_optimisation(trainer)
+    check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    check_checkpoint_places(trainer)
+    if isinstance(trainer.strategy, ParallelStrategy) and trainer.strategy._layer_sync is not None:
+        raise ValueError(
+            "sync_batchnorm (or another LayerSync plugin): Megatron's models have no batch normalisation, and the"
+            " strategy converts no layers. Remove it."
+        )
+    check_module(trainer.lightning_module)
+
+
+def check_module(module: "pl.LightningModule") -> None:
+    """Refuse a module that the strategy cannot train, or with hooks that would never be called.
+
+    Raises:
+        ValueError: It has a `backward` of its own.
+        TypeError: There is no model of Megatron's, and nobody who would build one.
+    """
+    if not is_overridden("configure_model", module) and not isinstance(getattr(module, "model", None), nn.ModuleList):
+        raise TypeError(no_megatron_model(module))
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"{type(module).__name__}.backward would never be called: Megatron's schedule computes the gradients in"
+            " training_step. Change the loss per token for other gradients, or the gradients themselves in"
+            " on_before_optimizer_step (parameter.grad, in place), and remove backward."
+        )
+
+
+def check_optimisation(trainer: "pl.Trainer") -> None:
+    """Refuse accumulation over batches and manual optimisation; callbacks may switch them on at any time.
+
+    Raises:
+        ValueError: Naming the setting and what to use in its place.
+    """
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: one batch is one mini-batch here, and"
-            " Megatron's schedule accumulates over its micro-batches. Set accumulate_grad_batches=1, raise the data"
-            " module's batch_size for a larger mini-batch, and lower max_tokens_per_microbatch to save memory."
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: {_ACCUMULATION} Set accumulate_grad_batches=1."
         )
-    check_checkpoint_callbacks(trainer.checkpoint_callbacks)
-    check_checkpoint_places(trainer)
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ValueError(
@@ -40,13 +131,55 @@ def check_trainer(trainer: "pl.Trainer") -> None:
         )
 
 
-def check_checkpoint_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks that save where an exception came up.
+def check_trainer_numbers(trainer: "pl.Trainer") -> None:
+    """Refuse numbers of the Trainer that Lightning takes and that mean nothing.
+
+    Raises:
+        ValueError: With the name, the value and the range.
+    """
+    given = {name: getattr(trainer, name) for name in _TRAINER_RANGES}
+    # -1 was made infinite; an interval of time is text
+    given["num_sanity_val_steps"] = min(trainer.num_sanity_val_steps, 10**9)
+    given["val_check_interval"] = (
+        trainer.val_check_interval if isinstance(trainer.val_check_interval, int | float) else None
+    )
+    check_ranges(_TRAINER_RANGES, given, "trainer.")
+
+
+def warn_of_fp32(device: torch.device, precision: str) -> None:
+    """Warn of a GPU that would train in fp32: Lightning's default, which few runs on GPUs mean."""
+    if device.type == "cuda" and precision == "32-true":
+        rank_zero_warn(
+            "precision='32-true' on a GPU: weights, gradients and activations take 4 bytes per number, and matrix"
+            " products are several times slower than in bf16. Set Trainer(precision='bf16-mixed') unless fp32 is what"
+            " you want."
+        )
+
+
+def no_megatron_model(module: "pl.LightningModule | None") -> str:
+    """Return what is wrong with a module whose `model` is not a list of Megatron's chunks."""
+    return (
+        f"{type(module).__name__}.model is {type(getattr(module, 'model', None)).__name__}: MegatronStrategy trains an"
+        " nn.ModuleList of Megatron model chunks, which `configure_model` must assign to `self.model`. Use SFTModule,"
+        " GRPOModule, PPOModule, DPOModule or RewardModule with a Hugging Face model, or a subclass of one of them."
+    )
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that accumulate gradients, that save where an exception came up, or that Megatron does not see.
 
     Raises:
         ValueError: Naming the callback and what to use in its place.
     """
     for callback in callbacks:
+        for refused, reason in REFUSED_CALLBACKS.items():
+            if isinstance(callback, refused):
+                raise ValueError(f"{type(callback).__name__} does not work with MegatronStrategy: {reason}.")
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise ValueError(
+                f"{type(callback).__name__}(scheduling={callback.scheduling}): {_ACCUMULATION} Remove the callback; for"
+                " mini-batches that grow while training goes on, let the data module's sampler give larger batches."
+            )
         if isinstance(callback, OnExceptionCheckpoint) or (
             isinstance(callback, ModelCheckpoint) and callback.save_on_exception
         ):
@@ -55,6 +188,17 @@ def check_checkpoint_callbacks(callbacks: Sequence[Callback]) -> None:
                 " resumed run would skip, and on some ranks only, which wait for the others. Use"
                 " ModelCheckpoint(every_n_train_steps=...); a run that is told to stop saves by itself."
             )
+
+
+def check_timers_again(trainer: "pl.Trainer") -> None:
+    """Let timers stop a run whose time was up before it was resumed.
+
+    Lightning has them look in `on_fit_start`; where checkpoints are loaded after the strategy's setup, they do not know
+    the time before the resume then.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Timer):
+            callback.on_fit_start(trainer)
 
 
 def check_checkpoint_places(trainer: "pl.Trainer") -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
 
-from lightning_megatron_rl.files import Lock
+from lightning_megatron_rl.files import Lock, check_writable
 from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
 from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
@@ -60,6 +60,17 @@ class KeepsCheckpoints(CollectiveStrategy):
     @abstractmethod
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what runs inside, for errors of collectives."""
+
+    def check_saving(self, callbacks: Sequence[Callback]) -> None:
+        """Refuse a directory for checkpoints that takes no files, before anything is loaded; a collective.
+
+        Raises:
+            OSError: With the directory and the reason.
+        """
+        for callback in callbacks:
+            directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
+            if directory is not None:
+                run_on_rank_zero(partial(check_writable, Path(directory), f"{type(callback).__name__}(dirpath)"))
 
     def start_keeping(self, trainer: "pl.Trainer") -> None:
         """Get ready for a fit: tidy up after killed runs, and make the links of `save_last="link"` from here on.

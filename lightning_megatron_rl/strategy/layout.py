@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 
 from torch import distributed as dist
 
+from lightning_megatron_rl.ranges import COUNT, check_ranges
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -37,10 +39,8 @@ class ParallelLayout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{field.name}={value}: a parallel size is at least 1.")
+        sizes = [field.name for field in fields(self) if field.name != "sequence_parallel"]
+        check_ranges(dict.fromkeys(sizes, COUNT), vars(self))
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel=True with tensor_model_parallel_size=1: sequence parallelism splits activations over"

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,12 +30,17 @@ from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.leader import rest, watch
 from lightning_megatron_rl.notices import forget
+from lightning_megatron_rl.ranges import POSITIVE, check_ranges
 from lightning_megatron_rl.rendezvous import local_store
 from lightning_megatron_rl.run_settings import describe_settings
 from lightning_megatron_rl.strategy.checks import (
+    SEVERAL_OPTIMIZERS,
     avoid_inference_tensors,
+    check_optimisation,
     check_optimizers,
+    check_timers_again,
     check_trainer,
+    no_megatron_model,
     refuse_checkpoint_io,
     warn_of_slow_links,
 )
@@ -133,8 +139,7 @@ class MegatronStrategy(StopsTogether):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: the process-group timeout is a positive number of seconds.")
+        check_ranges({"timeout_s": POSITIVE.called("seconds after which a collective fails")}, locals())
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
@@ -214,11 +219,19 @@ class MegatronStrategy(StopsTogether):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        size = self.num_processes * self.num_nodes
+        external = self.cluster_environment.creates_processes_externally
+        if not external and size > 1 and (hasattr(sys, "ps1") or sys.flags.interactive):
+            raise ValueError(
+                f"MegatronStrategy on {size} devices in a notebook or an interactive Python: each device is a process"
+                " that runs a script from its beginning, and there is none. Use Trainer(devices=1), or put the code"
+                " into a script and run it with python, torchrun or `lightning-megatron-rl fit`."
+            )
         # before other ranks are started, and before Lightning does it by affinity alone
         self._cpu_share = share_cpus(self.num_processes)
         if self._cpu_share is not None:
             torch.set_num_threads(self._cpu_share)
-        if not self.cluster_environment.creates_processes_externally:
+        if not external and size > 1:  # one device is this process itself
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -346,11 +359,26 @@ class MegatronStrategy(StopsTogether):
                 )
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-                check_optimizers(self.optimizers)
                 self.watch_signals(trainer)
                 self.start_keeping(trainer)
         self.setup_precision_plugin()
         self._log_settings(trainer)
+        self._is_set_up = True
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Ask the module for its optimizer and scheduler.
+
+        Raises:
+            TypeError: There are several, or it is not one of Megatron's; with what to do.
+        """
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimisation, which this strategy refuses
+            raise TypeError(SEVERAL_OPTIMIZERS) from error
+        check_optimizers(self.optimizers)
 
     def limit_threads(self, num_parameters: int) -> None:
         """Give torch on a CPU no more threads than a model of this size keeps busy; what the user has set stays.
@@ -373,10 +401,7 @@ class MegatronStrategy(StopsTogether):
         """
         model = getattr(self.lightning_module, "model", None)
         if not isinstance(model, nn.ModuleList) or len(model) == 0:
-            raise TypeError(
-                f"{type(self.lightning_module).__name__}.model is {type(model).__name__}: MegatronStrategy trains an"
-                " nn.ModuleList of Megatron model chunks, which `configure_model` must assign to `self.model`."
-            )
+            raise TypeError(no_megatron_model(self.lightning_module))
         return model
 
     def build_optimizer(self, config: "OptimizerConfig") -> MegatronOptimizer:
@@ -414,9 +439,17 @@ class MegatronStrategy(StopsTogether):
             device=self.root_device,
         )
 
+    def on_train_start(self) -> None:
+        """Take the signals over; end a run whose time was up before it was resumed."""
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_timers_again(self.lightning_module.trainer)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End the run if it was told to; set aside what stays for all of it."""
+        """End the run if it was told to; see that one batch is one step; set aside what stays for all of it."""
+        assert self.lightning_module is not None
         super().on_train_batch_start(batch, batch_idx)
+        check_optimisation(self.lightning_module.trainer)
         self._long_lived.batch_starts()
 
     def on_train_end(self) -> None:
@@ -446,23 +479,39 @@ class MegatronStrategy(StopsTogether):
             forward_only: No gradients.
             chunks: Other chunks than the module's own, e.g. a frozen reference policy.
         """
+        passed = list(self.chunks) if chunks is None else list(chunks)
+        gradients = None if forward_only else self._gradients_of(passed)
+        if gradients is not None:
+            gradients.begin()
         with torch.set_grad_enabled(not forward_only):
-            return forward_backward(
-                list(self.chunks) if chunks is None else list(chunks),
+            results = forward_backward(
+                passed,
                 microbatches,
                 forward_step,
                 sequence_length=sequence_length,
                 micro_batch_size=micro_batch_size,
                 forward_only=forward_only,
             )
+        if gradients is not None:
+            gradients.state = "computed"
+        return results
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Fire Lightning's backward hooks; gradients are there already unless the loss carries a graph."""
+        """Fire Lightning's backward hooks; the schedule has computed the gradients in `training_step` already.
+
+        Raises:
+            ValueError: The loss carries a graph, whose gradients would be neither reduced nor divided.
+        """
         if closure_loss.requires_grad:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        self.pre_backward(closure_loss)
+            raise ValueError(
+                "training_step returned a loss with an autograd graph: Megatron's schedule computes the gradients in"
+                " self.update(...) or strategy.forward_backward(...), and those of another backward pass would not be"
+                " reduced over the ranks. Return loss.detach(), and add further terms to the loss per token."
+            )
         assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._show_gradients(optimizer)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -125,9 +125,11 @@ def gradient_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(optimizers: Iterable["MegatronOptimizer"], chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield main parameters and states of optimizers, except what lies in the chunks' own memory."""
+    """Yield main parameters, states and averages of optimizers, except what lies in the chunks' own memory."""
     models = {storage._cdata for storage in _storages([*parameter_tensors(chunks), *gradient_tensors(chunks)], None)}
     for optimizer in optimizers:
+        for average in optimizer.averages.values():
+            yield from average.tensors
         for part in optimizer.parts():
             if part.is_stub_optimizer:  # of a rank without parameters
                 continue

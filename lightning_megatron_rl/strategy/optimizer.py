@@ -1,14 +1,17 @@
 """Megatron's optimizer behind the interface that Lightning and torch's learning-rate schedulers expect."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.cpu_optimizer import is_on_host, make_moments
+from lightning_megatron_rl.strategy.gradients import Gradients
 from lightning_megatron_rl.strategy.main_parameters import make_states
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
@@ -16,6 +19,7 @@ from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
 
+Skipped = Literal["overflow", "loss", "gradient", "threshold", "dropped"]
 _KIND = "is_expert_parallel"
 _OWN = ("params", _KIND, "step")  # of a parameter group; schedulers write the rest
 
@@ -28,24 +32,31 @@ class MegatronOptimizer(Optimizer):
 
     Args:
         megatron: What `megatron.core.optimizer.get_megatron_optimizer` returned.
+        chunks: The wrapped chunks that it steps.
 
     Example:
         ``torch.optim.lr_scheduler.LinearLR(strategy.build_optimizer(config), total_iters=10)``
     """
 
-    def __init__(self, megatron: "CoreOptimizer") -> None:
+    def __init__(self, megatron: "CoreOptimizer", chunks: Sequence[nn.Module]) -> None:
         self.megatron = megatron
+        self.gradients = Gradients(chunks)
         # torch refuses Megatron's parameter shards, which are views: start with a placeholder, then take its groups
         super().__init__([torch.empty(0)], defaults={"lr": megatron.param_groups[0]["lr"]})
         self._take_groups()
         self.grad_norm: float = 0.0  # global norm before clipping, of the last step
         self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
-        self.skipped: Literal["overflow", "loss", "gradient", "threshold"] | None = None  # why, if the last step was
+        self.skipped: Skipped | None = None  # why, if the last step was
         self.trace: UpdateTrace | None = None  # of the gradients at hand; set by the module that computes them
+        self.averages: dict[str, AveragedWeights] = {}  # by name
         self._num_skipped = 0  # steps since the last call of `take_step_metrics`
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Run `closure` (forward and backward), then Megatron's step; return the closure's loss."""
+        """Run `closure` (forward and backward), then Megatron's step; return the closure's loss.
+
+        Raises:
+            RuntimeError: No gradients were computed since the last step.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -53,7 +64,10 @@ class MegatronOptimizer(Optimizer):
         self.last_lr = float(self.param_groups[0]["lr"])
         for group, leader in self._followers:
             group.update({key: value for key, value in leader.items() if key not in _OWN})
-        self.skipped = self._step_if_finite()
+        if self.gradients.use():
+            self.skipped = self._step_if_finite()
+        else:
+            self.skipped, self.grad_norm = "dropped", 0.0
         # without sharding the step leaves `param.grad` as another name of `main_grad`: the next backward would add the
         # gradient to itself
         self.megatron.zero_grad(set_to_none=True)
@@ -61,7 +75,7 @@ class MegatronOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
-    def _step_if_finite(self) -> Literal["overflow", "loss", "gradient", "threshold"] | None:
+    def _step_if_finite(self) -> Skipped | None:
         """Take Megatron's step in its parts, or say why not.
 
         Megatron's own would clip by a norm that is no number and take the step: every weight is lost. All ranks decide
@@ -110,8 +124,8 @@ class MegatronOptimizer(Optimizer):
     def take_step_metrics(self, prefix: str) -> dict[str, float]:
         """Return the number of steps skipped since the last call and, if there is one, the loss scale, under `prefix`.
 
-        A step is skipped when the loss or a gradient is not finite. The schedulers move on all the same, as Lightning's
-        do.
+        A step is skipped when the loss or a gradient is not finite, or `training_step` returned None. The schedulers
+        move on all the same, as Lightning's do.
         """
         metrics = {f"{prefix}/step_skipped": float(self._num_skipped)}
         self._num_skipped = 0
@@ -120,8 +134,8 @@ class MegatronOptimizer(Optimizer):
         return metrics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the main gradients (the schedule clears Megatron's gradient buffers itself)."""
-        self.megatron.zero_grad(set_to_none)
+        """Drop the gradients at hand; the schedule clears Megatron's buffers before it computes others."""
+        self.gradients.zero()
 
     def set_clip_grad(self, max_norm: float) -> None:
         """Clip by the global norm from now on; 0 or less means never.
@@ -134,15 +148,31 @@ class MegatronOptimizer(Optimizer):
             optimizer.config.clip_grad = threshold
         self.megatron.config.clip_grad = threshold
 
-    def state_of(self, model: dict[str, Any], *, is_loading: bool) -> OptimizerState:
-        """Return main parameters, moments and groups as a distributed checkpoint has them.
+    def add_average(self, name: str, *, counts_start: bool = False) -> AveragedWeights:
+        """Keep an average of the weights under `name`, which checkpoints hold as well; see `AveragedWeights`."""
+        self._prepare_states()
+        self.averages[name] = AveragedWeights(self.parts(), self.gradients.chunks, counts_start=counts_start)
+        return self.averages[name]
+
+    def state_of(
+        self, model: dict[str, Any], *, is_loading: bool, averages: Container[str] | None = None
+    ) -> OptimizerState:
+        """Return main parameters, moments, averages and groups as a distributed checkpoint has them.
 
         Args:
             model: Megatron's sharded state dict of the model.
             is_loading: Whether it is to be loaded.
+            averages: Names of those averages that are saved or loaded; None for all.
         """
+        self._prepare_states()
+        chosen = {
+            name: average.tensors for name, average in self.averages.items() if averages is None or name in averages
+        }
+        return OptimizerState(self.parts(), model, chosen, is_loading=is_loading)
+
+    def _prepare_states(self) -> None:
+        """Make the moments, which are not there before the first step that is not skipped: loading looks for them."""
         for part in self.parts():
-            # before the first step that is not skipped there are no moments, which loading would look for
             if part.is_stub_optimizer:
                 continue
             if is_on_host(part):
@@ -151,7 +181,6 @@ class MegatronOptimizer(Optimizer):
                 make_states(part.optimizer)
             elif part.init_state_fn is not None:
                 part.init_state_fn(part.optimizer, part.config)
-        return OptimizerState(self.parts(), model, is_loading=is_loading)
 
     def load_state(self, state: OptimizerState, loaded: dict[str, Any]) -> None:
         """Take over a state that was loaded, and the parameter groups that came with it.

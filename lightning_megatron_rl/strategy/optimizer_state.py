@@ -6,7 +6,7 @@ distributed checkpoint is made of. Names and shapes are those of Megatron's own 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +37,23 @@ class Slice:
 
 
 class OptimizerState:
-    """Main parameters, moments, parameter groups and loss scale of Megatron's optimizers.
+    """Main parameters, moments, averages, parameter groups and loss scale of Megatron's optimizers.
 
     Args:
         parts: The optimizers, which have taken a step or had their moments made.
         model: Megatron's sharded state dict of the parameters.
+        averages: Averages of the main parameters by name, a tensor per slice in the order of `slices`.
         is_loading: Make tensors to load into, in place of the optimizers' own.
     """
 
-    def __init__(self, parts: Sequence["CoreOptimizer"], model: dict[str, Any], *, is_loading: bool) -> None:
+    def __init__(
+        self,
+        parts: Sequence["CoreOptimizer"],
+        model: dict[str, Any],
+        averages: Mapping[str, Sequence[Tensor]],
+        *,
+        is_loading: bool,
+    ) -> None:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
 
         self._parts = [part for part in parts if not part.is_stub_optimizer]
@@ -53,15 +61,22 @@ class OptimizerState:
         self._slices: list[tuple[CoreOptimizer, list[Slice]]] = []
         self._tensors: list[ShardedTensor] = []
         for part in self._parts:
-            slices = list(_slices(part))
+            found = list(slices(part))
             if is_loading:
-                slices = [
-                    replace(own, tensors={n: torch.empty_like(t) for n, t in own.tensors.items()}) for own in slices
+                found = [
+                    replace(own, tensors={n: torch.empty_like(t) for n, t in own.tensors.items()}) for own in found
                 ]
-            self._slices.append((part, slices))
-            for own in slices:
+            self._slices.append((part, found))
+            for own in found:
                 for name, state in own.tensors.items():
                     self._tensors += _sharded(places[id(own.parameter)], own, name, state)
+        self._averages: list[tuple[Tensor, Tensor]] = []  # each with the tensor that it is loaded into
+        everything = [own for _, found in self._slices for own in found]
+        for name, tensors in averages.items():
+            for own, average in zip(everything, tensors, strict=True):
+                target = torch.empty_like(average) if is_loading else average
+                self._averages.append((average, target))
+                self._tensors += _sharded(places[id(own.parameter)], own, f"average_{name}", target)
 
     def sharded(self) -> dict[str, Any]:
         """Return what is saved, or asked for."""
@@ -94,8 +109,10 @@ class OptimizerState:
             if _grad_scaler(part) is not None and loaded["grad_scaler"] is not None:
                 state["grad_scaler"] = loaded["grad_scaler"]
             part.load_state_dict(state)
-        for part, slices in self._slices:
-            _give(part, slices)
+        for part, found in self._slices:
+            _give(part, found)
+        for average, target in self._averages:
+            average.copy_(target)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -127,7 +144,7 @@ def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[B
         yield (row, *offset), (1, *size)
 
 
-def _slices(part: "CoreOptimizer") -> Iterator[Slice]:
+def slices(part: "CoreOptimizer") -> Iterator[Slice]:
     """Yield what this rank has of each parameter of one of Megatron's three kinds of optimizers."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -205,15 +222,15 @@ def _grad_scaler(part: "CoreOptimizer") -> Any:
 
 
 @torch.no_grad()
-def _give(part: "CoreOptimizer", slices: Sequence[Slice]) -> None:
+def _give(part: "CoreOptimizer", loaded: Sequence[Slice]) -> None:
     """Copy loaded tensors to where the optimizer has them."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):
-        for own in slices:
+        for own in loaded:
             give_state(part, own.parameter, own.tensors)
     else:
-        for own, target in zip(slices, _slices(part), strict=True):
+        for own, target in zip(loaded, slices(part), strict=True):
             for name, tensor in target.tensors.items():
                 tensor.copy_(own.tensors[name])
     if is_on_host(part):

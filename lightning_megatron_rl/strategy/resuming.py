@@ -1,6 +1,8 @@
 """What Lightning leaves out of resuming: whether a run is resumed, and the validation due at its checkpoint."""
 
+from collections.abc import Mapping
 from inspect import currentframe
+from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
@@ -17,10 +19,25 @@ def run_arguments(trainer: "pl.Trainer") -> dict[str, Any] | None:
     `trainer.ckpt_path` is that of the run before, until the weights are loaded. `weights_only` it passes to strategies
     that load before `setup`, and to no others. So both are read from the call of `Trainer._run`.
     """
+    known = _known_to_run(trainer)
+    return None if known is None else {name: known.get(name) for name in ("ckpt_path", "weights_only")}
+
+
+def starting_checkpoint(trainer: "pl.Trainer") -> Path | None:
+    """Return the checkpoint that the run which calls this, in a hook, starts from, if there is one and it can be told.
+
+    Example:
+        ``if (path := starting_checkpoint(trainer)) is not None: read_manifest(path)``
+    """
+    known = _known_to_run(trainer)
+    return None if known is None or known["ckpt_path"] is None else Path(known["ckpt_path"])
+
+
+def _known_to_run(trainer: "pl.Trainer") -> Mapping[str, Any] | None:
     for frame, _ in walk_stack(currentframe()):
         known = frame.f_locals if frame.f_code.co_qualname == "Trainer._run" else {}
         if known.get("self") is trainer and "ckpt_path" in known:
-            return {"ckpt_path": known["ckpt_path"], "weights_only": known.get("weights_only")}
+            return known
     return None
 
 

@@ -21,13 +21,16 @@ from lightning_megatron_rl.files import check_local
 from lightning_megatron_rl.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
 from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.strategy.manifest import DamagedCheckpointError, check_files, is_checkpoint, read_manifest
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 from lightning_megatron_rl.strategy.resuming import run_arguments
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
+from lightning_megatron_rl.text_files import user_path
 
 _OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
 
@@ -48,6 +51,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
     use_distributed_optimizer: bool
     verify_checkpoints: bool = True
     fall_back_to_previous: bool = False
+    _is_set_up = False  # whether there is a model to save
     _saved: SavedMoment | None = None
     _resumed_from: tuple[Path, dict[str, Any]] | None = None  # the checkpoint that this fit goes on from, its manifest
     trained_on_top_of: dict[str, Any] | None = None
@@ -100,7 +104,12 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         return state
 
     def _optimizer_states(
-        self, optimizers: Sequence[Optimizer], models: Mapping[str, Any], *, is_loading: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        models: Mapping[str, Any],
+        *,
+        is_loading: bool,
+        averages: Mapping[str, int] | None = None,
     ) -> dict[str, tuple[MegatronOptimizer, OptimizerState]]:
         """The state of each optimizer, and of `optimizers_saved_with_model`, by its name in the checkpoint.
 
@@ -108,6 +117,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             optimizers: Of the module's own model, if they are saved at all.
             models: Sharded state dicts of all models.
             is_loading: Whether they are to be loaded.
+            averages: Names of the averages that are to be loaded.
         """
         if not optimizers:
             return {}
@@ -116,12 +126,14 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         found = {}
         for name, optimizer in named.items():
             assert isinstance(optimizer, MegatronOptimizer)
-            found[name] = optimizer, optimizer.state_of(dict(models), is_loading=is_loading)
+            found[name] = optimizer, optimizer.state_of(dict(models), is_loading=is_loading, averages=averages)
         return found
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return sharded weights per chunk, and whatever the module holds outside `model`."""
         assert self.lightning_module is not None
+        if not self._is_set_up:
+            return {}
         self.gather_parameters()
         other = dict(_state_outside_model(self.lightning_module).items())
         return {**self._model_state(), **self._other_models_state(), "other": other}
@@ -149,6 +161,11 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 f"storage_options={storage_options!r}: distributed checkpoints are written to a local or shared file"
                 " system and take no storage options."
             )
+        if not self._is_set_up:  # asked for by a callback that answers the error which has ended the run
+            rank_zero_only(tell_loss)(
+                f"no checkpoint {filepath} was written: the run ended before its model was there."
+            )
+            return
         check_local(filepath, "checkpoint")
         with self.phase("checkpoint save"):
             path = Path(self.broadcast(str(filepath)))
@@ -172,6 +189,7 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
                 "has_optimizer": has_optimizer,
                 "use_distributed_optimizer": self.use_distributed_optimizer,
                 "trained_on_top_of": self.trained_on_top_of,
+                "averages": {name: average.count for name, average in self.averages.items()} if optimizers else {},
             }
             trainer_state = {**checkpoint, "state_dict": state["other"]}
             content = sharded if source is None else source
@@ -221,20 +239,16 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
         with self.phase("checkpoint load"):
             self.finish_saving()
             self._saved = None
-            given = Path(self.broadcast(str(checkpoint_path)))
+            given = user_path(self.broadcast(str(checkpoint_path)))
             path, layout = self._open_checkpoint(given, self.trained_on_top_of, bool(self.optimizers))
             _check_base(path, layout["trained_on_top_of"], self.trained_on_top_of)
             sharded: dict[str, Any] = self._model_state()
-            if self.optimizers and not layout["has_optimizer"]:
-                raise ValueError(
-                    f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training"
-                    " cannot resume from it. Save full checkpoints, or start a new run with these weights:"
-                    f" init_from={str(path)!r} of the module."
-                )
+            _check_optimizer(path, layout, bool(self.optimizers))
             trainer_state = checkpoint_io.load_trainer_state(path, weights_only=weights_only is not False)
             generators = self._load_generators(path, layout) if self.optimizers else None
             sharded.update(self._other_models_state())
-            optimizers = self._optimizer_states(self.optimizers, sharded, is_loading=True)
+            averages = layout.get("averages", {})  # not in checkpoints of older versions
+            optimizers = self._optimizer_states(self.optimizers, sharded, is_loading=True, averages=averages)
             sharded.update({name: optimizer_state.sharded() for name, (_, optimizer_state) in optimizers.items()})
             loaded = checkpoint_io.load_sharded(path, sharded)
             self._load_weights(loaded)
@@ -242,11 +256,58 @@ class DistributedCheckpointStrategy(KeepsCheckpoints):
             run_on_all_ranks(lambda: _check_finite(path, held))
             for name, (optimizer, optimizer_state) in optimizers.items():
                 optimizer.load_state(optimizer_state, loaded[name])
+            self._count_averages(path, averages)
             if generators is not None:
                 checkpoint_io.set_rng_state(generators)
             if self.optimizers:
                 self._resumed_from = path.resolve(), layout
             return trainer_state
+
+    @property
+    def averages(self) -> dict[str, AveragedWeights]:
+        """Averages of the module's weights that this fit keeps, by name."""
+        return {
+            name: average
+            for optimizer in self.optimizers
+            if isinstance(optimizer, MegatronOptimizer)
+            for name, average in optimizer.averages.items()
+        }
+
+    def _count_averages(self, path: Path, saved: Mapping[str, int]) -> None:
+        for name, average in self.averages.items():
+            if name in saved:
+                average.count = saved[name]
+                continue
+            average.restart()
+            rank_zero_only(tell_loss)(f"checkpoint {path} has no average {name!r}: it starts from the weights loaded.")
+
+    def check_checkpoint(self, path: Path, *, training: bool) -> None:
+        """Refuse a checkpoint that `load_checkpoint` would refuse, as far as its manifest tells; a collective.
+
+        Args:
+            path: That the run starts from.
+            training: Whether its optimizer is needed.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+            ValueError: It is not a checkpoint, damaged, of other adapters, or holds weights only.
+        """
+        path = user_path(self.broadcast(str(path)))
+
+        def check() -> None:
+            try:
+                manifest = read_manifest(path)
+                check_files(path, manifest, verify=False)
+            except DamagedCheckpointError:
+                if self.fall_back_to_previous:  # another one is taken
+                    return
+                raise
+            _check_base(path, manifest["trained_on_top_of"], self.trained_on_top_of)
+            _check_optimizer(path, manifest, training)
+
+        if self.fall_back_to_previous and path.is_dir() and not is_checkpoint(path):
+            return
+        run_on_all_ranks(check)
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint of any layout, and nothing else of it; a collective.
@@ -333,6 +394,15 @@ def _check_finite(path: Path, chunks: Iterable[nn.Module]) -> None:
     bad = nonfinite_names(pair for chunk in chunks for pair in chain(chunk.named_parameters(), chunk.named_buffers()))
     if bad:
         raise ValueError(f"checkpoint {path}: {not_finite(bad)}")
+
+
+def _check_optimizer(path: Path, manifest: Mapping[str, Any], training: bool) -> None:
+    if training and not manifest["has_optimizer"]:
+        raise ValueError(
+            f"checkpoint {path} holds weights only (ModelCheckpoint(save_weights_only=True)), so training cannot resume"
+            " from it. Save full checkpoints, or start a new run with these weights:"
+            f" init_from={str(path)!r} of the module."
+        )
 
 
 def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:

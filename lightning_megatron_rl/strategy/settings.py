@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.ranges import COUNT, NOT_NEGATIVE, POSITIVE, PROBABILITY, SHARE, check_ranges
 from lightning_megatron_rl.strategy.cpu_optimizer import check_cpu_optimizer
 
 if TYPE_CHECKING:
@@ -64,6 +65,42 @@ _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale
 # dozen skipped steps, each a rollout. A token's logits have gradients up to 1, fp16 ends at 2^16: 2^8 leaves as much
 # for sums over tokens. A scale below 1 must be possible where the sums are larger still.
 _INITIAL_LOSS_SCALE, _MIN_LOSS_SCALE = 2.0**8, 2.0**-16
+_OPTIMIZER_RANGES = {
+    "lr": POSITIVE.called("1e-6 is usual for policies"),
+    "decoupled_lr": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "adam_beta1": PROBABILITY,
+    "adam_beta2": PROBABILITY,
+    "adam_eps": POSITIVE,
+    "sgd_momentum": PROBABILITY,
+    "clip_grad": NOT_NEGATIVE,
+    "optimizer_offload_fraction": SHARE,
+    "loss_scale": POSITIVE,
+    "initial_loss_scale": POSITIVE,
+    "min_loss_scale": POSITIVE,
+    "loss_scale_window": COUNT.called("it is a number of steps"),
+    "hysteresis": COUNT.called("it is a number of steps"),
+}
+
+
+def check_optimizer_numbers(config: Optional["OptimizerConfig"], prefix: str = "optimizer.") -> None:
+    """Refuse a learning rate, decay or other number of an optimizer with which nothing could be trained.
+
+    Args:
+        config: The user's; None passes.
+        prefix: What the settings belong to, for the error.
+
+    Raises:
+        ValueError: With the name, the value and the range.
+    """
+    if config is None:
+        return
+    check_ranges(_OPTIMIZER_RANGES, vars(config), prefix)
+    if not config.grad_norm_skip_threshold > 0:  # infinite: no step is skipped for its norm
+        raise ValueError(
+            f"{prefix}grad_norm_skip_threshold={config.grad_norm_skip_threshold!r} must be above 0: every step would"
+            " be skipped."
+        )
 
 
 def resolve_ddp_config(
@@ -114,6 +151,7 @@ def resolve_ddp_config(
             "ddp_config: check_for_nan_in_grad=True with precision='16-mixed': it would end the run at the first"
             " overflow, which the loss scale is there to skip. Set it to False."
         )
+    check_ranges({"bucket_size": COUNT, "num_buckets": COUNT}, vars(config), "ddp_config.")
     for name in ("bucket_size", "num_buckets"):
         if getattr(config, name) is not None and not config.overlap_grad_reduce:
             rank_zero_warn(
@@ -146,6 +184,7 @@ def resolve_optimizer_config(
         ValueError: `clip_grad` set in the optimizer config and (differently) in the Trainer; no learning rate; an
             optimizer that Megatron does not shard, or that would not train; a setting that does nothing here.
     """
+    check_optimizer_numbers(config, "OptimizerConfig.")
     sharded = ddp_config.use_distributed_optimizer
     clip = float(gradient_clip_val or 0.0)
     defaults = dataclass_defaults(type(config))
@@ -238,16 +277,10 @@ def _loss_scale(config: "OptimizerConfig", precision: str, defaults: Mapping[str
         ours if getattr(config, name) == defaults[name] else getattr(config, name)
         for name, ours in (("initial_loss_scale", _INITIAL_LOSS_SCALE), ("min_loss_scale", _MIN_LOSS_SCALE))
     )
-    for name, value in (("loss_scale", config.loss_scale), ("min_loss_scale", smallest)):
-        if value is not None and value <= 0:
-            raise ValueError(f"OptimizerConfig.{name}={value}: a loss scale is positive, e.g. {name}=1024.")
     if initial < smallest:
         raise ValueError(
             f"OptimizerConfig.initial_loss_scale={initial} < min_loss_scale={smallest}: start at or above the minimum."
         )
-    for name in ("loss_scale_window", "hysteresis"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"OptimizerConfig.{name}={getattr(config, name)}: it is a number of steps, at least 1.")
     return {"initial_loss_scale": initial, "min_loss_scale": smallest}
 
 

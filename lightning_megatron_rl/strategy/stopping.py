@@ -115,6 +115,9 @@ class StopsTogether(GuardsSteps):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write the checkpoint, with a note of a validation that is due; a stop's one makes way for it."""
+        if not self._is_set_up:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         note_due_validation(checkpoint, trainer)
@@ -158,7 +161,9 @@ class StopsTogether(GuardsSteps):
         self._when_saved(follow)
 
     def forget_signals(self) -> None:
-        """Leave the Trainer as it was."""
+        """Leave the Trainer as it was; a run that was refused at its start is attached to none yet."""
+        if self._notice is None:
+            return
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [it for it in callbacks if not isinstance(it, _EndsOfBatches | _CountsSteps)]

@@ -106,4 +106,4 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
         chunk_config.finalize_model_grads_func = finalize_model_grads
         chunk_config.grad_scale_func = optimizer.scale_loss
         chunk_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return MegatronOptimizer(optimizer)
+    return MegatronOptimizer(optimizer, chunks)

@@ -14,8 +14,8 @@ from lightning_megatron_rl.verify.report import Row
 _LOSS_FLOOR = 0.1
 _EPS = 2.0**-23  # relative spacing of fp32
 # How much further from the reference a layout may be than a single process whose weights were moved by rounding errors.
-# Of seven families in nine layouts, gradients were 4.7 times as far at most where that was below the tolerance, and 1.5
-# times above it. The noise of weights includes the rounding errors that they began with; theirs were 1.1 times as far.
+# Of seven families in nine layouts, gradients were 4.7 times as far at most, where that was below the tolerance, and
+# 1.5 times above it. The noise of weights includes the rounding errors that they began with: 1.1 times as far.
 _GRADIENT_NOISE, _WEIGHT_NOISE = 10.0, 4.0
 _DUST = 1e-9  # of the norm of all gradients: what is smaller is the rounding of sums that cancel
 SENSITIVITY = 1e-3  # relative error of one parameter's gradient that is to be named

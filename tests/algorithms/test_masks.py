@@ -50,6 +50,11 @@ def test_number_of_kept_tokens(quantile: float, kept: int):
     assert sorted(found.nonzero().flatten().tolist()) == sorted(order[:kept])
 
 
+def test_rounding_of_the_share_costs_no_token():
+    """(1 - 0.7) · 10 is 3.0000000000000004 in float64: 3 of 11 tokens are left out, not 4."""
+    assert top_entropy_mask(torch.arange(11.0), torch.ones(11, dtype=torch.bool), quantile=0.7).sum() == 8
+
+
 def test_equal_entropies_are_kept_together():
     entropies, mask = torch.tensor([1.0, 1.0, 1.0, 0.5]), torch.ones(4, dtype=torch.bool)
     assert top_entropy_mask(entropies, mask, quantile=0.0).tolist() == [True, True, True, False]

@@ -9,5 +9,5 @@ def test_straight_line_then_constant():
 
 
 def test_no_steps_are_refused():
-    with pytest.raises(ValueError, match="num_steps=0: a schedule takes at least one step"):
+    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
         LinearSchedule(num_steps=0)

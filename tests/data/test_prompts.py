@@ -1,3 +1,4 @@
+import shutil
 from typing import Any
 
 import pytest
@@ -104,15 +105,117 @@ def _saved(tokenizer, directory) -> str:
     return str(directory)
 
 
-def test_overlong_prompts_are_dropped_and_counted_or_refused(tokenizer_dir: str):
-    rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 9, 4, 7)]
-    with told("train: 2 of 4 rows dropped: more than max_prompt_length=4 tokens"):
-        prompts = load(rows, tokenizer_dir, max_prompt_length=4)
+LONG = [{"prompt": "123456789"[:length], "answer": "1"} for length in (3, 9, 4, 7)]
+
+
+def test_long_prompts_are_refused_dropped_or_cut(tokenizer_dir: str):
+    with pytest.raises(ValueError, match=r"train row 1 of .* has 9 tokens: more than max_prompt_length=4.*2 of 4 prom"):
+        load(LONG, tokenizer_dir, max_prompt_length=4)
+    with told("2 of 4 prompts of train were dropped: more than max_prompt_length=4 tokens"):
+        prompts = load(LONG, tokenizer_dir, max_prompt_length=4, on_long_prompt="drop")
     assert [prompt.index for prompt in prompts] == [0, 2]  # rows keep their numbers
-    with pytest.raises(ValueError, match=r"train row 1 has 9 tokens, max_prompt_length=4 \(2 of 4 rows.*at least 9"):
-        load(rows, tokenizer_dir, max_prompt_length=4, overlong_prompts="error")
-    with pytest.raises(ValueError, match=r"all 4 rows of train have more than max_prompt_length=2.*shortest: 3"):
-        load(rows, tokenizer_dir, max_prompt_length=2)
+    with pytest.warns(UserWarning, match="2 of 4 prompts of train were cut at their beginning"):
+        prompts = load(LONG, tokenizer_dir, max_prompt_length=4, on_long_prompt="truncate_left")
+    assert [prompt.text for prompt in prompts] == ["123", "6789", "1234", "4567"]
+    assert [len(prompt.token_ids) for prompt in prompts] == [3, 4, 4, 4]
+    with pytest.raises(ValueError, match=r"all 4 prompts of train are too long \(shortest: 3\).*max_prompt_length=2"):
+        load(LONG, tokenizer_dir, max_prompt_length=2, on_long_prompt="drop")
+    with pytest.raises(ValueError, match=r"on_long_prompt='cut': choose one of refuse, drop, truncate_left"):
+        PromptDataModule("a.jsonl", tokenizer_dir, on_long_prompt="cut")
+
+
+def test_prompts_are_held_to_what_the_engine_takes(tokenizer_dir: str, tokenizer):
+    def data(**kwargs: Any) -> PromptDataModule:
+        made = PromptDataModule(lambda: LONG, tokenizer_dir, {"easy": lambda: LONG[:1]}, batch_size=2, **kwargs)
+        made.setup("fit")
+        return made
+
+    limits: dict[str, Any] = {"response": {"train": 5, "easy": 2}, "vocab_size": len(tokenizer)}
+    data().fit_into_engine(14, **limits)
+    with pytest.raises(
+        ValueError,
+        match=r"train row 1 of .* has 9 tokens: prompt \+ response \(5 tokens\) > engine\.max_model_len \(10\)",
+    ):
+        data().fit_into_engine(10, **limits)
+    dropping = data(on_long_prompt="drop")
+    for _ in range(2):  # a second run with the same data module counts them once
+        with pytest.warns(UserWarning, match=r"2 of 4 prompts of train were dropped.*leaves 5 tokens to a prompt"):
+            dropping.fit_into_engine(10, **limits)
+        assert dropping.long_prompts == {"train": 2, "easy": 0}
+        assert [prompt.index for prompt in dropping.train_items] == [0, 2]
+    dropping.fit_into_engine(14, **limits)  # another engine has room for all
+    assert len(dropping.train_items) == 4
+    cutting = data(on_long_prompt="truncate_left")
+    with pytest.warns(UserWarning, match="cut at their beginning"):
+        cutting.fit_into_engine(10, **limits)
+    assert [prompt.text for prompt in cutting.train_items] == ["123", "56789", "1234", "34567"]
+    with (
+        pytest.raises(ValueError, match=r"training set has 1 rows, batch_size is 2"),
+        pytest.warns(UserWarning, match="3 of 4"),
+    ):
+        dropping.fit_into_engine(8, **limits)  # too few are left
+    with pytest.raises(
+        ValueError, match=r"train row 0 of .* has the token id \d+, .*is not the tokenizer of this model"
+    ):
+        data().fit_into_engine(14, limits["response"], vocab_size=5)
+
+
+THINKING = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ '<' + mood|default('plain') + '>' }}"
+    "{% if thinking is defined and not thinking %}{{ 'quick' }}{% endif %}{% endif %}"
+)
+
+
+def test_chat_template_kwargs_reach_the_template_and_are_checked(tokenizer, tmp_path):
+    tokenizer = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
+    tokenizer.chat_template = THINKING
+    directory = _saved(tokenizer, tmp_path / "chat")
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+
+    def text(**kwargs: Any) -> str:
+        return load(rows, directory, apply_chat_template=True, chat_template_kwargs=kwargs)[0].text
+
+    assert text() == "user:1+1=<plain>"
+    assert text(thinking=False, mood="glad") == "user:1+1=<glad>quick"
+    with pytest.raises(ValueError, match=r"does not read thinkng; did you mean thinking\?"):
+        text(thinkng=False)
+    with pytest.raises(ValueError, match=r"does not read enabled_tools; it reads mood, thinking"):
+        text(enabled_tools=True)
+    with pytest.raises(ValueError, match=r"add_generation_prompt is set by the data module"):
+        text(add_generation_prompt=False)
+    with pytest.raises(ValueError, match=r"train row 0 of .*need apply_chat_template=True"):
+        load(rows, directory, chat_template_kwargs={"thinking": False})
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tokenizer, tmp_path, monkeypatch):
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = _saved(tokenizer, tmp_path / "home")
+    assert load(rows, "~/home")[0].text == "1+1="
+    with pytest.raises(ValueError, match=r"tokenizer '~/nowhere' is neither a directory nor a hub name"):
+        load(rows, "~/nowhere")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        damaged = tmp_path / f"damaged-{name}"
+        shutil.copytree(home, damaged)
+        content = (damaged / name).read_text()
+        (damaged / name).write_text(content[: len(content) // 2])
+        with pytest.raises(ValueError, match=rf"{damaged / name} is damaged: it cannot be read as JSON"):
+            load(rows, str(damaged))
+    (damaged / "tokenizer.json").write_text("{}")
+    shutil.copy(tmp_path / "home" / "tokenizer_config.json", damaged)
+    with pytest.raises(ValueError, match=rf"no tokenizer could be loaded from '{damaged}'"):
+        load(rows, str(damaged))
+    (damaged / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=rf"{damaged} has no tokenizer: none of tokenizer\.json,"):
+        load(rows, str(damaged))
+    with pytest.raises(ValueError, match=r"data\.tokenizer='': name the directory or hub name"):
+        PromptDataModule("a.jsonl", "")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b"])
+def test_names_of_validation_sets_make_names_of_metrics(tokenizer_dir: str, name: str):
+    with pytest.raises(ValueError, match="name it with letters"):
+        PromptDataModule("a.jsonl", tokenizer_dir, {name: "a.jsonl"})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +253,7 @@ def test_rows_that_cannot_be_used_are_refused_by_number(tokenizer_dir: str, row,
 
 def test_tokenizer_that_is_missing_or_has_no_chat_template(tokenizer, tmp_path):
     rows = [{"prompt": "1+1=", "answer": "2"}]
-    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from '.*nowhere'"):
+    with pytest.raises(ValueError, match=r"tokenizer '.*nowhere' is neither a directory nor a hub name"):
         load(rows, str(tmp_path / "nowhere"))
     tokenizer = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
     tokenizer.chat_template = None

@@ -1,3 +1,6 @@
+import gzip
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +106,54 @@ def test_what_cannot_be_read_is_refused(write_jsonl, tmp_path: Path):
     ]:
         with pytest.raises(ValueError, match=message):
             load_rows(source)
-    with pytest.raises(ValueError, match="limit=0 leaves no rows"):
+    with pytest.raises(ValueError, match="limit=0 must be at least 1: null takes all rows"):
         DataSource("a.jsonl", limit=0)
+    for empty in ("", "  "):
+        with pytest.raises(ValueError, match=r"a data set's path is '\s*': name a .jsonl or .parquet file"):
+            DataSource(empty)
+
+
+def test_files_of_another_kind_are_named(tmp_path: Path):
+    text = '{"prompt": "é"}\n'
+    kinds = {
+        "utf16.jsonl": (text.encode("utf-16"), r"utf16\.jsonl is UTF-16, not UTF-8: convert it with iconv"),
+        "utf16le.jsonl": (text.encode("utf-16-le"), r"utf16le\.jsonl, line 1: it holds NUL bytes"),
+        "latin1.jsonl": (
+            ("{}\n" + text).encode("latin-1"),
+            r"latin1\.jsonl, line 2: byte 0xe9 at column 13 is not UTF-8",
+        ),
+        "packed.jsonl": (
+            gzip.compress(text.encode()),
+            r"packed\.jsonl is gzip-compressed, not text: unpack it with gunz",
+        ),
+        "deep.jsonl": (b"{}\n" + b"[" * 200_000 + b"\n", r"deep\.jsonl, line 2: the JSON is nested too deep"),
+        "digits.jsonl": (b'{"a": ' + b"7" * 9000 + b"}", r"digits\.jsonl, line 1: Exceeds the limit"),
+        "half.jsonl": (b'{"prompt": "\\ud83d"}', r"half\.jsonl, line 1: the JSON holds half of a character"),
+        "empty.parquet": (b"", r"empty\.parquet is not a readable Parquet file"),
+    }
+    for name, (content, message) in kinds.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_rows(str(tmp_path / name))
+    for name in ("x.jsonl.d/x.jsonl", "x.parquet"):
+        (tmp_path / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"{name} is a directory, not a"):
+            load_rows(str(tmp_path / name))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"pipe\.jsonl is no plain file"):
+        load_rows(str(tmp_path / "pipe.jsonl"))
+
+
+def test_home_directory_byte_mark_and_whole_characters(write_jsonl, tmp_path: Path, monkeypatch, parquet: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(ROWS)
+    assert load_rows("~/rows.jsonl") == ROWS
+    shutil.copy(parquet / "train.parquet", tmp_path)
+    assert load_rows(DataSource("~/train.parquet", limit=2)) == ROWS[:2]
+    with pytest.raises(ValueError, match=r"~/nothing\.jsonl: no such file"):
+        load_rows("~/nothing.jsonl")
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "\\ud83d\\ude00"}\r\n')
+    assert load_rows("~/marked.jsonl") == [{"prompt": "😀"}]
 
 
 def test_missing_column_lists_those_there_are():

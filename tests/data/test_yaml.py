@@ -62,7 +62,7 @@ def test_typos_are_refused(module: str, wrong: str, right: str, tmp_path: Path):
 
 def test_wrong_types_are_refused(tmp_path: Path):
     yaml = SOURCES.format(module="PromptDataModule")
-    for wrong in ("\n  overlong_prompts: keep\n", "\n  max_prompt_length: long\n", "\n  val_batch_size: 1.5\n"):
+    for wrong in ("\n  on_long_prompt: keep\n", "\n  max_prompt_length: long\n", "\n  val_batch_size: 1.5\n"):
         with pytest.raises(ArgumentError, match=wrong.strip().partition(":")[0]):
             parse(yaml.rstrip("\n") + wrong, tmp_path)
 

@@ -2,13 +2,11 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.models.hf_files import fingerprint
@@ -22,6 +20,7 @@ from tests.models.lora_runs import (
     adapter_save_error,
     initial_adapter,
 )
+from tests.tiny_models import save_without_numbers
 
 SETTINGS = LoRASettings(rank=4, alpha=6)
 # fp32 sums in another order (one matrix product or two): 1e-6 is usual here, log-probs being of size 5
@@ -132,14 +131,9 @@ def test_initial_values_do_not_depend_on_the_layout(worker_pool, checkpoint, tp,
 
 
 @pytest.fixture(scope="module")
-def incomplete(checkpoint, tmp_path_factory) -> Path:
-    """A checkpoint that cannot be loaded: a weight is missing."""
-    directory = tmp_path_factory.mktemp("incomplete")
-    shutil.copy(checkpoint("qwen3") / "config.json", directory)
-    tensors = load_file(checkpoint("qwen3") / "model.safetensors")
-    del tensors["model.layers.3.mlp.down_proj.weight"]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+def broken(checkpoint, tmp_path_factory) -> Path:
+    """A checkpoint that cannot be loaded: its weights are NaN."""
+    return save_without_numbers(checkpoint("qwen3"), tmp_path_factory.mktemp("broken") / "model")
 
 
 def test_initial_values_do_not_depend_on_the_default_device():
@@ -151,10 +145,10 @@ def test_initial_values_do_not_depend_on_the_default_device():
     assert 0.25 < weight.abs().max() <= 1 / 3
 
 
-def test_loading_an_incomplete_checkpoint_fails(worker_pool, incomplete):
+def test_loading_a_broken_checkpoint_fails(worker_pool, broken):
     """What the tests of refusals before loading rest on."""
-    [message] = worker_pool.run(adapter_error, incomplete, SETTINGS, world_size=1)
-    assert "has no weights" in message
+    [message] = worker_pool.run(adapter_error, broken, SETTINGS, world_size=1)
+    assert "loaded weights are not finite" in message
 
 
 def test_other_seed_is_another_adapter(worker_pool, checkpoint):
@@ -203,9 +197,9 @@ def test_patterns_count_layers_over_the_whole_model(worker_pool, checkpoint):
 @pytest.mark.parametrize(
     "target", ["q_proj", "*.linear_q", "linear", "output_layer", "*.layers.4.*", "word_embeddings"]
 )
-def test_target_that_matches_nothing_is_refused_before_weights_are_loaded(worker_pool, incomplete, target):
+def test_target_that_matches_nothing_is_refused_before_weights_are_loaded(worker_pool, broken, target):
     settings = LoRASettings(rank=4, target_modules=["linear_qkv", target])
-    for message in worker_pool.run(adapter_error, incomplete, settings, 2, world_size=2):
+    for message in worker_pool.run(adapter_error, broken, settings, 2, world_size=2):
         assert message.startswith(f"lora.target_modules: {target!r} matches no linear layer. There are linear_fc1")
         assert "linear_fc1, linear_fc2, linear_proj, linear_qkv, in full for example decoder.layers.0" in message
 

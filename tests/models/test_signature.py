@@ -35,9 +35,9 @@ def test_departures_name_the_settings_that_differ_from_the_nearest_proof():
     changed: dict[str, Any] = {**proof, "rms_norm_eps": 2e-6, "new_key": [1, 2]}
     del changed["hidden_act"]
     assert departures(changed) == [
-        'hidden_act=not set (proved: "silu")',
-        "new_key=[1, 2] (proved: not set)",
         "rms_norm_eps=2e-06 (proved: 1e-06)",
+        "new_key=[1, 2] (proved: not set)",
+        'hidden_act=not set (proved: "silu")',
     ]
     assert departures({"model_type": "unknown"}) is None
 

@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lightning_megatron_rl.models.families import FAMILIES
 from lightning_megatron_rl.models.value_head import new_weight
-from lightning_megatron_rl.models.value_model import ValueModel
+from lightning_megatron_rl.models.value_model import HEAD, ValueModel
+from tests.convert.jobs import convert
 from tests.distributed import WorkerPool
-from tests.models.value_workers import exported, head_of_rank, save
+from tests.models.test_hf_check import damaged
+from tests.models.value_workers import build_error, exported, head_of_rank, save
 from tests.tiny_models import make_tokenizer, tiny_config
 
 
@@ -111,3 +113,16 @@ def test_checkpoints_without_padding_token_take_the_tokenizers(checkpoint: Calla
     model = ValueModel(str(tmp_path))
     assert model.config.pad_token_id is None
     assert model.pad_token_id == model.export_config.pad_token_id == 0
+
+
+def test_a_head_that_cannot_be_is_refused(classifier: Path, tmp_path: Path, worker_pool: WorkerPool):
+    """By its shape before anything is loaded; NaN on all ranks, though the head is on the last stage only."""
+    two = damaged(classifier, tmp_path / "two", lambda held: held.update({HEAD: held[HEAD].repeat(2, 1)}))
+    with pytest.raises(ValueError, match=r"score\.weight has shape \(2, 64\) instead of \(1, 64\)"):
+        ValueModel(two)
+    nan = damaged(classifier, tmp_path / "nan", lambda held: held.update({HEAD: held[HEAD] * torch.nan}))
+    messages = worker_pool.run(build_error, nan, 2, world_size=2)
+    assert all(f"{HEAD} has 64 NaN and 0 infinite of 64 numbers" in message for message in messages)
+    code, shown = convert(worker_pool, nan, tmp_path / "c.ckpt")
+    assert code == 1
+    assert f"{HEAD} has 64 NaN" in shown

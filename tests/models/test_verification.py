@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -149,16 +150,18 @@ def test_a_probe_that_does_not_end_is_ended():
 
 
 def test_a_probe_ends_with_the_process_that_asked_for_it(tmp_path):
+    (tmp_path / "request.pickle").write_bytes(pickle.dumps((tiny("qwen3"), {})))
     command = [sys.executable, "-m", "lightning_megatron_rl.models.probe_process", str(tmp_path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(), stderr=subprocess.DEVNULL)
     assert child.stdin is not None
+    assert child.poll() is None
     child.stdin.close()
     assert child.wait(60) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "answer.json").exists()
 
 
-def test_a_probe_that_fails_says_how(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts with that
+def test_a_probe_that_fails_says_how(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(ProbeError, match="it ended with code 1:"):
         run_probe(tiny("qwen3"), {})
 

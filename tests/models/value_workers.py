@@ -41,3 +41,13 @@ def head_of_rank(directory: Path | str) -> tuple[bool, int, Tensor | None]:
     _, [chunk] = build(directory, sp=True)
     head = chunk.output_layer.weight
     return head.sequence_parallel, int(param_is_not_tensor_parallel_duplicate(head)), head.detach().clone()
+
+
+def build_error(directory: Path | str, pp: int) -> str:
+    """What building says on this rank."""
+    start_megatron(pp=pp)
+    try:
+        build(directory, sp=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -382,7 +382,7 @@ def test_functions_and_classes_of_the_users_own():
         ({"kl_importance_weighting": True, "kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward"),
         ({"entropy_schedule": LinearSchedule(final=0.0)}, "set entropy_coef to the value at the start"),
         ({"icepop_low": 1.5}, "icepop_low=1.5 and icepop_high=5.0: weights of 1 must lie between"),
-        ({"sapo_tau_negative": 0.0}, "sapo_tau_negative=0.0: it must be positive"),
+        ({"sapo_tau_negative": 0.0}, "sapo_tau_negative=0.0 must be above 0"),
         ({"dual_clip": 1.0}, "dual_clip=1.0"),
         ({"correction_cap": float("nan")}, "correction_cap=nan"),
     ],

@@ -22,6 +22,8 @@ from tests.training import SequenceDataModule
         ({}, 0.1, True, "adapters_off"),
         ({"kind": "frozen_copy"}, 0.0, False, "frozen_copy"),  # to log the KL without a penalty
         ({"kind": "adapters_off"}, 0.0, True, "adapters_off"),
+        ({"kind": "average", "average_decay": 0.9}, 0.1, False, "average"),
+        ({"kind": "average", "average_decay": 0.9}, 0.0, True, "average"),  # of the adapters, to log the KL
         ({"model": "teacher"}, 0.1, False, "frozen_copy"),
         ({"model": "teacher"}, 0.0, False, "frozen_copy"),
         ({"model": "teacher"}, 0.1, True, "frozen_copy"),  # the adapters learn from it
@@ -51,6 +53,10 @@ def test_contradictions_are_refused(settings: dict[str, Any], kl_coef: float, ha
     [
         ({"refresh_every_n_steps": 0}, "refresh_every_n_steps=0"),
         ({"kind": "none", "refresh_every_n_steps": 1}, "kind=none"),
+        ({"kind": "average"}, "reference.kind=average with average_decay=None"),
+        ({"average_decay": 0.9}, "reference.kind=auto with average_decay=0.9"),
+        ({"kind": "average", "average_decay": 1.0}, "average_decay=1.0"),
+        ({"model": "teacher", "kind": "average", "average_decay": 0.9}, "reference.model='teacher' with kind=average"),
         ({"model": "teacher", "kind": "none"}, "reference.model='teacher' with kind=none"),
         ({"model": "teacher", "kind": "adapters_off"}, "kind=adapters_off"),
         ({"model": "teacher", "refresh_every_n_steps": 1}, "refresh_every_n_steps=1"),

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.devices.facts import GPU, Extension
 from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.modules import start
@@ -68,7 +69,13 @@ class Plans(pl.Callback):
 
 
 def plans(
-    model: Path, world_size: int, strategy: dict[str, Any], *, optimizer: dict[str, Any] | None = None, **trainer: Any
+    model: Path,
+    world_size: int,
+    strategy: dict[str, Any],
+    *,
+    optimizer: dict[str, Any] | None = None,
+    averages: bool = False,
+    **trainer: Any,
 ) -> dict[str, Any]:
     from megatron.core.optimizer import OptimizerConfig
 
@@ -77,6 +84,9 @@ def plans(
     if optimizer is not None:
         module["optimizer"] = OptimizerConfig(lr=1e-3, **optimizer)
     callbacks: list[Any] = [callback]
+    if averages:
+        callbacks.insert(0, WeightAverage())
+        module["reference"] = ReferenceSettings(kind="average", average_decay=0.9)
     fit_grpo(
         model, strategy, world_size, steps=1, callbacks=callbacks, loss={"kl_coef": 0.1}, module=module, trainer=trainer
     )
@@ -105,6 +115,16 @@ def test_plan_counts_what_the_module_holds(worker_pool, qwen3_dir, world_size, s
     if shards > 1:
         # norms are sent by one rank and counted as divided, and tensors begin at multiples of 64 bytes
         assert found["vllm"]["trainer: weight push"] == pytest.approx(found["push"], rel=0.02)
+
+
+def test_plan_counts_averages(worker_pool, qwen3_dir):
+    """Of a callback and of the reference, in fp32, divided as the optimizer's state is; the reference is no copy."""
+    options = {"averages": True, "world_size": 2, "init_process_group": False}
+    found = worker_pool.run(plans, qwen3_dir, 2, {}, **options)[0]
+    here = found["replayed"]
+    assert "trainer: reference" not in here
+    assert here["trainer: optimizer state"] == (2 + 2) * here["trainer: weights"] / 2
+    assert found["optimizer"] == pytest.approx(here["trainer: optimizer state"], rel=0.02)  # padding of buckets
 
 
 def has_sampler(found: dict[str, Any], name: str) -> bool:

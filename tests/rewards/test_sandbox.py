@@ -415,5 +415,5 @@ def test_other_interpreters_are_below_usr(python):
 
 @pytest.mark.parametrize("name", ["wall_seconds", "memory_bytes", "processes"])
 def test_limits_are_positive(name):
-    with pytest.raises(ValueError, match=f"{name}=0 of the sandbox must be positive"):
+    with pytest.raises(ValueError, match=rf"limits\.{name}=0 must be (above 0|at least 1)"):
         SandboxLimits(**{name: 0})

@@ -43,7 +43,7 @@ def test_each_reward_is_called_once_with_the_whole_batch():
 
     samples = [make_sample("a"), make_sample("b")]
     compute_rewards(samples, [record])
-    assert batches == [samples]
+    assert [[sample.response for sample in batch] for batch in batches] == [["a", "b"]]
     compute_rewards([], [record])
     assert len(batches) == 1
 
@@ -300,7 +300,7 @@ def test_rewards_run_at_the_same_time():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deadline_s": 0.0}, "deadline_s=0.0 of the reward 'length'"),
+        ({"deadline_s": 0.0}, "reward 'length': deadline_s=0.0 must be above 0"),
         ({"deadline_s": math.inf}, "deadline_s=inf"),
         ({"on_error": "ignore"}, "on_error='ignore' .*choose one of default, raise"),
         ({"default": math.nan}, "default=nan"),

@@ -90,7 +90,7 @@ def test_schema_with_a_pattern_that_takes_for_ever(short_limit):
 def test_bad_schemas_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="'json_schema' is no JSON Schema: 'objekt' is not valid"):
         JSONSchemaReward({"type": "objekt"})
-    with pytest.raises(ValueError, match=r"cannot be read: .*No such file"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*no such file"):
         JSONSchemaReward(str(tmp_path / "nothing.json"))
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read: Expecting"):
@@ -102,7 +102,7 @@ def test_length_penalty():
     samples = [make_sample("x" * size) for size in lengths]
     assert LengthPenalty(100, 200)(samples) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     for free, most in ((200, 200), (-1, 5), (5, 4)):
-        with pytest.raises(ValueError, match=f"free_tokens={free}, max_tokens={most}"):
+        with pytest.raises(ValueError, match=f"free_tokens={free}"):
             LengthPenalty(free, most)
 
 

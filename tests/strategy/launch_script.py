@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--dying-rank", type=int, default=None)
     parser.add_argument("--terminated-rank", type=int, default=None)
     options = parser.parse_args()
@@ -58,7 +59,7 @@ def main() -> None:
     trainer = pl.Trainer(
         strategy="megatron",
         accelerator="cpu",
-        devices=2,
+        devices=options.devices,
         max_steps=2,
         logger=False,
         enable_checkpointing=False,

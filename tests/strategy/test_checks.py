@@ -1,5 +1,6 @@
 """What is refused or said for the GPUs of a run, on machines that are made up."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,14 @@ OLD = DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=(535, 104, 5))
 def trainer_on(device: str) -> Any:
     """As much of a Trainer as is asked about its settings."""
     return SimpleNamespace(
-        strategy=SimpleNamespace(root_device=torch.device(device)),
+        strategy=SimpleNamespace(
+            root_device=torch.device(device), precision_plugin=SimpleNamespace(precision="bf16-mixed")
+        ),
+        gradient_clip_val=None,
+        log_every_n_steps=50,
+        val_check_interval=1.0,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=2,
         accumulate_grad_batches=1,
         checkpoint_callbacks=[],
         lightning_module=SimpleNamespace(automatic_optimization=True),
@@ -35,6 +43,33 @@ def test_gpus_that_cuda_cannot_use_are_refused_with_the_reason(monkeypatch):
         checks.check_trainer(trainer_on("cuda:0"))
     monkeypatch.setattr(checks, "count_gpus", lambda: 1)  # CUDA's forward compatibility
     checks.check_trainer(trainer_on("cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("gradient_clip_val", -1.0, r"gradient_clip_val=-1\.0 must be at least 0: leave it out for no clipping"),
+        ("gradient_clip_val", float("nan"), "gradient_clip_val=nan must be a finite number"),
+        ("val_check_interval", 0, "val_check_interval=0 must be above 0"),
+        ("check_val_every_n_epoch", 0, "check_val_every_n_epoch=0 must be at least 1"),
+        ("num_sanity_val_steps", -3, "num_sanity_val_steps=-3 must be at least -1"),
+    ],
+)
+def test_numbers_that_lightning_takes_and_that_mean_nothing_are_refused(name, value, message):
+    trainer = trainer_on("cpu")
+    checks.check_trainer(trainer)
+    setattr(trainer, name, value)
+    with pytest.raises(ValueError, match=message):
+        checks.check_trainer(trainer)
+
+
+def test_fp32_on_a_gpu_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.warn_of_fp32(torch.device("cpu"), "32-true")
+        checks.warn_of_fp32(torch.device("cuda", 0), "bf16-mixed")
+    with pytest.warns(UserWarning, match=r"precision='32-true' on a GPU: .*Set Trainer\(precision='bf16-mixed'\)"):
+        checks.warn_of_fp32(torch.device("cuda", 0), "32-true")
 
 
 def slow_links(devices: Sequence[int]) -> DeviceFacts:

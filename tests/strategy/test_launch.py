@@ -115,6 +115,23 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
                 assert value == pytest.approx(theirs[name], rel=RELATIVE), name
 
 
+def test_one_device_trains_in_an_interactive_interpreter(launch, qwen3_dir):
+    """A notebook is one: Lightning refuses strategies there that start processes by running a script again."""
+    launch.start("-i", "-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--devices", "1")
+    assert launch.wait() == [0], launch.output()
+    assert len(json.loads((launch.out / "0.json").read_text())) == 2, launch.output()
+
+
+def test_several_devices_in_an_interactive_interpreter_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        ValueError, match=r"MegatronStrategy on 2 devices in a notebook.*Trainer\(devices=1\), or put the"
+    ):
+        pl.Trainer(strategy="megatron", accelerator="cpu", devices=2, logger=False)
+
+
 @pytest.mark.parametrize("rank", by_default([1], [0, 1]))
 def test_a_lost_rank_ends_the_others_with_a_word(launch, qwen3_dir, rank):
     """A rank that is gone in the middle of a step leaves nobody waiting for the process-group timeout.

@@ -102,9 +102,12 @@ def test_the_users_config_stays_as_it_is():
         ({"params_dtype": torch.bfloat16}, "params_dtype=torch.bfloat16"),
         ({"loss_scale": 8.0}, r"loss_scale=8.0 with Trainer\(precision='32-true'\) does nothing"),
         ({"precision": "bf16-mixed", "hysteresis": 5}, "hysteresis=5 .* does nothing"),
-        ({"precision": "16-mixed", "loss_scale": -1.0}, "loss_scale=-1.0: a loss scale is positive"),
+        ({"precision": "16-mixed", "loss_scale": -1.0}, "loss_scale=-1.0 must be above 0"),
         ({"precision": "16-mixed", "initial_loss_scale": 0.5, "min_loss_scale": 2.0}, "initial_loss_scale=0.5 < min"),
-        ({"precision": "16-mixed", "loss_scale_window": 0}, "loss_scale_window=0: it is a number of steps"),
+        (
+            {"precision": "16-mixed", "loss_scale_window": 0},
+            "loss_scale_window=0 must be at least 1: it is a number of steps",
+        ),
         ({"overlap_param_gather": True}, "overlap_param_gather=True does nothing by itself"),
         ({"overlap_param_gather_with_optimizer_step": True}, "overlap_param_gather_with_optimizer_step=True"),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True does nothing on 'cpu'"),
@@ -144,7 +147,7 @@ OFFLOADED = {
         ({"sharded": False}, "use_distributed_optimizer=False: only the distributed optimizer"),
         ({"use_precision_aware_optimizer": False}, "without use_precision_aware_optimizer=True: .*stale ones"),
         ({"optimizer_offload_fraction": 0.0}, "optimizer_offload_fraction=0.0: it is the share"),
-        ({"optimizer_offload_fraction": 1.5}, "optimizer_offload_fraction=1.5: it is the share"),
+        ({"optimizer_offload_fraction": 1.5}, "optimizer_offload_fraction=1.5 must be in"),
         ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False: the host has AdamW"),
         (
             {"exp_avg_dtype": torch.bfloat16},

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
-from lightning_megatron_rl.strategy.checks import check_checkpoint_callbacks
+from lightning_megatron_rl.strategy.checks import check_callbacks
 from lightning_megatron_rl.strategy.manifest import FileRecord, read_manifest, write_manifest
 from lightning_megatron_rl.strategy.stopping import _link_for_requeue, stop_checkpoint
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code
@@ -262,4 +262,4 @@ def test_place_of_the_checkpoint(tmp_path):
 @pytest.mark.parametrize("callback", [ModelCheckpoint(save_on_exception=True), OnExceptionCheckpoint(".")])
 def test_checkpoints_of_exceptions_are_refused(callback):
     with pytest.raises(ValueError, match=r"in the middle of a batch.*every_n_train_steps"):
-        check_checkpoint_callbacks([callback])
+        check_callbacks([callback])

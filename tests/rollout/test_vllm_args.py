@@ -1,0 +1,79 @@
+"""`engine.vllm_args`: what the installed vLLM has passes, what the engine owns does not, and vLLM is not imported."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_megatron_rl.rollout import VLLMEngine
+from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
+from lightning_megatron_rl.rollout.vllm_args import REFUSED, check_vllm_args, engine_arguments
+from lightning_megatron_rl.rollout.vllm_settings import llm_arguments
+
+pytestmark = pytest.mark.skipif(engine_arguments() is None, reason="vLLM is not installed")
+
+
+def arguments(device: str = "cpu", **others: Any) -> dict[str, Any]:
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "tensor_parallel_size": 1, "seed": 0, "dtype": "float32"}
+    memory: dict[str, Any] = {"kv_cache_memory_gb": 0.5, "gpu_memory_utilization": 0.5, "sleeps": False}
+    return llm_arguments("model", device, enforce_eager=True, others=others, **sizes, **memory)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", [VLLMEngine, ColocatedVLLMEngine])
+def test_arguments_of_vllms_own_pass(engine):
+    own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "block_size": None, "attention_backend": "X"}
+    assert engine(vllm_args=own).vllm_args == own
+    assert engine().vllm_args == {}
+    passed = arguments(**own)
+    assert passed["max_num_batched_tokens"] == 4096
+    assert passed["enable_prefix_caching"] is False
+    assert passed["max_model_len"] == 512
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_num_batchd_tokens": 9}, "no argument max_num_batchd_tokens; did you mean max_num_batched_tokens?"),
+        ({"qqqq": 9}, r"no argument qqqq; vllm\.EngineArgs has the names"),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens='many' is a str; vLLM's .* is int or null"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching=1 is a int; vLLM's .* is bool or null"),
+        ({"max_num_batched_tokens": True}, "max_num_batched_tokens=True is a bool"),
+        ({"max_model_len": 9}, "max_model_len is not passed through: set the engine's max_model_len"),
+        ({"model": "x"}, "model is not passed through: the sampler loads what is trained"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is not passed through: the trainer would score another"),
+        ({"quantization_config": {}}, "quantization_config is not passed through: the sampler would quantise"),
+        ({"enable_lora": True}, "enable_lora is not passed through: adapters are merged"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank is not passed through: the engine starts and places"),
+        ({"_api_process_rank": 1}, "_api_process_rank is not passed through"),
+    ],
+)
+def test_others_are_refused_by_name(given: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=f"engine.vllm_args: .*{message}"):
+        VLLMEngine(vllm_args=given)
+
+
+def test_everything_that_the_engine_sets_is_refused():
+    known = engine_arguments()
+    assert known is not None
+    for device in ("cpu", "cuda"):
+        for name in arguments(device).keys() - {"enable_prefix_caching", "max_num_batched_tokens"}:
+            if name == "enable_chunked_prefill":  # refused on a CPU alone
+                with pytest.raises(ValueError, match="generators on a CPU cannot"):
+                    arguments(enable_chunked_prefill=True)
+                continue
+            with pytest.raises(ValueError, match=f"{name} is not passed through"):
+                check_vllm_args({name: None})
+    plain = [name for name in REFUSED if "*" not in name]
+    assert [name for name in plain if name not in known] == []  # vLLM has renamed one: the list must follow
+
+
+def test_a_prompt_must_fit_into_one_step_on_a_cpu():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 on a CPU must be at least max_model_len \(512\)"):
+        arguments(max_num_batched_tokens=64)
+    assert arguments("cuda", max_num_batched_tokens=64)["max_num_batched_tokens"] == 64
+
+
+def test_vllm_is_read_and_not_imported():
+    engine_arguments.cache_clear()
+    assert engine_arguments()
+    assert "vllm" not in sys.modules or "vllm.engine.arg_utils" not in sys.modules

@@ -1,0 +1,69 @@
+"""YAML files are refused with file, line, column and what is wrong there."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron_rl.config_files import check_config, check_configs
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [1, 2\nb: 3\n", r"line 2, column 2: while parsing a flow sequence expected ',' or '\]'"),
+        ("trainer:\n\tmax_steps: 3\n", r"line 2, column 1: .*found character '\\t'"),
+        ("a: 'b\n", r"line 2, column 1: .*found unexpected end of stream"),
+        ("trainer: *nope\n", r"line 1, column 10: found undefined alias 'nope'"),
+        ("", r"config\.yaml is empty"),
+        ("# only a comment\n", r"config\.yaml is empty"),
+        ("- a\n- b\n", r"line 1, column 1: the file holds a list, not settings"),
+        ("trainer\n", r"line 1, column 1: the file holds a single value, not settings"),
+        ("a: 1\nb: {c: 1, d: 2, c: 3}\n", r"line 2, column 17: c is given twice, first in line 2"),
+        ("a: !!python/object:os.system x\n", r"line 1, column 4: the tag .* is not part of plain YAML"),
+        ("a: &x [*x]\n", r"line 1, column 4: an anchor that refers to itself"),
+        ("a: 1\n---\nb: 2\n", r"line 2, column 1: expected a single document"),
+        ("a: 2026-99-99\n", r"config\.yaml: month must be in 1\.\.12"),
+        ("? [a]\n: 1\n", r"line 1, column 3: .*unhashable key"),
+        ("a: \x07\n", r"config\.yaml: .*special characters are not allowed"),
+        ("a: " + "[" * 5000 + "\n", r"config\.yaml is nested too deep"),
+    ],
+)
+def test_bad_yaml_is_named_with_its_place(tmp_path: Path, content: str, message: str):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        check_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: é\n".encode("utf-16"), "is UTF-16"),
+        (b"a: 1\nb: caf\xe9\n", r"line 2: byte 0xe9 at column 7 is not UTF-8"),
+        (b"\x1f\x8b\x08\x00", "is gzip-compressed, not text: unpack it with gunzip"),
+    ],
+)
+def test_files_that_are_no_text_are_named(tmp_path: Path, content: bytes, message: str):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        check_config(tmp_path / "config.yaml")
+    with pytest.raises(ValueError, match="is a directory, not a file"):
+        check_config(tmp_path)
+
+
+def test_good_yaml_passes(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("base: &b {x: 1}\na: {<<: *b, y: 1.0e-3}\nc: [*b, null]\n")
+    check_config(tmp_path / "config.yaml")
+
+
+def test_every_way_to_name_a_file_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [")
+    for arguments in (["--config", str(bad)], [f"--config={bad}"], ["-c", "~/bad.yaml"], ["--model", str(bad)]):
+        with pytest.raises(ValueError, match=r"bad\.yaml, line 1"):
+            check_configs(["fit", *arguments], {})
+    with pytest.raises(ValueError, match=r"bad\.yaml, line 1"):
+        check_configs(["fit"], {"PL_FIT__CONFIG": str(bad)})
+    with pytest.raises(ValueError, match="is a directory"):
+        check_configs(["fit", "--config", str(tmp_path)], {})
+    check_configs(["fit", "--config", "nowhere.yaml", "--trainer.max_steps", "3"], {"PL_FIT__CONFIG": "nowhere"})
