@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import RESULTS, ROOT, StepLog, TokenPrompts, facts, make_trainer, summary, token_reward, write_json
+from common import RESULTS, ROOT, StepLog, facts, make_trainer, summary, tiny_grpo, write_json
 
 from lightning_megatron_rl.cpus import OPENMP_DEFAULTS, usable_cpus
 
@@ -93,46 +93,20 @@ def meet(directory: Path) -> None:
         time.sleep(0.02)
 
 
-def reward(samples: list[Any]) -> list[float]:
-    """Reward samples by their tokens."""
-    return [token_reward(sample.response_ids) for sample in samples]
-
-
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train through all conditions and return a row for each."""
-    from common import make_optimizer, write_model
-
-    from lightning_megatron_rl.data.prompts import PromptDataModule
-    from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.rollout.engine import SamplingParams
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
-
     log = StepLog(torch.device("cpu"))
     plan = Plan(log, options)
     steps = WARMUP + STEPS * len(options.conditions) + 1
     with tempfile.TemporaryDirectory() as directory:
-        model = str(write_model(Path(directory) / "model", "tiny"))
-        module = GRPOModule(
-            model,
-            rewards=[reward],
-            num_generations=GENERATIONS,
-            engine=VLLMEngine(
-                max_model_len=PROMPT_TOKENS + options.tokens + 1,
-                max_num_seqs=PROMPTS * GENERATIONS,
-                kv_cache_memory_gb=0.25,
-                device="cpu",
-            ),
-            sampling=SamplingParams(max_tokens=options.tokens, ignore_eos=True),
-            optimizer=make_optimizer(1e-6, "fp32"),
-            max_tokens_per_microbatch=2048,
-        )
-        data = PromptDataModule(
-            TokenPrompts(PROMPTS * steps, PROMPT_TOKENS, 512),
-            tokenizer=model,
-            batch_size=PROMPTS,
-            answer_column=None,
-            add_special_tokens=False,
-            shuffle=False,
+        module, data = tiny_grpo(
+            Path(directory),
+            prompts=PROMPTS,
+            generations=GENERATIONS,
+            prompt_tokens=PROMPT_TOKENS,
+            tokens=options.tokens,
+            steps=steps,
+            ignore_eos=True,
         )
         trainer = make_trainer("cpu", max_steps=steps, callbacks=[log, plan], precision="32-true")
         trainer.fit(module, data)

@@ -162,6 +162,41 @@ def make_trainer(
     )
 
 
+def tiny_grpo(
+    directory: Path, *, prompts: int, generations: int, prompt_tokens: int, tokens: int, steps: int, ignore_eos: bool
+) -> tuple[Any, Any]:
+    """Return a module and data for GRPO steps of the tiny model on a CPU, with vLLM; `directory` gets the model."""
+    from lightning_megatron_rl.data.prompts import PromptDataModule
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.rollout.engine import SamplingParams
+    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+
+    model = str(write_model(directory / "model", "tiny"))
+    module = GRPOModule(
+        model,
+        rewards=[lambda samples: [token_reward(sample.response_ids) for sample in samples]],
+        num_generations=generations,
+        engine=VLLMEngine(
+            max_model_len=prompt_tokens + tokens + 1,
+            max_num_seqs=prompts * generations,
+            kv_cache_memory_gb=0.25,
+            device="cpu",
+        ),
+        sampling=SamplingParams(max_tokens=tokens, ignore_eos=ignore_eos),
+        optimizer=make_optimizer(1e-6, "fp32"),
+        max_tokens_per_microbatch=2048,
+    )
+    data = PromptDataModule(
+        TokenPrompts(prompts * steps, prompt_tokens, SHAPES["tiny"]["vocab_size"]),
+        tokenizer=model,
+        batch_size=prompts,
+        answer_column=None,
+        add_special_tokens=False,
+        shuffle=False,
+    )
+    return module, data
+
+
 def make_optimizer(lr: float, moments: str) -> Any:
     """Return Adam's config: "fp32", or with both moments in "bf16", by which large models fit."""
     from megatron.core.optimizer import OptimizerConfig

@@ -14,9 +14,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
-from common import RESULTS, TokenPrompts, facts, make_optimizer, make_trainer, token_reward, write_json, write_model
+from common import RESULTS, facts, make_trainer, tiny_grpo, write_json
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS, TOKENS = 4, 4, 16, 8
+DATA_STEPS = 64  # of an epoch
 MIB = 2**20
 
 
@@ -75,40 +76,20 @@ def slope(points: list[dict[str, float]], name: str) -> float:
     return 1000 * sum((s - centre) * (v - mean) for s, v in zip(steps, values, strict=True)) / spread if spread else 0.0
 
 
-def reward(samples: list[Any]) -> list[float]:
-    """Reward samples by their tokens."""
-    return [token_reward(sample.response_ids) for sample in samples]
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train and return the points."""
     from lightning.pytorch.loggers import CSVLogger
 
-    from lightning_megatron_rl.data.prompts import PromptDataModule
-    from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.rollout.engine import SamplingParams
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
-
     memory = Memory(options.every, options.seconds)
     with tempfile.TemporaryDirectory() as directory:
-        model = str(write_model(Path(directory) / "model", "tiny"))
-        module = GRPOModule(
-            model,
-            rewards=[reward],
-            num_generations=GENERATIONS,
-            engine=VLLMEngine(
-                max_model_len=64, max_num_seqs=PROMPTS * GENERATIONS, kv_cache_memory_gb=0.1, device="cpu"
-            ),
-            sampling=SamplingParams(max_tokens=TOKENS),
-            optimizer=make_optimizer(1e-5, "fp32"),
-            max_tokens_per_microbatch=512,
-        )
-        data = PromptDataModule(
-            TokenPrompts(PROMPTS * 64, PROMPT_TOKENS, 512),
-            tokenizer=model,
-            batch_size=PROMPTS,
-            answer_column=None,
-            add_special_tokens=False,
+        module, data = tiny_grpo(
+            Path(directory),
+            prompts=PROMPTS,
+            generations=GENERATIONS,
+            prompt_tokens=PROMPT_TOKENS,
+            tokens=TOKENS,
+            steps=DATA_STEPS,
+            ignore_eos=False,
         )
         trainer = make_trainer("cpu", max_steps=options.steps, callbacks=[memory], precision="32-true")
         trainer.logger = CSVLogger(directory)  # as runs have one

@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.cpus import usable_cpus
+
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.probe import Comparison
 
@@ -87,7 +89,7 @@ def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: floa
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)}
-    kept["OMP_NUM_THREADS"] = str(min(_MOST_THREADS, os.cpu_count() or 1))
+    kept["OMP_NUM_THREADS"] = str(min(_MOST_THREADS, usable_cpus().count))
     kept["HF_HUB_OFFLINE"] = "1"
     # what can be imported here can be imported there
     kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)

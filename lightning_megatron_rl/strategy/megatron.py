@@ -540,4 +540,5 @@ class MegatronStrategy(StopsTogether):
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
-            rest()
+            if self.lightning_module is None or not self.lightning_module.trainer.interrupted:
+                rest()  # after a failure the other rank's end is this one's, too, however long that takes
