@@ -99,8 +99,13 @@ def _on_first_rank(probe: Callable[[Callable[[], None]], str | None]) -> str | N
         while not done:
             done, found = _first_ranks(None)
         return found
+
+    def tell_that_it_goes_on() -> None:
+        if not alone:
+            _first_ranks((False, None))
+
     try:
-        result = probe((lambda: None) if alone else partial(_first_ranks, (False, None)))
+        result = probe(tell_that_it_goes_on)
     except Exception as error:  # the others must not wait for it
         result = f"the check failed: {type(error).__name__}: {error}"
     if not alone:
