@@ -27,7 +27,7 @@ from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
-from lightning_megatron_rl.config_files import check_configs, shipped_configs
+from lightning_megatron_rl.config_files import check_configs, check_stages, shipped_configs
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
@@ -141,7 +141,7 @@ class CommandLine(LightningCLI):
         if arguments and arguments[0].partition("=")[0] == "--print_completion" and self._runs:
             # also in jsonargparse's words, `--print_completion=shtab-bash`, whose own takes minutes
             self._print_completion(*[word for word in (arguments[0].partition("=")[2], *arguments[1:]) if word])
-        found = shipped_configs(arguments)
+        found = self._arguments = shipped_configs(arguments)
         try:
             check_configs(found, os.environ)
         except ValueError as error:
@@ -166,7 +166,15 @@ class CommandLine(LightningCLI):
                 parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
 
     def before_instantiate_classes(self) -> None:
-        """Refuse GPUs that are not there, or cannot be used, before anything is built; on GPUs bf16 is the default."""
+        """Refuse what an earlier stage has not made, and GPUs that cannot be used; on GPUs bf16 is the default."""
+        try:
+            check_stages(
+                (self.config[self.subcommand] if self.subcommand else self.config).as_dict(),
+                self._arguments,
+                os.environ,
+            )
+        except ValueError as error:
+            self._fail(str(error))
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] not in ("auto", "gpu", "cuda"):
             return

@@ -10,6 +10,7 @@ from lightning_megatron_rl.text_files import read_lines
 
 # an installed package has configs/ inside, a checkout beside it
 CONFIG_ROOTS = (Path(__file__).parent, Path(__file__).parent.parent)
+_INPUTS = {"model", "tokenizer", "init_from"}  # settings that may name what an earlier run has written
 _SUFFIXES = (".yaml", ".yml")
 _PLAIN_TAG = "tag:yaml.org,2002:"
 _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value"}
@@ -117,3 +118,53 @@ def _check_node(path: str | Path, node: Any, owners: tuple[Any, ...]) -> None:
 
 def _at(path: str | Path, mark: Any) -> str:
     return f"{path}, line {mark.line + 1}, column {mark.column + 1}"
+
+
+def check_stages(settings: Any, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a run whose model, tokenizer or checkpoint is what another config of the same folder writes, and has not.
+
+    Args:
+        settings: Parsed: dictionaries, lists and values.
+        arguments: Of the command.
+        environment: As for `check_configs`.
+
+    Raises:
+        ValueError: With the path that is not there, and the command that makes it.
+    """
+    missing = [path for path in _inputs(settings) if "/" in path and not Path(path).expanduser().exists()]
+    if not missing:
+        return
+    own = {Path(name).expanduser() for name in _named_files(arguments, environment)}
+    for folder in sorted({path.parent for path in own}):
+        for config in sorted(folder.glob("*.y*ml")):
+            for directory in [] if config in own else _outputs(config):
+                for path in missing:
+                    if Path(directory) in Path(path).parents:
+                        failed = Path(path).with_name(f"{Path(path).name}.failed")
+                        why = f"that stage's export failed: {failed}" if failed.exists() else "that stage has not run"
+                        raise ValueError(
+                            f"{path} is not there. {config} writes it, and {why}. Run it first:"
+                            f" lightning-megatron-rl fit --config {config}"
+                        )
+
+
+def _inputs(settings: Any, key: str = "") -> Iterator[str]:
+    """What a run reads, wherever it stands in its settings."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            yield from _inputs(value, str(name).rpartition(".")[2])
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _inputs(value, key)
+    elif isinstance(settings, str) and key in _INPUTS:
+        yield settings
+
+
+def _outputs(config: Path) -> Iterator[str]:
+    """Directories that the callbacks of a config write into; none if it cannot be read."""
+    try:
+        callbacks = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
+        for callback in callbacks:
+            yield callback["init_args"]["dirpath"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.config_files import check_config, check_configs
+from lightning_megatron_rl.config_files import check_config, check_configs, check_stages
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,34 @@ def test_every_way_to_name_a_file_is_looked_at(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match="is a directory"):
         check_configs(["fit", "--config", str(tmp_path)], {})
     check_configs(["fit", "--config", "nowhere.yaml", "--trainer.max_steps", "3"], {"PL_FIT__CONFIG": "nowhere"})
+
+
+STAGE = """
+trainer:
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+      init_args: {dirpath: DIRECTORY/logs}
+    - class_path: HFExport
+      init_args: {dirpath: DIRECTORY/sft/hf}
+"""
+
+
+def test_a_stage_that_has_not_run_is_named(tmp_path: Path):
+    first, second, broken = (tmp_path / name for name in ("sft.yaml", "grpo.yaml", "notes.yaml"))
+    first.write_text(STAGE.replace("DIRECTORY", str(tmp_path)))
+    broken.write_text("[")
+    made = tmp_path / "sft" / "hf" / "last"
+    settings = {"model": {"init_args": {"model": str(made)}}, "data": {"init_args": {"tokenizer": "org/name"}}}
+    second.write_text("model: {}")
+    arguments = ["fit", "--config", str(second)]
+    with pytest.raises(ValueError, match=rf"{made} is not there. {first} writes it, and that stage has not run"):
+        check_stages(settings, arguments, {})
+    with pytest.raises(ValueError, match=rf"Run it first: lightning-megatron-rl fit --config {first}"):
+        check_stages({"tokenizer": str(made)}, [], {"PL_FIT__CONFIG": str(second)})
+    made.with_name("last.failed").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"that stage's export failed: .*last\.failed"):
+        check_stages(settings, arguments, {})
+    check_stages({"dirpath": str(made), "model": str(tmp_path / "other" / "hf")}, arguments, {})
+    check_stages(settings, ["fit", "--config", str(first)], {})  # its own output
+    made.mkdir()
+    check_stages(settings, arguments, {})

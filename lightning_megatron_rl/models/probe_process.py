@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +25,7 @@ DEADLINE_S = 300.0  # some 15 s are usual, most of them for imports
 _REQUEST, _ANSWER = "request.pickle", "answer.json"
 _TAIL = 2000  # characters of a child's output that an error quotes
 _MOST_THREADS = 4
+_POLL_S = 5.0
 # Of launchers and distributed jobs, which the child takes no part in.
 _JOB_VARIABLES = (
     "RANK",
@@ -42,12 +45,18 @@ class ProbeError(Exception):
     """A config that one of the libraries cannot build or run, or a probe that did not come to an end."""
 
 
-def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: float = DEADLINE_S) -> "Comparison":
+def run_probe(
+    small: dict[str, Any],
+    overrides: dict[str, Any],
+    while_waiting: Callable[[], None] = lambda: None,
+    deadline_s: float = DEADLINE_S,
+) -> "Comparison":
     """Return what `compare` finds, in a child process that ends with this one.
 
     Args:
         small: Content of the miniature's config.json.
         overrides: Of Megatron's `TransformerConfig`.
+        while_waiting: Called every few seconds until there is an answer.
         deadline_s: Seconds after which the child is ended.
 
     Raises:
@@ -68,9 +77,7 @@ def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: floa
                 start_new_session=True,  # so that whatever it starts can be ended with it
             )
             try:
-                code = child.wait(deadline_s)
-            except subprocess.TimeoutExpired:
-                raise ProbeError(f"it did not end within {deadline_s:g} s") from None
+                code = _wait(child, deadline_s, while_waiting)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
@@ -85,6 +92,17 @@ def run_probe(small: dict[str, Any], overrides: dict[str, Any], deadline_s: floa
     if "error" in found:
         raise ProbeError(found["error"])
     return Comparison(**found)
+
+
+def _wait(child: "subprocess.Popen[bytes]", deadline_s: float, while_waiting: Callable[[], None]) -> int:
+    """Return the child's exit code."""
+    end = time.monotonic() + deadline_s
+    while (left := end - time.monotonic()) > 0:
+        try:
+            return child.wait(min(left, _POLL_S))
+        except subprocess.TimeoutExpired:
+            while_waiting()
+    raise ProbeError(f"it did not end within {deadline_s:g} s")
 
 
 def _environment() -> dict[str, str]:

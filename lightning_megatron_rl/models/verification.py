@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron_rl.models import signature
-from lightning_megatron_rl.models.hf_files import raise_everywhere
 from lightning_megatron_rl.models.miniature import shrink
 from lightning_megatron_rl.models.probe import FREQUENCY_TOLERANCE, TOLERANCE
 from lightning_megatron_rl.models.probe_process import ProbeError, run_probe
@@ -77,10 +76,9 @@ def verify_model(
             f"model {name!r} with verify_model='never': {_unproved(departures)}. Set verify_model='auto', which"
             " compares a miniature of the model with Transformers once (some 15 s), or change these settings."
         )
-    error = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        error = _probe(raw, config, overrides, use_cache=verify != "always")
-    raise_everywhere(None if error is None else f"model {name!r}: {error}. {_unproved(departures)}.")
+    error = _on_first_rank(partial(_probe, raw, config, overrides, verify != "always"))
+    if error is not None:
+        raise ValueError(f"model {name!r}: {error}. {_unproved(departures)}.")
 
 
 def _unproved(departures: list[str] | None) -> str:
@@ -90,7 +88,46 @@ def _unproved(departures: list[str] | None) -> str:
     return f"No proof covers {named}" if departures else "A proof covers its settings with other sizes"
 
 
-def _probe(raw: dict[str, Any], config: Any, overrides: dict[str, Any], *, use_cache: bool) -> str | None:
+def _on_first_rank(probe: Callable[[Callable[[], None]], str | None]) -> str | None:
+    """Return on every rank what `probe` returns on the first, or the error that it raises.
+
+    It may take longer than the process group's timeout, so it is given what to call meanwhile.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if not alone and dist.get_rank() > 0:
+        done, found = False, None
+        while not done:
+            done, found = _first_ranks(None)
+        return found
+
+    def tell_that_it_goes_on() -> None:
+        if not alone:
+            _first_ranks((False, None))
+
+    try:
+        result = probe(tell_that_it_goes_on)
+    except Exception as error:  # the others must not wait for it
+        result = f"the check failed: {type(error).__name__}: {error}"
+    if not alone:
+        _first_ranks((True, result))
+    return result
+
+
+def _first_ranks(state: tuple[bool, str | None] | None) -> tuple[bool, str | None]:
+    """Whether the first rank's probe is done, and with what result; a collective."""
+    box = [state]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
+def _probe(
+    raw: dict[str, Any],
+    config: Any,
+    overrides: dict[str, Any],
+    use_cache: bool,
+    while_waiting: Callable[[], None],
+) -> str | None:
     """Why a model is refused; None if a probe, now or earlier, has found no difference."""
     small = shrink(raw, config)
     file = _cache_directory() / f"{_key(small, overrides)}.json"
@@ -98,7 +135,7 @@ def _probe(raw: dict[str, Any], config: Any, overrides: dict[str, Any], *, use_c
         return None
     rank_zero_info("Comparing a miniature of the model with Transformers, which no shipped proof covers ...")
     try:
-        found = run_probe(small, overrides)
+        found = run_probe(small, overrides, while_waiting)
     except ProbeError as failure:
         return f"Megatron and Transformers could not both run a miniature of its config.json: {failure}"
     if found.agrees:

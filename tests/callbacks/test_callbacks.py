@@ -114,7 +114,8 @@ def test_samples_are_of_one_run_and_limited(worker_pool, qwen3_dir, tmp_path):
     assert len({row["run"] for row in rows["rollouts-dp0.jsonl"]}) == 1
     begins, ends = found["said"]
     assert f"{NUM_GENERATIONS} of {4 * NUM_GENERATIONS} samples of step 1 go into {directory}" in begins
-    assert f"of {8 * NUM_GENERATIONS} samples of the first replica {2 * NUM_GENERATIONS} were written" in ends
+    # two steps of 4 prompts, and a validation of 8 with one response each, of which 5 are kept
+    assert f"of {8 * NUM_GENERATIONS + 8} samples of the first replica {2 * NUM_GENERATIONS + 5} were written" in ends
     assert all("max_samples_per_step=5" in message for message in found["said"])
 
 

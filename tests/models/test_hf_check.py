@@ -1,6 +1,7 @@
 """A checkpoint is loaded as Transformers loads it, or refused by the name of the tensor."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,17 +62,14 @@ def add_to(directory: Path, file: str, **tensors: Tensor) -> None:
     save_file(load_file(directory / file) | tensors, directory / file, {"format": "pt"})
 
 
-def of_the_kind(tensors: dict[str, Tensor], dims: int) -> str:
-    """The last tensor with so many dimensions that is not square."""
-    return [n for n, t in tensors.items() if t.ndim == dims and t.shape[-1] != t.shape[0]][-1]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_checked_for_every_family(family: str, checkpoint: Callable[[str], Path], tmp_path: Path):
-    """Each tensor in turn is missing, cut and of another type: no family has one that is not looked at."""
+    """The last tensor of each kind is missing, cut or of another type: none is left that is not looked at."""
     HFModel(str(checkpoint(family)))
     tensors = load_file(checkpoint(family) / FILE)
-    for number, (name, tensor) in enumerate(tensors.items()):
+    kinds = {re.sub(r"\.\d+\.", ".#.", name): name for name in sorted(tensors)}
+    for number, name in enumerate(kinds.values()):
+        tensor = tensors[name]
         kind = ("missing", "shape", "type", "empty")[number % 4]
 
         def change(held: dict[str, Tensor], name: str = name, tensor: Tensor = tensor, kind: str = kind) -> None:
@@ -303,7 +301,7 @@ def test_conversion_refuses_the_same(checkpoint: Callable[[str], Path], tmp_path
     assert not (tmp_path / "c.ckpt").exists()
 
 
-@pytest.mark.parametrize("sizes", [(64, 32), (64, 64), (64, 128)], ids=["square gate", "square down", "wide"])
+@pytest.mark.parametrize("sizes", [(64, 32), (64, 64)], ids=["square gate", "square down"])
 @pytest.mark.parametrize("stored", ["plain", "mxfp4"])
 def test_gpt_oss_experts_of_any_shape_are_not_transposed(
     sizes: tuple[int, int], stored: str, sequences: list[list[int]], tmp_path: Path, worker_pool: WorkerPool

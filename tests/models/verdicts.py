@@ -59,7 +59,7 @@ def _verdict(raw: dict[str, Any], verify: str) -> Verdict:
 def _probe_in_this_process() -> Iterator[None]:
     """Save each config the fifteen seconds of a child."""
 
-    def run(small: dict[str, Any], overrides: dict[str, Any]) -> Comparison:
+    def run(small: dict[str, Any], overrides: dict[str, Any], while_waiting: Any) -> Comparison:
         try:
             return compare(small, overrides)
         except Exception as error:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from tests.modules.runs import fit_grpo
 from tests.rollout.conftest import make_engine, make_requests
+from tests.test_rendezvous import listening
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.deadline(300)
@@ -117,6 +119,11 @@ def test_engine_of_two_processes_leaves_no_shared_memory_and_no_sockets(model_di
         answers = engine.generate(make_requests(3, 2, 20), SamplingParams(max_tokens=8, ignore_eos=True))
         running = shared_names()
         assert any(path.is_socket() for path in sockets.iterdir())
+        assert engine.pid is not None
+        workers = [child.pid for child in psutil.Process(engine.pid).children(recursive=True)]
+        assert any(listening(pid) for pid in workers), "one of them serves the store"
+        for pid in [engine.pid, *workers]:
+            assert not listening(pid) & {"0.0.0.0", "::"}
     finally:
         engine.close()
     assert set(Path(tempfile.gettempdir()).iterdir()) - temporary == set()

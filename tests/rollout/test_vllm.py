@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from tests.rollout.conftest import (
     max_logprob_error,
     session_members,
 )
+from tests.test_rendezvous import listening
 
 # fp32 on both sides and different kernels: 2e-6 was measured; a wrong temperature, cache or weight gives 0.1 and more.
 TOLERANCE = 1e-4
@@ -29,6 +31,13 @@ def test_this_process_is_left_alone(harness, states_around_start):
     """In-process, vLLM reseeds torch, numpy and random, patches torch and edits the environment."""
     assert states_around_start["after"] == states_around_start["before"]
     assert states_around_start["after"]["modules"] == []
+
+
+def test_the_engine_cannot_be_reached_from_other_machines(harness):
+    """vLLM's own process group would listen on all interfaces; of one process nothing has to listen at all."""
+    processes = [harness.engine.pid, *(child.pid for child in psutil.Process(harness.engine.pid).children(True))]
+    for pid in processes:
+        assert listening(pid) <= {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])

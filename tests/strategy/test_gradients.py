@@ -283,18 +283,27 @@ def test_changes_of_hooks_are_stepped(worker_pool, qwen3_dir, how):
 
 
 class ClipsItself:
-    """`configure_gradient_clipping` of a user's: nothing in the first step, another threshold later."""
+    """`configure_gradient_clipping` of a user's: a threshold in the first and the third step, none in the second."""
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        if self.trainer.global_step > 0:
+        if self.trainer.global_step != 1:
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
-def test_configure_gradient_clipping_is_the_users(worker_pool, qwen3_dir):
+class ClipsNothing:
+    """Leaves the Trainer's threshold aside."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(("mixin", "threshold"), [(ClipsItself, None), (ClipsNothing, 0.02)])
+def test_configure_gradient_clipping_is_the_users(worker_pool, qwen3_dir, mixin, threshold):
     """Fails when Megatron clips by the Trainer's value although the hook does not, or keeps an earlier threshold."""
-    runs = worker_pool.run(fit_both, qwen3_dir, world_size=1, init_process_group=False, mixin=ClipsItself)[0]
-    for name, weight in runs[1].weights.items():
-        torch.testing.assert_close(weight, runs[0].weights[name], rtol=0, atol=2e-6)
+    options = {"world_size": 1, "init_process_group": False, "mixin": mixin, "gradient_clip_val": threshold}
+    stock, mine = worker_pool.run(fit_both, qwen3_dir, **options)[0]
+    for name, weight in mine.weights.items():
+        torch.testing.assert_close(weight, stock.weights[name], rtol=0, atol=2e-6)
 
 
 class WholeGradients(pl.Callback):
