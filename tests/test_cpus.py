@@ -231,11 +231,20 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise():
     assert environment.keys() == {"OMP_WAIT_POLICY", "OMP_NUM_THREADS", "LIGHTNING_MEGATRON_RL_CPUS"}
 
 
+LOADS_OPENMP = """
+from lightning_megatron_rl.__main__ import main
+try:
+    main()
+finally:
+    import torch
+"""
+
+
 def test_command_sets_it_before_openmp_is_loaded():
     """OpenMP reads its variables once: what is set after torch is imported does nothing."""
     environment = {name: value for name, value in os.environ.items() if name not in cpus.OPENMP_DEFAULTS}
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_megatron_rl", "doctor", "--help"],
+        [sys.executable, "-c", LOADS_OPENMP, "doctor", "--help"],
         env=environment | {"OMP_DISPLAY_ENV": "verbose"},  # prints what OpenMP has read, when it is loaded
         capture_output=True,
         text=True,
