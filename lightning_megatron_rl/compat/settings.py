@@ -5,7 +5,6 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 Needs = Literal["cuda", "transformer_engine", "never"]
 
@@ -62,6 +61,8 @@ def check_settings(
         message = f"{owner}: {name}={value!r} {_MEANING[rule.needs].format(device=device.type)}: {rule.why}"
         if not rule.speed_only:
             raise ValueError(f"{message}.")
+        from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # slow for those who need nothing of it
+
         rank_zero_warn(f"{message}. It is left out.")
     return kept
 

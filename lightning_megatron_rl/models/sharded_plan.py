@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_megatron_rl.models.export_views import Convert, ReplacedWeights, find_blocks, same
@@ -285,6 +284,8 @@ def _refused(name: str | None) -> bool:
     """Whether any rank names a tensor that cannot be planned; a collective of the world."""
     names = [found for found in _gather(name) if found is not None]
     if names:
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info  # slow for those who push nothing
+
         rank_zero_info(
             f"Weights are pushed as Megatron-Bridge converts them, which is slower than by a plan: {names[0]} is not"
             " made of rows and columns of parameters."

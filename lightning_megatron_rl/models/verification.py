@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron_rl.models import signature
 from lightning_megatron_rl.models.miniature import shrink
@@ -133,6 +132,8 @@ def _probe(
     file = _cache_directory() / f"{_key(small, overrides)}.json"
     if use_cache and _is_cached(file):
         return None
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info  # the child imports this module, too
+
     rank_zero_info("Comparing a miniature of the model with Transformers, which no shipped proof covers ...")
     try:
         found = run_probe(small, overrides, while_waiting)
@@ -190,4 +191,6 @@ def _store(file: Path, content: dict[str, float]) -> None:
             json.dump(content, stream)
         os.replace(partial, file)
     except OSError as error:
+        from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
         rank_zero_warn(f"The result of comparing the model with Transformers is not kept: {error}")

@@ -42,7 +42,7 @@ def uncovered(qwen3_dir: Path, tmp_path: Path) -> Path:
 
 
 def cache_files(tmp_path: Path) -> list[Path]:
-    return [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    return [file for file in (tmp_path / "cache" / "lightning_megatron_rl").rglob("*") if file.is_file()]
 
 
 def test_a_covered_model_is_probed_if_always(probes, qwen3_dir, tmp_path):
