@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lightning_megatron_rl.models.hf_files import INDEX_FILE, check_settings, local_checkpoint, read_header
+from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
 from tests.distributed import WorkerPool
 from tests.models.workers import cached_hub_model
 
@@ -112,3 +113,14 @@ def test_a_hub_name_leads_to_the_cache_on_all_ranks(
 def test_a_failed_download_is_reported_by_all_ranks(tmp_path: Path, worker_pool: WorkerPool):
     results = worker_pool.run(cached_hub_model, "acme/absent", str(tmp_path), world_size=2)
     assert all(result.startswith("ValueError: cannot download model 'acme/absent'") for result in results)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors"])
+def test_an_index_names_no_file_outside(checkpoint: Callable[[str], Path], tmp_path: Path, name: str):
+    """Links inside are left alone: the hub's cache is made of them."""
+    model = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "model"))
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ValueError, match=rf"{INDEX_FILE} names a file outside its directory: .*It was not opened"):
+        local_checkpoint(str(model))
+    with pytest.raises(ValueError, match="outside its directory"):
+        CheckpointLayout.read(model)
