@@ -159,12 +159,15 @@ def describe(step: int, total: int | None, left: float | None, metrics: dict[str
     return " | ".join(parts)
 
 
+_NO_PHASES = ("time/step_s", "time/start_s")  # the latter is of the first step, and no part of it
+
+
 def phases(metrics: dict[str, float]) -> str:
     """Return the phases that took longest, in brackets; "" if there are none."""
     seconds = {
         name.removeprefix("time/").removesuffix("_s"): value
         for name, value in metrics.items()
-        if name.startswith("time/") and name != "time/step_s" and value > 0
+        if name.startswith("time/") and name not in _NO_PHASES and value > 0
     }
     longest = sorted(seconds, key=lambda name: -seconds[name])[:_PHASES_SHOWN]
     return f" ({', '.join(f'{name} {seconds[name]:.2f}' for name in longest)})" if longest else ""

@@ -109,6 +109,7 @@ def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)}
     kept["OMP_NUM_THREADS"] = str(min(_MOST_THREADS, usable_cpus().count))
     kept["HF_HUB_OFFLINE"] = "1"
+    kept["CUDA_VISIBLE_DEVICES"] = ""  # the probe runs on the CPU, also beside GPUs, whose streams are no use there
     # what can be imported here can be imported there
     kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     return kept

@@ -21,6 +21,7 @@ METRICS = {
     "rollout/response_len_mean": 5.25,
     "rollout/response_len_max": 6.0,
     "time/step_s": 12.5,
+    "time/start_s": 33.0,  # of the first step, and no part of any
     "time/rollout_s": 8.0,
     "time/update_s": 3.0,
     "val/sums/mean_at_1": 0.48,

@@ -177,3 +177,4 @@ def test_the_child_is_no_rank_of_the_job(monkeypatch):
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & set(
         _environment()
     )
+    assert _environment()["CUDA_VISIBLE_DEVICES"] == ""  # Megatron on the CPU beside GPUs that torch sees fails
