@@ -93,7 +93,7 @@ def test_bad_schemas_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot be read: .*no such file"):
         JSONSchemaReward(str(tmp_path / "nothing.json"))
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read: .*Expecting"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*Expecting"):
         JSONSchemaReward(str(tmp_path / "bad.json"))
 
 
