@@ -1,6 +1,5 @@
 """The settings of a run as plain data, for loggers and model cards, with what looks like a secret masked."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
@@ -8,17 +7,10 @@ from inspect import isroutine, signature
 from pathlib import Path
 from typing import Any
 
-MASK = "***"
+from lightning_megatron_rl.masking import mask_secrets
+
 _OURS = __name__.partition(".")[0]
 _MOST_ITEMS, _MOST_LEVELS = 50, 6  # of a list; of objects in objects
-# of a name's words, in snake_case
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:secrets?|passw(?:or)?d|passphrase|credentials?)(?:_|$)"
-    r"|(?:^|_)(?:auth|authorization|bearer|cookie|(?:api|access|private|account|license)_?keys?)$"
-    r"|(?:^|_)(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!mask_)(?<!stop_)token$"
-)
-_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{8,}")
-_URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]+):[^/@\s]+(?=@)")
 
 
 def kept_arguments(owner: Any) -> dict[str, Any]:
@@ -58,7 +50,8 @@ def describe_settings(owner: Any) -> dict[str, Any]:
     Example:
         ``{"class": "GRPOModule", "num_generations": 8, "sampling": {"temperature": 1.0, ...}, ...}``
     """
-    return masked(_described(owner, ()))
+    settings: dict[str, Any] = mask_secrets(_described(owner, ()))
+    return settings
 
 
 def _described(owner: Any, inside: tuple[int, ...]) -> dict[str, Any]:
@@ -105,22 +98,3 @@ def _is_large(value: Any) -> bool:
 def _name(value: Any) -> str:
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", str(value))
     return name if module == "builtins" or module.startswith(_OURS) else f"{module}.{name}"
-
-
-def masked(value: Any, name: str = "") -> Any:
-    """Return plain data with what looks like a secret replaced by ``***``: by its name, or by its own form.
-
-    Example:
-        ``masked({"HF_TOKEN": "hf_abcdefghij", "max_tokens": 9})`` is ``{"HF_TOKEN": "***", "max_tokens": 9}``
-    """
-    if isinstance(value, Mapping):
-        return {key: masked(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [masked(item, name) for item in value]
-    if isinstance(value, str):
-        words = re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z0-9]+", "_", name)
-        is_key = words.isupper() and words.endswith("_KEY")  # an environment variable
-        if value and (is_key or _SECRET_NAME.search(words.lower())):
-            return MASK
-        return _URL_PASSWORD.sub(rf"\1:{MASK}", _SECRET_VALUE.sub(MASK, value))
-    return value

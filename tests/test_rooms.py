@@ -25,7 +25,7 @@ FLOORS = {
     "finite": -1,
     "rendezvous": -1,
     "console": -1,
-    "masking": -1,
+    "masking": -2,  # under `run_settings`
     "remote_code": -1,
     "copies": -1,
     "cuda_memory": -3,

@@ -5,12 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 
 from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.run_settings import describe_settings, masked
+from lightning_megatron_rl.run_settings import describe_settings
 
 
 @dataclass
@@ -61,30 +60,3 @@ def test_settings_are_nested_plain_data():
         "rows": "99 items",
         "path": "runs/1",
     }
-
-
-SECRETS = (
-    "HF_TOKEN token password db_passwd WANDB_API_KEY AWS_SECRET_ACCESS_KEY apiKey api-key client_secret MY_SECRET_VALUE"
-    " OPENAI_KEY authorization credentials accessToken"
-)
-
-
-@pytest.mark.parametrize("name", SECRETS.split())
-def test_secrets_are_known_by_their_names(name):
-    assert masked({"env": {name: "abc"}, name: ["abc"], "other": name}) == {
-        "env": {name: "***"},
-        name: ["***"],
-        "other": name,
-    }
-
-
-@pytest.mark.parametrize(
-    "name", ["max_tokens", "tokenizer", "pad_token", "eos_token", "token_ids", "key", "monitor_key", "author", "keys"]
-)
-def test_other_names_are_not_masked(name):
-    assert masked({name: "abc"}) == {name: "abc"}
-
-
-def test_secrets_are_known_by_their_form():
-    found = masked(["hf_abcdefghijkl", "https://me:pw@host/x", "use sk-abcdefgh1234 here", 5, None, "task-list"])
-    assert found == ["***", "https://me:***@host/x", "use *** here", 5, None, "task-list"]

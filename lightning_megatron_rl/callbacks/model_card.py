@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from lightning_megatron_rl.run_settings import kept_arguments, masked, set_fields
+from lightning_megatron_rl.masking import mask_secrets
+from lightning_megatron_rl.run_settings import kept_arguments, set_fields
 from lightning_megatron_rl.versions import installed_versions
 
 _PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers")
@@ -91,7 +92,7 @@ def plain_settings(owner: Any) -> dict[str, str]:
     for name, value in kept_arguments(owner).items():
         inner = {f"{name}.{key}": item for key, item in _items(value).items()} or {name: value}
         for key, item in inner.items():
-            text = _text(masked(item, key))
+            text = _text(mask_secrets(item, key))
             if text is not None:
                 found[key] = _short(text)
     return dict(sorted(found.items()))
