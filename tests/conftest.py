@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,14 +71,10 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def broken_model(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model without its weights in an undamaged file: reading them raises another error than the one expected."""
-    import torch
-    from safetensors.torch import save_file
+    """A model whose weights are NaN: reading them raises another error than the one expected."""
+    from tests.tiny_models import save_without_numbers
 
-    directory: Path = tmp_path_factory.mktemp("broken") / "model"
-    shutil.copytree(qwen3_dir, directory)
-    save_file({"of_another_model": torch.ones(1)}, directory / "model.safetensors")
-    return str(directory)
+    return str(save_without_numbers(qwen3_dir, tmp_path_factory.mktemp("broken") / "model"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,9 @@ def test_code_runs_where_the_environment_asks_for_it(model, mark, monkeypatch, t
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    load(*model)
+    # a config class of its own is read, but no family is known by that type
+    with pytest.raises(ValueError, match="'own'") if model[0] == "config" else nullcontext():
+        load(*model)
     assert mark.read_text() == "this code ran"
 
 

@@ -92,7 +92,7 @@ def plain_settings(owner: Any) -> dict[str, str]:
     for name, value in kept_arguments(owner).items():
         inner = {f"{name}.{key}": item for key, item in _items(value).items()} or {name: value}
         for key, item in inner.items():
-            text = _text(mask_secrets(item, key))
+            text = _text(mask_secrets({key: item})[key])
             if text is not None:
                 found[key] = _short(text)
     return dict(sorted(found.items()))

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning_megatron_rl import console
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.ranges import COUNT, check_ranges
 
 LOG_FILE = "run.log"
 _QUALITY = ("reward/mean", "policy/loss", "loss", "critic/loss", "train/loss")  # the first that is logged, and a second
@@ -51,8 +52,7 @@ class RunProgress(ProgressBar):
 
     def __init__(self, every_n_steps: int = 1) -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(f"RunProgress(every_n_steps={every_n_steps}) must be at least 1")
+        check_ranges({"every_n_steps": COUNT}, locals(), "RunProgress.")
         self.every_n_steps = every_n_steps
         self._enabled = True
         self._started = 0.0  # of this process's first step

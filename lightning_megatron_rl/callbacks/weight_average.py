@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, Range, check_ranges
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
@@ -44,12 +45,12 @@ class WeightAverage(Callback):
         update_starting_at_step: int = 0,
         validate: bool = True,
     ) -> None:
-        if decay is not None and not 0 < decay < 1:
-            raise ValueError(f"decay={decay}: a number between 0 and 1, or None for the equal average of all updates.")
-        if update_every_n_steps < 1:
-            raise ValueError(f"update_every_n_steps={update_every_n_steps}: at least 1.")
-        if update_starting_at_step < 0:
-            raise ValueError(f"update_starting_at_step={update_starting_at_step}: the number of a step, from 0.")
+        ranges = {
+            "decay": Range(above=0, below=1, note="None is the equal average of all updates"),
+            "update_every_n_steps": COUNT,
+            "update_starting_at_step": COUNT_OR_NONE.called("it is the number of a step"),
+        }
+        check_ranges(ranges, locals(), "WeightAverage.")
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step

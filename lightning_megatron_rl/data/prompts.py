@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.sources import Row, Source, column, describe_source
 from lightning_megatron_rl.data.templates import PromptTemplate, tokenize_segment
+from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.sample import Prompt
 
@@ -165,7 +166,7 @@ class PromptDataModule(RowDataModule[Prompt]):
             shortest = min(len(prompt.token_ids) for prompt in long)
             raise ValueError(f"all {len(prompts)} prompts of {dataset} are too long (shortest: {shortest}): {rule}")
         done = "dropped" if self.on_long_prompt == "drop" else "cut at their beginning"
-        rank_zero_warn(f"{count} were {done}: {rule} (the longest has {longest})")
+        rank_zero_only(tell_loss)(f"{count} were {done}: {rule} (the longest has {longest})")
         if self.on_long_prompt == "drop":
             return [prompt for prompt in prompts if len(prompt.token_ids) <= limit], len(long)
         cut = [prompt if len(prompt.token_ids) <= limit else self._cut(prompt, limit) for prompt in prompts]

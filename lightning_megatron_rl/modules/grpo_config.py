@@ -52,6 +52,10 @@ _RANGES = {
     "icepop_high": POSITIVE,
     "geo_mask_low": NOT_NEGATIVE,
     "geo_mask_high": POSITIVE,
+    "vespo_k_positive": NOT_NEGATIVE,
+    "vespo_k_negative": NOT_NEGATIVE,
+    "vespo_lambda_positive": POSITIVE,
+    "vespo_lambda_negative": POSITIVE,
     "off_policy_mask_threshold": POSITIVE.called(
         "it is a mean of log π_roll - log π_θ in nats; 0.5 is usual, null for no mask"
     ),

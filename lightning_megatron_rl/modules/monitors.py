@@ -15,19 +15,19 @@ _SHOWN = 12  # names in a message
 # every name of docs/metrics.md that a training step may log; <name> stands for each reward, <phase> for any word
 TRAINING = {
     "reward": "mean std min max <name> <name>_failed_frac failed_frac zero_spread_frac pass_at_k overlong_penalty"
-    " kl_penalty environment environment_failed_frac",
+    " kl_penalty kl_capped_frac environment environment_failed_frac",
     "rollout": "response_len_mean response_len_max truncated_frac repetition_frac weight_version staleness long_prompts"
     " refill_rounds refill_groups",
     "episode": "turns_mean turns_max success_frac max_turns_frac reply_tokens_mean",
     "mismatch": "abs_logp_diff k3 token_mult_prob_error is_mean is_max ess oob_frac pearson rejected_frac",
     "policy": "loss entropy entropy_coef kl_old kl_ref ratio_max clip_frac_low clip_frac_high grad_norm lr step_skipped"
-    " loss_scale",
+    " loss_scale kl_capped_frac off_policy_masked_frac entropy_masked_frac",
     "moe": "aux_loss load_imbalance",
     "reward_model": "loss grad_norm lr step_skipped loss_scale",
     "preference": "accuracy margin chosen rejected",
     "critic": "loss clip_frac explained_var value_mean return_mean grad_norm lr step_skipped loss_scale",
     "time": "<phase>_s",
-    "perf": "tokens_per_s_per_gpu peak_mem_gb offloaded_gb sleep_freed_gb padding_frac imbalance",
+    "perf": "tokens_per_s_per_gpu peak_mem_gb offloaded_gb sleep_freed_gb padding_frac imbalance engine_restarts",
 }
 EVALUATIONS = ("val", "test")
 

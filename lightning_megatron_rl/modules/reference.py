@@ -10,7 +10,7 @@ from torch import nn
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.lora import adapters_off
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
-from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.ranges import COUNT, Range, check_ranges
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
@@ -52,7 +52,8 @@ class ReferenceSettings:
 
     def __post_init__(self) -> None:
         steps = self.refresh_every_n_steps
-        check_ranges({"refresh_every_n_steps": COUNT.called("null for never")}, vars(self), "reference.")
+        ranges = {"refresh_every_n_steps": COUNT.called("null for never"), "average_decay": Range(above=0, below=1)}
+        check_ranges(ranges, vars(self), "reference.")
         if steps is not None and self.kind in ("none", "adapters_off"):
             raise ValueError(
                 f"refresh_every_n_steps={steps} with kind={self.kind}: only a frozen copy can be given new weights."
@@ -62,8 +63,6 @@ class ReferenceSettings:
                 f"reference.kind={self.kind} with average_decay={self.average_decay}: an average needs a decay, and"
                 " nothing else has one. Set both, e.g. kind=average and average_decay=0.99, or neither."
             )
-        if self.average_decay is not None and not 0 < self.average_decay < 1:
-            raise ValueError(f"reference.average_decay={self.average_decay}: a number between 0 and 1.")
         if self.model is not None and (steps is not None or self.kind in ("none", "adapters_off", "average")):
             raise ValueError(
                 f"reference.model={self.model!r} with kind={self.kind}, refresh_every_n_steps={steps}: a teacher is a"

@@ -124,7 +124,8 @@ def test_run_that_is_not_resumed_is_refused_before_its_model_is_built(worker_poo
             go(ckpt_path)
     (tmp_path / "last.ckpt").mkdir()
     for ckpt_path in (tmp_path / "last.ckpt", "last"):
-        with pytest.raises(WorkerError, match="the model is built"):
+        # the export is no reason to refuse it; that it is no checkpoint is found before the model is built
+        with pytest.raises(WorkerError, match=r"last\.ckpt is not a checkpoint of this strategy"):
             go(ckpt_path)
 
 
@@ -181,8 +182,9 @@ def test_run_that_was_not_resumed_is_refused_before_its_first_step(worker_pool, 
 def test_export_that_cannot_be_proved_is_set_aside(worker_pool, qwen3_dir, tmp_path, layout):
     out = tmp_path / "out"
     callbacks = [NoMemory(), HFExport(str(out), every_n_steps=1), KeepWarnings(tmp_path / "told")]
-    run(worker_pool, qwen3_dir, layout, steps=1, callbacks=callbacks)
-    told = json.loads((tmp_path / "told").read_text())["warnings"]
+    with pytest.raises(WorkerError, match="RunFailedError"):
+        run(worker_pool, qwen3_dir, layout, steps=1, callbacks=callbacks)
+    told = json.loads((tmp_path / "told").read_text())["told"]
     assert f"the export {out / 'step-000001.failed'} could not be proved: MemoryError" in told[0]
     assert names(out) == ["last.failed", "step-000001.failed"]
 
@@ -191,8 +193,9 @@ def test_export_that_cannot_be_written_is_named(worker_pool, qwen3_dir, tmp_path
     (tmp_path / "out").mkdir()
     holder = directories.UnfinishedDirectory(tmp_path / "out" / "last", reserve=False)
     callbacks = [HFExport(str(tmp_path / "out")), KeepWarnings(tmp_path / "told")]
-    run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
-    told = json.loads((tmp_path / "told").read_text())["warnings"]
+    with pytest.raises(WorkerError, match="RunFailedError"):
+        run(worker_pool, qwen3_dir, steps=1, callbacks=callbacks)
+    told = json.loads((tmp_path / "told").read_text())["told"]
     assert f"the export {tmp_path / 'out' / 'last'} failed: OSError: another process is writing" in told[0]
     assert names(tmp_path / "out") == [".last.lightning-megatron-rl-incomplete"], "what a living run writes stays"
     holder.abandon()

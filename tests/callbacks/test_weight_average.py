@@ -348,7 +348,7 @@ def test_sampler_gets_the_average_for_a_validation(worker_pool, qwen3_dir):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 1.0}, "decay=1.0: a number between 0 and 1"),
+        ({"decay": 1.0}, r"decay=1.0 must be in \(0, 1\)"),
         ({"decay": 0.0}, "decay=0.0"),
         ({"update_every_n_steps": 0}, "update_every_n_steps=0"),
         ({"update_starting_at_step": -1}, "update_starting_at_step=-1"),

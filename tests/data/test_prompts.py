@@ -114,7 +114,7 @@ def test_long_prompts_are_refused_dropped_or_cut(tokenizer_dir: str):
     with told("2 of 4 prompts of train were dropped: more than max_prompt_length=4 tokens"):
         prompts = load(LONG, tokenizer_dir, max_prompt_length=4, on_long_prompt="drop")
     assert [prompt.index for prompt in prompts] == [0, 2]  # rows keep their numbers
-    with pytest.warns(UserWarning, match="2 of 4 prompts of train were cut at their beginning"):
+    with told("2 of 4 prompts of train were cut at their beginning"):
         prompts = load(LONG, tokenizer_dir, max_prompt_length=4, on_long_prompt="truncate_left")
     assert [prompt.text for prompt in prompts] == ["123", "6789", "1234", "4567"]
     assert [len(prompt.token_ids) for prompt in prompts] == [3, 4, 4, 4]
@@ -139,19 +139,19 @@ def test_prompts_are_held_to_what_the_engine_takes(tokenizer_dir: str, tokenizer
         data().fit_into_engine(10, **limits)
     dropping = data(on_long_prompt="drop")
     for _ in range(2):  # a second run with the same data module counts them once
-        with pytest.warns(UserWarning, match=r"2 of 4 prompts of train were dropped.*leaves 5 tokens to a prompt"):
+        with told(r"2 of 4 prompts of train were dropped.*leaves 5 tokens to a prompt"):
             dropping.fit_into_engine(10, **limits)
         assert dropping.long_prompts == {"train": 2, "easy": 0}
         assert [prompt.index for prompt in dropping.train_items] == [0, 2]
     dropping.fit_into_engine(14, **limits)  # another engine has room for all
     assert len(dropping.train_items) == 4
     cutting = data(on_long_prompt="truncate_left")
-    with pytest.warns(UserWarning, match="cut at their beginning"):
+    with told("cut at their beginning"):
         cutting.fit_into_engine(10, **limits)
     assert [prompt.text for prompt in cutting.train_items] == ["123", "56789", "1234", "34567"]
     with (
         pytest.raises(ValueError, match=r"training set has 1 rows, batch_size is 2"),
-        pytest.warns(UserWarning, match="3 of 4"),
+        told("3 of 4"),
     ):
         dropping.fit_into_engine(8, **limits)  # too few are left
     with pytest.raises(

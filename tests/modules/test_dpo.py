@@ -127,7 +127,7 @@ def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
         ),
         ({"loss": "hinge", "label_smoothing": 0.1}, r"loss='hinge', which has none: .* exo_pair, robust, sigmoid"),
         ({"loss": "exo_pair"}, r"label_smoothing=0 with loss='exo_pair', which takes its logarithm: .* 1e-3 is usual"),
-        ({"loss": "discopop", "discopop_tau": 0.0}, r"discopop_tau=0\.0: choose 0 < discopop_tau <= 1"),
+        ({"loss": "discopop", "discopop_tau": 0.0}, r"discopop_tau=0\.0 must be in \(0, 1\]"),
         ({"loss": "discopop", "discopop_tau": 1.5}, r"discopop_tau=1\.5"),
         ({"label_smoothing": 0.5}, r"label_smoothing=0\.5"),
         ({"loss": "ipo", "label_smoothing": 0.1}, r"label_smoothing=0\.1 with loss='ipo'"),

@@ -1,6 +1,5 @@
 """What a run would only notice at its first save is refused before the engine starts and before weights are read."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.rollout.engine import SamplingParams
 from tests.modules.runs import ReplayEngine, fit_grpo, prompts
 from tests.test_readme import documented
+from tests.tiny_models import save_tiny_model
 from tests.training import SequenceDataModule, fit_arithmetic
 
 
@@ -88,10 +88,7 @@ def test_refused_before_anything_is_loaded(worker_pool, broken_model, qwen3_dir,
     for (name, (_, parts)), message in zip(grpo.items(), messages, strict=True):
         for part in parts:
             assert part in message, f"{name}: {message}"
-    config = json.loads((Path(broken_model) / "config.json").read_text())
-    wide = tmp_path / "wide"
-    shutil.copytree(broken_model, wide)
-    (wide / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    wide = save_tiny_model(tmp_path / "wide", "qwen3", hidden_size=128)
     cases = [{"ckpt_path": full / "step=1.ckpt"}, {"module": {"init_from": str(full / "step=1.ckpt")}}]
     for message in worker_pool.run(refusals, str(wide), cases, world_size=1, init_process_group=False)[0]:
         assert "is of another model: hidden_size 64 in the checkpoint, 128 in" in message, message

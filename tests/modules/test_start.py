@@ -223,6 +223,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], vllm: E
     gpu = GPU("a GPU", capability, total_bytes=80 * GIB, free_bytes=80 * GIB)
     monkeypatch.setattr(start, "measure_gpu", lambda index: gpu)
     monkeypatch.setattr(start, "installed_vllm", lambda: vllm)
+    monkeypatch.setattr(start, "installed_packages", lambda: {"vllm"})  # an environment for GPUs
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
 

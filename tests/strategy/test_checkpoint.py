@@ -122,14 +122,14 @@ def test_resume_with_the_other_kind_of_optimizer(worker_pool, qwen3_dir, directo
 
 
 def test_checkpoint_of_another_model_is_refused(worker_pool, tied_dir, directory, whole):
-    with pytest.raises(WorkerError, match=r"is of another model: \d+ of \d+ parameters are missing"):
+    with pytest.raises(WorkerError, match=r"is of another model: model_type qwen3 in the checkpoint, qwen2 in "):
         job(worker_pool, "dp2", tied_dir, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))
 
 
 def test_checkpoint_that_has_more_than_the_model_is_refused(worker_pool, directory, whole, tmp_path):
     """Qwen3 normalises queries and keys, Llama of the same shapes does not."""
     llama = save_tiny_model(tmp_path / "llama", "llama")
-    with pytest.raises(WorkerError, match=r"0 of \d+ parameters are missing, 2 are not in the model .*q_layernorm"):
+    with pytest.raises(WorkerError, match=r"is of another model: model_type qwen3 in the checkpoint, llama in "):
         job(worker_pool, "dp2", llama, max_steps=STEPS, ckpt_path=str(directory / f"step={SAVED_AT}.ckpt"))
 
 
@@ -139,7 +139,7 @@ def test_checkpoint_of_another_vocabulary_is_refused(worker_pool, tied_dir, odd_
     keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
     saving = {"callbacks": [keeper], "trainer": {"enable_checkpointing": True}, "steps": 1}
     worker_pool.run(fit_sft, tied_dir, {}, 1, **saving, **single)
-    with pytest.raises(WorkerError, match=r"1 have another shape .*\(128, 128\) != \(127, 128\)"):
+    with pytest.raises(WorkerError, match=r"is of another model: vocab_size 128 in the checkpoint, 127 in "):
         worker_pool.run(fit_sft, odd_vocabulary, {}, 1, ckpt_path=str(tmp_path / "step=1.ckpt"), **single)
 
 
@@ -166,7 +166,7 @@ def test_path_that_is_no_checkpoint_is_refused(worker_pool, qwen3_dir, tmp_path)
 
 
 def test_unwritable_directory_is_named(worker_pool, qwen3_dir):
-    with pytest.raises(WorkerError, match=r"cannot write the checkpoint .*Choose a writable"):
+    with pytest.raises(WorkerError, match=r"ModelCheckpoint\(dirpath\)=.*/proc/checkpoints.* cannot be written"):
         job(worker_pool, "dp2", qwen3_dir, max_steps=1, checkpoints=Path("/proc/checkpoints"))
 
 

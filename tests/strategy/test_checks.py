@@ -29,10 +29,13 @@ def trainer_on(device: str) -> Any:
         accumulate_grad_batches=1,
         checkpoint_callbacks=[],
         lightning_module=SimpleNamespace(automatic_optimization=True),
+        callbacks=[],
     )
 
 
 def test_gpus_that_cuda_cannot_use_are_refused_with_the_reason(monkeypatch):
+    for other in ("check_callbacks", "check_checkpoint_places", "check_module"):  # which look at more of a Trainer
+        monkeypatch.setattr(checks, other, lambda found: None)
     monkeypatch.setattr(checks, "measure_devices", lambda *, imports: OLD)
     monkeypatch.setattr(checks, "count_gpus", lambda: 0)
     checks.check_trainer(trainer_on("cpu"))
@@ -57,10 +60,10 @@ def test_gpus_that_cuda_cannot_use_are_refused_with_the_reason(monkeypatch):
 )
 def test_numbers_that_lightning_takes_and_that_mean_nothing_are_refused(name, value, message):
     trainer = trainer_on("cpu")
-    checks.check_trainer(trainer)
+    checks.check_trainer_numbers(trainer)
     setattr(trainer, name, value)
     with pytest.raises(ValueError, match=message):
-        checks.check_trainer(trainer)
+        checks.check_trainer_numbers(trainer)
 
 
 def test_fp32_on_a_gpu_is_warned_about():

@@ -260,6 +260,7 @@ def test_saving_gathers(monkeypatch):
     class Strategy(saving.DistributedCheckpointStrategy):
         chunks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
         lightning_module = pl.LightningModule()
+        _is_set_up = True
 
         def _model_state(self) -> dict[str, Any]:
             calls.append("state")

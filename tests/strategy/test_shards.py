@@ -39,7 +39,10 @@ def copy(saved, tmp_path) -> Path:
 
 
 class KeepsWeights(pl.Callback):
-    """Copies the weights before anything is restored."""
+    """Copies the weights before anything is restored; none, if the model was not even built."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.weights = [parameter.detach().clone() for parameter in module.parameters()]
