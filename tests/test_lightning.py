@@ -312,7 +312,7 @@ def test_methods_that_a_module_offers(worker_pool, qwen3_dir):
         assert found["frozen"]
         *exports, manual = found["refused"]
         assert all("HFExport" in message for message in exports)
-        assert "manual optimization" in manual  # Lightning's own
+        assert "please disable automatic optimization" in manual  # Lightning's own
 
 
 # ---- Timer after a resume --------------------------------------------------------------------------------------------
