@@ -80,6 +80,17 @@ class _Sizes:
         return value
 
 
+def check_sizes(config: Any) -> None:
+    """Refuse a config without the sizes that every model has.
+
+    Raises:
+        ValueError: One is no positive number.
+    """
+    sizes = _Sizes(config)
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        sizes[name]
+
+
 def head_dim(config: Any) -> int:
     """Return the width of a head: the config's own, or that of an equal part of the hidden size."""
     own = getattr(config, "head_dim", None)
@@ -174,7 +185,7 @@ def _layers(sizes: _Sizes, raw: dict[str, Any], config: Any) -> dict[str, Any]:
         return {}
     few = min(layers, LAYERS if repeats == 1 else repeats + 1)  # where it begins anew shows, too
     found: dict[str, Any] = {}
-    dense = sizes.get("first_k_dense_replace")
+    dense = sizes.get("first_k_dense_replace") if config.model_type == "deepseek_v3" else None
     if dense is not None:  # some dense layers, then some with experts
         kept = min(dense, 1)
         few = min(dense, LAYERS) if dense >= layers else max(few, kept + min(layers - dense, LAYERS))

@@ -178,7 +178,7 @@ def signature(config: Any, provider: Any, overrides: Mapping[str, Any] | None = 
     given = dict(overrides or {})
     for field in dataclasses.fields(provider):
         value = given.get(field.name, getattr(provider, field.name))
-        if field.name in SIZE_FIELDS:
+        if field.name in SIZE_FIELDS and field.name not in given:
             found |= {BUILT + field.name: "set"} if value else {}
         elif is_computed(field.name) and value != _default(field):
             found |= _flat(BUILT + field.name, value)
@@ -216,7 +216,10 @@ def _relations(config: Any) -> Signature:
         found["all experts chosen"] = config.num_experts_per_tok == experts
         if getattr(config, "n_group", None):
             found["experts per group"] = "two or more" if experts >= 2 * config.n_group else "fewer than two"
-    if hasattr(config, "first_k_dense_replace"):
+    if config.model_type == "deepseek_v3":
+        widths = (config.qk_nope_head_dim, config.qk_rope_head_dim)
+        found["qk_head_dim"] = "qk_nope_head_dim + qk_rope_head_dim" if config.qk_head_dim == sum(widths) else "another"
+        found["head_dim"] = "qk_rope_head_dim" if config.head_dim == config.qk_rope_head_dim else "another"
         dense, layers = config.first_k_dense_replace or 0, config.num_hidden_layers
         found["dense layers"] = "none" if dense == 0 else "all" if dense >= layers else "some"
         found["compressed queries"] = config.q_lora_rank is not None

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 
 from lightning_megatron_rl.models import signature
-from lightning_megatron_rl.models.miniature import shrink
+from lightning_megatron_rl.models.miniature import check_sizes, shrink
 from lightning_megatron_rl.models.probe import FREQUENCY_TOLERANCE, TOLERANCE
 from lightning_megatron_rl.models.probe_process import ProbeError, run_probe
 from lightning_megatron_rl.versions import installed_versions
@@ -43,7 +43,7 @@ def computed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """
     changed = {name: value for name, value in overrides.items() if signature.is_computed(name)}
     for name, value in changed.items():
-        if name in signature.SIZE_FIELDS:
+        if name in signature.SIZE_FIELDS and name != "window_size":
             raise ValueError(f"model_config: {name}={value!r}: sizes are those of the checkpoint's weights; remove it.")
     return changed
 
@@ -67,6 +67,7 @@ def verify_model(
         ValueError: No proof covers the model and it may not be probed, or the probe failed or found a difference; with
             the settings that no proof covers.
     """
+    check_sizes(config)
     departures = signature.departures(signature.signature(config, provider, overrides))
     if departures == [] and verify != "always":
         return

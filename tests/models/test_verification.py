@@ -18,6 +18,7 @@ from lightning_megatron_rl.models.probe_process import ProbeError, _environment,
 from lightning_megatron_rl.modules.sft import SFTModule
 from tests.distributed import WorkerPool
 from tests.models.verdicts import tiny
+from tests.models.workers import start_megatron
 
 AGREES, DIFFERS = Comparison(1e-6, 0.0), Comparison(0.5, 0.0)
 
@@ -130,8 +131,18 @@ def refused_on_this_rank(model: str, cache: str) -> str:
     return refusal(model, {"tensor_model_parallel_size": 2}, 2)
 
 
+def warm_up() -> None:
+    """Import what a fit needs, which on a busy machine takes longer than its ranks wait for each other."""
+    import tests.strategy.test_refusals
+
+    start_megatron(2)
+    assert tests.strategy.test_refusals.refusal
+
+
+@pytest.mark.deadline(800)  # a real child after two cold workers
 def test_all_ranks_get_the_verdict_of_a_real_probe(uncovered, worker_pool: WorkerPool, tmp_path):
     (uncovered / "config.json").write_text(json.dumps(tiny("qwen3", partial_rotary_factor=0.5)))
+    worker_pool.run(warm_up, world_size=2, timeout=390.0)
     errors = worker_pool.run(
         refused_on_this_rank,
         str(uncovered),

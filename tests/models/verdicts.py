@@ -96,14 +96,14 @@ def proof_signatures(names: list[str]) -> dict[str, tuple[dict[str, Any], dict[s
     return found
 
 
-def unseen(family: str, overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def unseen(name: str, overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of some changes on Megatron's side alone that the probe does not see."""
     start_megatron()
     from transformers import AutoConfig
 
     from lightning_megatron_rl.models.miniature import shrink
 
-    raw = tiny(family)
+    raw = model_proofs.config_files()[name]
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(raw))
         small = shrink(raw, AutoConfig.from_pretrained(directory))
