@@ -42,10 +42,15 @@ def check_weights(path: Path, config: Any, *, head: str | None = None) -> None:
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)  # building a model writes into it
-    with torch.device("meta"):  # eager: the config may ask for kernels that are not installed
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trusts_remote_code(), attn_implementation="eager"
-        )
+    try:
+        with torch.device("meta"):  # eager: the config may ask for kernels that are not installed
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trusts_remote_code(), attn_implementation="eager"
+            )
+    except Exception as error:  # of many kinds, for sizes of 0 and values that contradict each other
+        raise ValueError(
+            f"Transformers cannot build the model of {path / 'config.json'}: {type(error).__name__}: {error}"
+        ) from error
     tied = tied_names(model)
     if tied and config.model_type in _UNTIED and head is None:
         raise ValueError(

@@ -540,5 +540,12 @@ class MegatronStrategy(StopsTogether):
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
-            if self.lightning_module is None or not self.lightning_module.trainer.interrupted:
+            if not self._was_interrupted():
                 rest()  # after a failure the other rank's end is this one's, too, however long that takes
+
+    def _was_interrupted(self) -> bool:
+        """Whether an exception has ended the run; not, if it was refused before the module had a Trainer."""
+        try:
+            return self.lightning_module is not None and bool(self.lightning_module.trainer.interrupted)
+        except RuntimeError:  # Lightning's, of a module without one
+            return False

@@ -319,3 +319,11 @@ def test_gpt_oss_experts_of_any_shape_are_not_transposed(
     weights = load_file(reference / FILE)
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name].float()) for name in weights)
+
+
+def test_a_config_of_which_no_model_can_be_built_is_named(qwen3_dir, tmp_path):
+    directory = Path(shutil.copytree(qwen3_dir, tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+    with pytest.raises(ValueError, match=r"config\.json.*: ZeroDivisionError"):
+        HFModel(str(directory))

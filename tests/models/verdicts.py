@@ -44,11 +44,17 @@ def verdicts(raws: list[dict[str, Any]], verify: str = "auto") -> list[Verdict]:
 def _verdict(raw: dict[str, Any], verify: str) -> Verdict:
     from lightning_megatron_rl.models.hf_model import HFModel
 
+    class WithoutWeights(HFModel):
+        """Only its config is judged."""
+
+        def _check_weights(self) -> None:
+            pass
+
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(raw))
         save_file({"none.of.them": torch.zeros(1)}, Path(directory) / "model.safetensors")
         try:
-            HFModel(directory, verify=verify).check_computation()
+            WithoutWeights(directory, verify=verify).check_computation()
         except ValueError as error:
             return "refused", str(error)
     # the whole model, not a miniature; two experts may have equal scores with some weights, not with others too
