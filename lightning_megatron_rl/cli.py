@@ -165,16 +165,17 @@ class CommandLine(LightningCLI):
             if name.startswith(prefixes) and name not in names:
                 parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
 
-    def before_instantiate_classes(self) -> None:
-        """Refuse what an earlier stage has not made, and GPUs that cannot be used; on GPUs bf16 is the default."""
+    def check_stages(self) -> None:
+        """Refuse a run whose model an earlier stage was to write, and has not."""
+        settings = self.config[self.subcommand] if self._runs else self.config
         try:
-            check_stages(
-                (self.config[self.subcommand] if self.subcommand else self.config).as_dict(),
-                self._arguments,
-                os.environ,
-            )
+            check_stages(settings.as_dict(), self._arguments, os.environ)
         except ValueError as error:
             self._fail(str(error))
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what an earlier stage has not made, and GPUs that cannot be used; on GPUs bf16 is the default."""
+        self.check_stages()
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] not in ("auto", "gpu", "cuda"):
             return

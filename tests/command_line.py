@@ -19,6 +19,9 @@ class Built(CommandLine):
     def fit(self, **_: Any) -> None:
         """Do not train."""
 
+    def check_stages(self) -> None:
+        """What is only built needs no model of an earlier stage."""
+
     def validate(self, **_: Any) -> None:
         """Do not validate."""
 

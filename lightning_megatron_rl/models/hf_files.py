@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_megatron_rl.files import below
 from lightning_megatron_rl.text_files import read_json, user_path
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -222,6 +223,11 @@ def weight_map(path: Path) -> dict[str, str]:
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index} is damaged: it has no weight_map; {_REMEDY}")
+    for file in {file for file in files.values() if isinstance(file, str)}:
+        try:
+            below(path, file)
+        except ValueError as error:
+            raise ValueError(f"{index} names a file outside its directory: {error}. It was not opened.") from error
     strange = [name for name, file in files.items() if not isinstance(file, str) or Path(file).name != file]
     if strange:
         raise ValueError(

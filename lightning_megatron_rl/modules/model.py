@@ -219,13 +219,15 @@ class ModelModule(TakesSteps, ReportsSteps):
             self.strategy.load_weights(user_path(self.init_from), chunks)
         return chunks
 
-    def on_fit_end(self) -> None:
+    def teardown(self, stage: str) -> None:
         """Repeat what was lost in this run.
 
         Raises:
-            RunFailedError: On every rank, if something failed that the run was for; everything else is done by now.
+            RunFailedError: On every rank, if something failed that the run was for. Callbacks have had their teardown.
         """
-        run_on_all_ranks(finish)
+        super().teardown(stage)
+        if stage == "fit":
+            run_on_all_ranks(finish)
 
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""

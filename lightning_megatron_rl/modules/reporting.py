@@ -107,7 +107,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         optimizer = self.trainer.strategy.optimizers[0]
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         # 0 after the first step: Lightning's logs would repeat a value that is left out
-        local.setdefault(f"time/{START_PHASE}_s", 0.0)
+        local.setdefault("time/start_s", 0.0)
         local["time/step_s"] = time.perf_counter() - self._step_started + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(self.strategy.root_device)
         local |= self.rank_metrics()
