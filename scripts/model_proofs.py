@@ -110,8 +110,10 @@ RELEASED: dict[str, dict[str, Any]] = {
     "Gemma-3-1B": {**_GEMMA3, **shape(1152, 6912, 26, 4, 1, head_dim=256)},
     "GPT-OSS": {**_GPT_OSS, "num_local_experts": 32, **shape(2880, 2880, 24, 64, 8)},
 }
-DEMO = {  # those of examples and benchmarks: Transformers' defaults
+OTHERS = {  # those of examples, benchmarks and tests
     "demo": {**_QWEN3, **APART, **rope(1e4), **shape(128, 256, 4, 4, 2, head_dim=32)},
+    "linear": {**tiny_config("llama").to_diff_dict(), **rope(5e5, rope_type="linear", factor=2.0)},
+    "llama3": {**tiny_config("llama").to_diff_dict(), **llama3(8.0)},
     "benchmark": {**_QWEN3, **TIED, **rope(1e4), **shape(1024, 3072, 28, 16, 8, head_dim=128)},
 }
 
@@ -119,7 +121,7 @@ DEMO = {  # those of examples and benchmarks: Transformers' defaults
 def config_files() -> dict[str, dict[str, Any]]:
     """Contents of the config.json of every model, by name."""
     tiny = {f"tiny {family}": tiny_config(family).to_diff_dict() for family in TINY}
-    found = {**tiny, **RELEASED, **DEMO}
+    found = {**tiny, **RELEASED, **OTHERS}
     return {name: {**raw, "architectures": [FAMILIES[raw["model_type"]].architecture]} for name, raw in found.items()}
 
 

@@ -55,7 +55,7 @@ _IGNORED_KEYS = (
     "num_nextn_predict_layers",  # multi-token prediction is neither loaded nor trained
     "max_window_layers",  # `layer_types` says what comes of it
 )
-_SIZE_KEYS = (
+SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -170,7 +170,7 @@ def signature(config: Any, provider: Any, overrides: Mapping[str, Any] | None = 
     found: Signature = {"model_type": config.model_type}
     values = config.to_dict() | {name: pattern(value) for name, value in per_layer(config).items()}
     kind: type = type(config)
-    sizes = _known_keys(kind).intersection(_SIZE_KEYS)  # others are none of this family's
+    sizes = _known_keys(kind).intersection(SIZE_KEYS)  # others are none of this family's
     for name, value in values.items():
         if value is not None and name not in sizes and not _matches(name, _IGNORED_KEYS):
             found |= _flat(name, value)

@@ -33,11 +33,18 @@ def start_megatron(
     model_parallel_cuda_manual_seed(1234)
 
 
-def build(directory: Path | str, *, sp: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def build(
+    directory: Path | str,
+    *,
+    sp: bool = False,
+    dtype: torch.dtype = torch.float32,
+    verify: Any = "auto",
+    **options: Any,
+) -> Any:
     """The `HFModel` of `directory` and its chunks, in evaluation mode."""
     from lightning_megatron_rl.models.hf_model import HFModel
 
-    model = HFModel(str(directory))
+    model = HFModel(str(directory), verify=verify)
     chunks = model.build_chunks(params_dtype=dtype, layer_backend="auto", device=CPU, sequence_parallel=sp, **options)
     for chunk in chunks:
         chunk.eval()
