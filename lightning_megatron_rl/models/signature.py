@@ -200,10 +200,12 @@ def _relations(config: Any) -> Signature:
     """What relations between sizes may change: special cases of shapes and numbers."""
     hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     found: Signature = {
-        "heads per key-value head": "one" if heads == groups else "all" if groups == 1 else "some",
+        "heads per key-value head": "all" if groups == 1 < heads else _share(heads, groups),
         "hidden_size / num_attention_heads": "whole" if hidden % heads == 0 else "not whole",
         "hidden_size": "heads x head_dim" if hidden == heads * head_dim(config) else "another",
     }
+    if head_dim(config) % 2:  # rotary embeddings turn pairs
+        found["width of heads"] = "odd"
     window = getattr(config, "sliding_window", None)
     if window is not None:
         found["sliding_window"] = window if window < _SHORTEST_WINDOW else "a number of tokens"
@@ -213,9 +215,9 @@ def _relations(config: Any) -> Signature:
     fields = FAMILIES[config.model_type].expert_fields
     if fields is not None:
         experts = getattr(config, fields[0])
-        found["all experts chosen"] = config.num_experts_per_tok == experts
+        found["all experts chosen"] = config.num_experts_per_tok >= experts
         if getattr(config, "n_group", None):
-            found["experts per group"] = "two or more" if experts >= 2 * config.n_group else "fewer than two"
+            found["experts per group"] = _share(experts, config.n_group)
     if config.model_type == "deepseek_v3":
         widths = (config.qk_nope_head_dim, config.qk_rope_head_dim)
         found["qk_head_dim"] = "qk_nope_head_dim + qk_rope_head_dim" if config.qk_head_dim == sum(widths) else "another"
@@ -225,6 +227,13 @@ def _relations(config: Any) -> Signature:
         found["compressed queries"] = config.q_lora_rank is not None
         found["shared experts"] = bool(config.n_shared_experts)
     return found
+
+
+def _share(number: int, parts: int) -> str:
+    """How many of a number come to each of its parts."""
+    if number % parts:
+        return "no whole number"
+    return "one" if number == parts else "some"
 
 
 def _flat(name: str, value: Any) -> Signature:

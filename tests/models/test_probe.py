@@ -60,6 +60,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str | None]] = [
     ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 of a gpt_oss"),
     ("qwen3", {"num_attention_heads": 0}, "num_attention_heads=0"),
     ("qwen3", {"num_hidden_layers": "four"}, "num_hidden_layers"),
+    ("qwen2", {"num_attention_heads": 3, "hidden_size": 96}, "heads per key-value head=.no whole number"),
     # other values of settings that are passed on
     ("qwen3", {"rms_norm_eps": 1e-5, "rope_parameters.rope_theta": 5e6, "head_dim": 24}, None),
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}, None),
