@@ -73,7 +73,7 @@ def run_probe(
                 stdin=subprocess.PIPE,  # it watches the other end, which closes when this process ends in any way
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env={**_environment(), "TMPDIR": temporary},  # so that nothing stays of a child that is killed
                 start_new_session=True,  # so that whatever it starts can be ended with it
             )
             try:

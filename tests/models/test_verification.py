@@ -165,6 +165,16 @@ def test_a_probe_that_does_not_end_is_ended():
     assert time.monotonic() - started < 30  # and no process is left: tests/policing.py
 
 
+def test_nothing_stays_of_a_probe_that_is_killed(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nmktemp > "{tmp_path}/made"\nexec sleep 60\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(ProbeError, match="did not end within 2 s"):
+        run_probe(tiny("qwen3"), {}, deadline_s=2)
+    assert not Path((tmp_path / "made").read_text().strip()).exists()
+
+
 def test_a_probe_ends_with_the_process_that_asked_for_it(tmp_path):
     (tmp_path / "request.pickle").write_bytes(pickle.dumps((tiny("qwen3"), {})))
     command = [sys.executable, "-m", "lightning_megatron_rl.models.probe_process", str(tmp_path)]
