@@ -201,7 +201,8 @@ def test_files_and_index_must_agree(checkpoint: Callable[[str], Path], tmp_path:
     refused(lambda m: write(m, ghost=files[0]), f"says that ghost is in {files[0]}, which has no such tensor")
     refused(lambda m: write(m, **{name: "nowhere"}), f"has {name} in {files[0]}, but not in {INDEX_FILE}")
     refused(lambda m: write(m, **{name: None}), f"{name} should have the name of a file in this directory, not None")
-    refused(lambda m: write(m, **{name: f"../{files[0]}"}), "should have the name of a file in this directory")
+    refused(lambda m: write(m, **{name: f"inner/{files[0]}"}), "should have the name of a file in this directory")
+    refused(lambda m: write(m, **{name: f"../{files[0]}"}), "names a file outside its directory")
     refused(lambda m: write(m, **{name: "no.safetensors"}), "lacks no.safetensors of the files that")
     refused(
         lambda m: add_to(m, files[1], **{name: torch.ones(2)}),
