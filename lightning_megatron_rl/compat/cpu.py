@@ -236,6 +236,11 @@ def _adapt_multi_tensor(module: types.ModuleType) -> None:
     )
 
 
+def _adapt_router(module: types.ModuleType) -> None:
+    """Where Transformer Engine is installed, routers would multiply by its kernel for CUDA."""
+    module.__dict__["te_general_gemm"] = None
+
+
 def _adapt_mappings(module: types.ModuleType) -> None:
     """Gloo gathers and reduces parts of equal size only; parts of other sizes travel as an uneven all-to-all.
 
@@ -269,6 +274,7 @@ _ADAPTERS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.optimizer.optimizer": _adapt_multi_tensor,
     "megatron.core.tensor_parallel.mappings": _adapt_mappings,
     "megatron.core.tensor_parallel.random": _adapt_rng,
+    "megatron.core.transformer.moe.moe_utils": _adapt_router,
     "megatron.core.transformer.moe.token_dispatcher": _adapt_token_dispatcher,
 }
 
