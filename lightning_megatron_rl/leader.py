@@ -10,6 +10,7 @@ LOOK_S = 0.5
 GRACE_S = 5.0  # for the rank's own error, which says more
 
 _wanted = threading.Event()
+_leader: int | None = None
 _thread: threading.Thread | None = None
 
 
@@ -18,13 +19,15 @@ def watch() -> None:
 
     A rank may wait for the others for half an hour: at the rendezvous, or in a collective.
     """
-    global _thread
-    leader = os.environ.get(LEADER)
-    if leader is None or int(leader) == os.getpid():
+    global _leader, _thread
+    if LEADER in os.environ:
+        # not for what this process starts (its sampler), whose parent it is
+        _leader = int(os.environ.pop(LEADER))
+    if _leader is None:
         return
     _wanted.set()
     if _thread is None:
-        _thread = threading.Thread(target=_watch, args=(int(leader),), name="leader", daemon=True)
+        _thread = threading.Thread(target=_watch, args=(_leader,), name="leader", daemon=True)
         _thread.start()
 
 

@@ -67,9 +67,29 @@ def test_rank_whose_run_has_ended_may_go_on():
     assert said == ""
 
 
+def test_what_a_rank_starts_is_no_rank():
+    """A sampler's process, which has another parent, must not end for that."""
+    grandchild = "import sys, time, lightning_megatron_rl; from lightning_megatron_rl.leader import LEADER, GRACE_S;"
+    grandchild += "import os; time.sleep(GRACE_S + 2); sys.stderr.write('lives on ' + str(LEADER in os.environ))"
+    code = "import lightning_megatron_rl, subprocess, sys;"
+    code += f"subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    started = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            STARTER.replace("sys.stdin.read()", "rank.wait()").replace("_exit(3)", "_exit(0)"),
+            code,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "lives on False" in started.stderr
+
+
 def test_process_that_no_rank_started_watches_nobody(monkeypatch):
     monkeypatch.delenv(leader.LEADER, raising=False)
-    leader.watch()
-    monkeypatch.setenv(leader.LEADER, str(os.getpid()))  # the launching rank's own
     leader.watch()
     assert leader._thread is None
