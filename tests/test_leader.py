@@ -73,6 +73,7 @@ def test_what_a_rank_starts_is_no_rank():
     grandchild += "import os; time.sleep(GRACE_S + 2); sys.stderr.write('lives on ' + str(LEADER in os.environ))"
     code = "import lightning_megatron_rl, subprocess, sys;"
     code += f"subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    starter = STARTER.replace("sys.stdin.read()", "rank.wait()").replace("_exit(3)", "_exit(0)")
     started = subprocess.run(
         [
             sys.executable,
