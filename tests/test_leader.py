@@ -75,12 +75,7 @@ def test_what_a_rank_starts_is_no_rank():
     code += f"subprocess.run([sys.executable, '-c', {grandchild!r}])"
     starter = STARTER.replace("sys.stdin.read()", "rank.wait()").replace("_exit(3)", "_exit(0)")
     started = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            STARTER.replace("sys.stdin.read()", "rank.wait()").replace("_exit(3)", "_exit(0)"),
-            code,
-        ],
+        [sys.executable, "-c", starter, code],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
