@@ -4,6 +4,7 @@ GRPO steps of the tiny model (8 prompts, 4 samples each) alone, beside one and t
 side, and in a cgroup with a quota of half of the CPUs where the machine allows making one. Once with the settings that
 the project chooses ("chosen"), and once with what it would do without them ("every core": as many threads as CPUs,
 OpenMP's own waiting). With ``--sizes`` instead: milliseconds per token of larger models with one and with all threads.
+With ``--commands`` instead: seconds of a shortened demo and of some tests, with both settings, alone and beside a loop.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import lightning.pytorch as pl
 import torch
 from common import RESULTS, ROOT, StepLog, facts, make_trainer, summary, tiny_grpo, write_json
 
-from lightning_megatron_rl.cpus import OPENMP_DEFAULTS, usable_cpus
+from lightning_megatron_rl.utilities.cpus import OPENMP_DEFAULTS, usable_cpus
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS = 8, 4, 16
 STEPS, WARMUP = 10, 2
@@ -42,6 +43,10 @@ SIZES = {  # hidden size, layers, vocabulary
     "7M": (256, 6, 4096),
     "15M": (384, 6, 8192),
     "33M": (512, 8, 8192),
+}
+COMMANDS = {  # name: arguments of Python
+    "demo, 12 + 4 steps": ["examples/demo/run.py", "--sft-steps", "12", "--grpo-steps", "4", "--out", "{out}"],
+    "tests of GRPO": ["-m", "pytest", "-q", "-n", "2", "tests/modules/test_grpo.py", "--basetemp", "{out}"],
 }
 
 
@@ -126,19 +131,27 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def start(setting: str, options: argparse.Namespace, *conditions: str, **more: Any) -> subprocess.Popen[str]:
     """Start a run of its own with one of the settings."""
+    command = [sys.executable, __file__, "--run", "--tokens", str(options.tokens), "--seconds", str(options.seconds)]
+    command += ["--conditions", *conditions, *([] if "meet" not in more else ["--meet", str(more["meet"])])]
+    return subprocess.Popen(
+        command,
+        env=environment_of(setting),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=more.get("before"),
+    )
+
+
+def environment_of(setting: str) -> dict[str, str]:
+    """Return what a process of one of the settings is started with."""
     dropped = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", *OPENMP_DEFAULTS)
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     if setting == EVERY_CORE:
         environment |= {"OMP_NUM_THREADS": str(usable_cpus().count), "GOMP_SPINCOUNT": LIBGOMPS_OWN}
     else:
         environment |= OPENMP_DEFAULTS  # as the command line does
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, __file__, "--run", "--tokens", str(options.tokens), "--seconds", str(options.seconds)]
-    command += ["--conditions", *conditions, *([] if "meet" not in more else ["--meet", str(more["meet"])])]
-    inside = more.get("before")
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=inside
-    )
+    return environment | {"PYTHONPATH": str(ROOT)}
 
 
 def rows_of(setting: str, *runs: subprocess.Popen[str]) -> list[dict[str, Any]]:
@@ -277,11 +290,36 @@ def measure_sizes(options: argparse.Namespace) -> dict[str, Any]:
     return {**facts("cpu"), "benchmark": "threads of a sampler by the model's size", "rows": rows}
 
 
+def measure_commands() -> dict[str, Any]:
+    """Return seconds of whole commands with both settings, alone and beside a busy process."""
+    rows = []
+    for name, arguments in COMMANDS.items():
+        for setting in (CHOSEN, EVERY_CORE):
+            for condition in (ALONE, ONE):
+                loops = [subprocess.Popen(LOOP) for _ in range(LOOPS[condition])]
+                with tempfile.TemporaryDirectory() as out:
+                    command = [sys.executable, *(part.format(out=f"{out}/run") for part in arguments)]
+                    began = time.monotonic()
+                    done = subprocess.run(
+                        command, cwd=ROOT, env=environment_of(setting), capture_output=True, text=True
+                    )
+                    seconds = time.monotonic() - began
+                for loop in loops:
+                    loop.kill()
+                    loop.wait()
+                if done.returncode:
+                    raise RuntimeError(f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+                rows.append({"command": name, "setting": setting, "condition": condition, "seconds": round(seconds, 1)})
+                print(rows[-1], file=sys.stderr)
+    return {**facts("cpu"), "benchmark": "commands on a busy machine", "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32, help="of each response")
     parser.add_argument("--seconds", type=float, default=40.0, help="most of a condition; each has ten steps otherwise")
     parser.add_argument("--sizes", action="store_true", help="measure threads by the model's size instead")
+    parser.add_argument("--commands", action="store_true", help="measure the demo and some tests instead")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--conditions", nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--meet", type=Path, help=argparse.SUPPRESS)
@@ -291,8 +329,12 @@ def main() -> None:
     if options.run:
         print(json.dumps(run(options)))
         return
-    name = "busy_machine_sizes" if options.sizes else "busy_machine"
-    result = measure_sizes(options) if options.sizes else measure(options)
+    if options.commands:
+        name, result = "busy_machine_commands", measure_commands()
+    elif options.sizes:
+        name, result = "busy_machine_sizes", measure_sizes(options)
+    else:
+        name, result = "busy_machine", measure(options)
     write_json(options.out or RESULTS / f"{name}.json", result)
     for goal in result.get("goals", []):
         print(
