@@ -1,7 +1,7 @@
 """The demo with several seeds: ``python benchmarks/demo_seeds.py``.
 
-Each seed draws the model's first weights, the order of the data and the samples anew. The demo promises an accuracy of at
-least 0.9 on any machine; this is where that comes from. A result is written after each seed.
+Each seed draws the first weights, the order of the data and the samples anew. The demo promises an accuracy of at least
+0.9 on any machine; this is where that comes from. A result is written after each seed.
 """
 
 import argparse
