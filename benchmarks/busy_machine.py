@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 import torch
 from common import RESULTS, ROOT, StepLog, facts, make_trainer, summary, tiny_grpo, write_json
 
-from lightning_megatron_rl.cpus import OPENMP_DEFAULTS, usable_cpus
+from lightning_megatron_rl.utilities.cpus import OPENMP_DEFAULTS, usable_cpus
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS = 8, 4, 16
 STEPS, WARMUP = 10, 2

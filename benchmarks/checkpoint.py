@@ -76,8 +76,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one way of saving in this process."""
     from megatron.core.optimizer import OptimizerConfig
 
+    from lightning_megatron_rl.checkpoints.manifest import check_files, read_manifest
     from lightning_megatron_rl.modules.sft import SFTModule
-    from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
 
     torch.set_num_threads(options.threads)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")

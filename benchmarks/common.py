@@ -168,8 +168,8 @@ def tiny_grpo(
     """Return a module and data for GRPO steps of the tiny model on a CPU, with vLLM; `directory` gets the model."""
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.rollout.engine import SamplingParams
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.protocol import SamplingParams
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     model = str(write_model(directory / "model", "tiny"))
     module = GRPOModule(
@@ -233,8 +233,8 @@ def own_device(kind: str) -> torch.device:
 
 def prepare(device: str, shape: str, layer_backend: str = "auto") -> None:
     """Do before the first product what the model's building would do: cuBLASLt reads its variable with the first."""
-    from lightning_megatron_rl.models.backend import resolve_layer_backend
-    from lightning_megatron_rl.models.fusions import tune_for_experts
+    from lightning_megatron_rl.models.layers.backend import resolve_layer_backend
+    from lightning_megatron_rl.models.layers.fusions import tune_for_experts
 
     if device == "cuda":
         tune_for_experts(resolve_layer_backend(layer_backend, own_device(device)), SHAPES[shape].get("num_experts"))  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def write_source(directory: Path, sizes: dict[str, Any]) -> int:
     """Write a checkpoint whose tensors are one number each; return its largest tensor's bytes."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
-    from lightning_megatron_rl.models.hf_writer import CheckpointWriter
+    from lightning_megatron_rl.models.hf.writer import CheckpointWriter
 
     kind, name = (Qwen3MoeConfig, "Qwen3Moe") if "num_experts" in sizes else (Qwen3Config, "Qwen3")
     config = kind(**sizes, max_position_embeddings=4096, architectures=[f"{name}ForCausalLM"])

@@ -73,7 +73,7 @@ def report(options: argparse.Namespace, model: Path) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Sample the same requests several times."""
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     requests, params = prepare(options)
     engine = VLLMEngine(
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def prepare(options: argparse.Namespace) -> tuple[list[Any], Any]:
     """Write the model; return requests, and how to sample."""
-    from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams, derive_seed
+    from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, derive_seed
 
     if options.layers:
         SHAPES[options.shape]["num_hidden_layers"] = options.layers
@@ -119,12 +119,12 @@ def prepare(options: argparse.Namespace) -> tuple[list[Any], Any]:
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
     """Write what one rollout spends in vLLM's functions, by vLLM in this process."""
-    from lightning_megatron_rl.rollout.vllm_settings import engine_environment, llm_arguments
+    from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
 
     requests, params = prepare(options)
     on_cuda = options.device == "cuda"
     os.environ.update(engine_environment(options.device, eager=not on_cuda))
-    from lightning_megatron_rl.rollout.vllm_worker import Worker
+    from lightning_megatron_rl.rollout.vllm.worker import Worker
 
     worker = Worker(None)
     worker.start(

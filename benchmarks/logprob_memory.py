@@ -32,7 +32,7 @@ def ours(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same through the model's output processor."""
-    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
     process = logprob_processor(vocab_size=weight.size(0), chunk_size=chunk_size, with_entropy=True)
     layer = SimpleNamespace(weight=weight, sequence_parallel=False, tp_group=torch.distributed.group.WORLD)

@@ -54,7 +54,7 @@ class SyncTimes(pl.Callback):
         self.peer_bytes = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        from lightning_megatron_rl.models.hf_files import num_weights
+        from lightning_megatron_rl.models.hf.files import num_weights
 
         self.num_bytes = num_weights(pl_module.hf_model.path) * pl_module.hf_model.dtype.itemsize
         if pl_module.strategy.replica.is_leader and not pl_module.engine.sleep_level:  # it is ready before it sleeps
@@ -120,10 +120,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.models.flops import sequence_flops
-    from lightning_megatron_rl.models.hf_files import num_weights
+    from lightning_megatron_rl.models.hf.files import num_weights
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.rollout.engine import SamplingParams
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.protocol import SamplingParams
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     device = own_device(options.device)
     prepare(options.device, options.shape)

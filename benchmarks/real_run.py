@@ -101,7 +101,7 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.data.sft import SFTDataModule
-    from lightning_megatron_rl.models.hf_files import num_weights
+    from lightning_megatron_rl.models.hf.files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
 
     if not (work / "model").exists():  # of several processes the first has made it before it starts the others
@@ -150,8 +150,8 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
     from lightning_megatron_rl.rewards import ExactMatch
-    from lightning_megatron_rl.rollout.engine import SamplingParams
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.protocol import SamplingParams
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     module = GRPOModule(
         str(work / "warm"),

@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from megatron.core.utils import get_model_config
 
     from lightning_megatron_rl.models.flops import sequence_flops
-    from lightning_megatron_rl.models.hf_files import num_weights
+    from lightning_megatron_rl.models.hf.files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.start import make_plan
 

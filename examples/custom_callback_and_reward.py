@@ -35,7 +35,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, RunProgress, Sample, VLLMEngine
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 
 
 def last_digit(samples: list[Sample]) -> list[float]:

@@ -16,7 +16,7 @@ from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.rewards import ExactMatch
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from lightning_megatron_rl.environments import (
     NumberGuessing,
     Reply,
 )
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 
 
 class Countdown(Environment):

@@ -23,7 +23,7 @@ from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.critic import CriticSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.rewards import ExactMatch, Reward, VLLMRewardModel
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from lightning_megatron_rl import (
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.rewards import ExactMatch, FormatReward, GuardedReward, LengthPenalty
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 
 
 def digits_right(samples: list[Sample]) -> list[float]:

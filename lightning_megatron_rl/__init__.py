@@ -4,8 +4,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron_rl.leader import watch
-from lightning_megatron_rl.versions import __version__ as __version__
+from lightning_megatron_rl.parallel.leader import watch
+from lightning_megatron_rl.utilities.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.hf_export import HFExport
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.ppo import PPOModule
     from lightning_megatron_rl.modules.reward_model import RewardModule
     from lightning_megatron_rl.modules.sft import SFTModule
-    from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
     from lightning_megatron_rl.sample import Prompt, Sample
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
     from lightning_megatron_rl.verify.runner import verify_layouts
 
 _HOMES = {
-    "ColocatedVLLMEngine": "rollout.colocated",
+    "ColocatedVLLMEngine": "rollout.vllm.colocated",
     "DPOModule": "modules.dpo",
     "GRPOModule": "modules.grpo",
     "HFExport": "callbacks.hf_export",
@@ -47,7 +47,7 @@ _HOMES = {
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
     "Sample": "sample",
-    "VLLMEngine": "rollout.vllm",
+    "VLLMEngine": "rollout.vllm.engine",
     "WeightAverage": "callbacks.weight_average",
     "WeightSync": "callbacks.weight_sync",
     "verify_layouts": "verify.runner",

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from lightning_megatron_rl import __version__
-from lightning_megatron_rl.cpus import openmp_defaults
+from lightning_megatron_rl.utilities.cpus import openmp_defaults
 
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
@@ -76,11 +76,11 @@ def main(args: list[str] | None = None) -> None:
 
         sys.exit(doctor(arguments[1:]))
     if arguments[0] == "schema":
-        from lightning_megatron_rl.schema import main as schema
+        from lightning_megatron_rl.schema.command import main as schema
 
         sys.exit(schema(arguments[1:]))
-    from lightning_megatron_rl import console
-    from lightning_megatron_rl.config_files import check_configs, shipped_configs
+    from lightning_megatron_rl.utilities import console
+    from lightning_megatron_rl.utilities.config_files import check_configs, shipped_configs
 
     try:  # importing what the parser needs takes many seconds
         check_configs(shipped_configs(arguments), os.environ)

@@ -27,22 +27,22 @@ from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
-from lightning_megatron_rl.config_files import check_configs, check_stages, shipped_configs
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.devices.checks import check_auto, check_cuda, check_device_count
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
-from lightning_megatron_rl.files import numbered
-from lightning_megatron_rl.masking import is_secret_name, mask_secrets, mask_text
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
-from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, shipped_configs
+from lightning_megatron_rl.utilities.files import numbered
+from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
 
 __all__ = ["CommandLine", "Parser", "explain", "run"]
 

@@ -1,4 +1,4 @@
-"""Compare Megatron with Transformers on each config below and write lightning_megatron_rl/models/proofs.json.
+"""Compare Megatron with Transformers on each config below and write proofs.json.
 
 `python scripts/model_proofs.py`. `tests/models/test_signature.py` repeats the comparisons and asks for the same file.
 """
@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron_rl.models.families import FAMILIES
-from lightning_megatron_rl.models.signature import LIBRARIES, PROOFS, Signature, signature
-from lightning_megatron_rl.versions import installed_versions
+from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.verification.signature import LIBRARIES, PROOFS, Signature, signature
+from lightning_megatron_rl.utilities.versions import installed_versions
 from tests.tiny_models import tiny_config
 
 TINY = (
@@ -141,8 +141,8 @@ def difference(raw: dict[str, Any]) -> Any:
     """How far Megatron is from Transformers on a miniature of a config.json; inside `single_process`."""
     from transformers import AutoConfig
 
-    from lightning_megatron_rl.models.miniature import shrink
-    from lightning_megatron_rl.models.probe import compare
+    from lightning_megatron_rl.models.verification.miniature import shrink
+    from lightning_megatron_rl.models.verification.probe import compare
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(raw))

@@ -213,7 +213,7 @@ def grpo_module(path: Path) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.rollout.engine import SamplingParams
+    from lightning_megatron_rl.rollout.protocol import SamplingParams
 
     return GRPOModule(
         model=str(path),

@@ -307,7 +307,7 @@ def test_help_and_version_are_light():
 
 def test_versions_of_a_source_tree_that_is_not_installed():
     script = (  # without site-packages
-        "from lightning_megatron_rl.versions import installed_versions\n"
+        "from lightning_megatron_rl.utilities.versions import installed_versions\n"
         "print(installed_versions(('lightning-megatron-rl', 'torch')))"
     )
     command = [sys.executable, "-S", "-c", script]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.config_files import check_config, check_configs, check_stages
+from lightning_megatron_rl.utilities.config_files import check_config, check_configs, check_stages
 
 
 @pytest.mark.parametrize(

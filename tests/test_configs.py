@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms import Sequences
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, Built, build
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl import console
-from lightning_megatron_rl.console import MessageLog, prints_to_log
+from lightning_megatron_rl.utilities import console
+from lightning_megatron_rl.utilities.console import MessageLog, prints_to_log
 
 OURS = str(console.PACKAGE / "modules" / "grpo.py")
 LIBRARY = str(Path(sysconfig.get_paths()["purelib"]) / "megatron" / "core" / "some.py")
@@ -97,4 +97,7 @@ def test_prints_of_libraries_are_records(taken, shown, capsys, tmp_path):
         console.log.setLevel(logging.NOTSET)
     assert capsys.readouterr().out == "ours\n"
     assert shown.getvalue() == ""
-    assert "INFO lightning_megatron_rl.console:  > number of parameters: 5\n" in (tmp_path / "run.log").read_text()
+    assert (
+        "INFO lightning_megatron_rl.utilities.console:  > number of parameters: 5\n"
+        in (tmp_path / "run.log").read_text()
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.copies import Copies
+from lightning_megatron_rl.weights.copies import Copies
 from tests.interpreted import run_interpreted
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -67,7 +67,7 @@ def test_lists_copy_every_kind_every_time():
 
 def interpret() -> None:
     """Run with TRITON_INTERPRET=1, which Triton reads where kernels are defined."""
-    from lightning_megatron_rl.copy_kernels import CopyTable, pieces_of, warm_up
+    from lightning_megatron_rl.weights.copy_kernels import CopyTable, pieces_of, warm_up
 
     pairs = pairs_of_every_kind()
     pieces = {name: pieces_of(*pair) for name, pair in pairs.items() if name != "other dtype"}
@@ -89,7 +89,7 @@ def test_kernel_copies_every_kind():
 
 def test_copies_without_memory_for_a_table_are_made_all_the_same(monkeypatch):
     """A push that failed is followed by another, which must not take the tables for made."""
-    from lightning_megatron_rl import copy_kernels
+    from lightning_megatron_rl.weights import copy_kernels
 
     failures = [torch.OutOfMemoryError("no memory")]
 
@@ -114,7 +114,7 @@ def test_copies_without_memory_for_a_table_are_made_all_the_same(monkeypatch):
 
 
 def test_a_tensor_in_too_many_blocks_is_left_to_torch():
-    from lightning_megatron_rl.copy_kernels import pieces_of
+    from lightning_megatron_rl.weights.copy_kernels import pieces_of
 
     target, source = torch.zeros(2000, 2, 8), torch.zeros(2000, 3, 2, 16)[:, 1, :, :8]
     assert pieces_of(target[:1000], source[:1000]) is not None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl import cpus
-from lightning_megatron_rl.cpus import (
+from lightning_megatron_rl.utilities import cpus
+from lightning_megatron_rl.utilities.cpus import (
     OthersLoad,
     UsableCPUs,
     busy_words,

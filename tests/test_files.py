@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.files import Lock, LockedDirectory, check_local, check_writable, create, is_url, numbered
+from lightning_megatron_rl.utilities.files import (
+    Lock,
+    LockedDirectory,
+    check_local,
+    check_writable,
+    create,
+    is_url,
+    numbered,
+)
 
 
 def held(path: Path) -> bool | None:

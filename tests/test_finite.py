@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
+from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names, not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from lightning_megatron_rl import leader
+from lightning_megatron_rl.parallel import leader
 from tests.distributed import ROOT
 
 # starts a rank as the launcher does, says which, and is gone without a word, as one that was killed
@@ -61,7 +61,7 @@ def test_rank_ends_within_seconds_and_says_why():
 
 
 def test_rank_whose_run_has_ended_may_go_on():
-    code = "import time; from lightning_megatron_rl.leader import rest; rest(); time.sleep(100)"
+    code = "import time; from lightning_megatron_rl.parallel.leader import rest; rest(); time.sleep(100)"
     seconds, said = seconds_until_gone(code, leader.GRACE_S + 3.0)
     assert seconds >= leader.GRACE_S + 3.0
     assert said == ""
@@ -69,8 +69,8 @@ def test_rank_whose_run_has_ended_may_go_on():
 
 def test_what_a_rank_starts_is_no_rank():
     """A sampler's process, which has another parent, must not end for that."""
-    grandchild = "import sys, time, lightning_megatron_rl; from lightning_megatron_rl.leader import LEADER, GRACE_S;"
-    grandchild += "import os; time.sleep(GRACE_S + 2); sys.stderr.write('lives on ' + str(LEADER in os.environ))"
+    grandchild = "import os, sys, time; from lightning_megatron_rl.parallel.leader import LEADER, GRACE_S;"
+    grandchild += "time.sleep(GRACE_S + 2); sys.stderr.write('lives on ' + str(LEADER in os.environ))"
     code = "import lightning_megatron_rl, subprocess, sys;"
     code += f"subprocess.run([sys.executable, '-c', {grandchild!r}])"
     starter = STARTER.replace("sys.stdin.read()", "rank.wait()").replace("_exit(3)", "_exit(0)")

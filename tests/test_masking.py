@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from lightning_megatron_rl.masking import MASK, is_secret_name, mask_secrets, mask_text, unmasked_environment
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.utilities.masking import MASK, is_secret_name, mask_secrets, mask_text, unmasked_environment
 from tests.command_line import ROOT, build, changed
 
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"

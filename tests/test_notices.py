@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from lightning_megatron_rl import notices
+from lightning_megatron_rl.utilities import notices
 from tests.notices import collected
 
 PROGRAM = """
-from lightning_megatron_rl.notices import finish, tell_failure, tell_loss
+from lightning_megatron_rl.utilities.notices import finish, tell_failure, tell_loss
 for _ in range(3):
     tell_loss("2 of 6 rows dropped")
 tell_failure("the export runs/hf/last.failed is not the trained model")

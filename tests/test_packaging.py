@@ -14,7 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from lightning_megatron_rl.config_files import shipped_configs
+from lightning_megatron_rl.utilities.config_files import shipped_configs
 from scripts.bootstrap import EXTRA_INDEXES, capture, find_uv, has_uv_config, pip_settings, uv_environment
 from tests.command_line import ROOT
 

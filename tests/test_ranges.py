@@ -23,11 +23,11 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
-from lightning_megatron_rl.ranges import COUNT, PROBABILITY, SHARE, Range, check_ranges
 from lightning_megatron_rl.rewards.builtin import math_equal
 from lightning_megatron_rl.rewards.guard import GuardedReward
 from lightning_megatron_rl.rewards.service import HTTPReward, VLLMRewardModel
 from lightning_megatron_rl.rewards.text_rewards import LengthPenalty
+from lightning_megatron_rl.utilities.ranges import COUNT, PROBABILITY, SHARE, Range, check_ranges
 
 # what a class needs besides the number under test
 NEEDED: dict[type, dict[str, Any]] = {

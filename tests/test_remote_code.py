@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron_rl.data.templates import load_tokenizer
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.remote_code import VARIABLE, trusts_remote_code
-from lightning_megatron_rl.rollout.vllm_settings import llm_arguments
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.rollout.vllm.settings import llm_arguments
+from lightning_megatron_rl.utilities.remote_code import VARIABLE, trusts_remote_code
 
 CODE = """
 from pathlib import Path

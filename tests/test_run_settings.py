@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.run_settings import describe_settings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.utilities.run_settings import describe_settings
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_megatron_rl.__main__ import main
-from lightning_megatron_rl.schema import make_schema
+from lightning_megatron_rl.schema.command import make_schema
 from tests.command_line import ROOT, changed
 
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"

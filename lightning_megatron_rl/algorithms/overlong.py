@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lightning_megatron_rl.ranges import NOT_NEGATIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import NOT_NEGATIVE, Range, check_ranges
 
 _RANGES = {
     "buffer": Range(above=0, most=1, note="it is the share of max_tokens in which the penalty grows"),

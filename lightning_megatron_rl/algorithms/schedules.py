@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_megatron_rl.ranges import COUNT, FINITE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, check_ranges
 
 
 @dataclass

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from lightning_megatron_rl.callbacks.model_card import describe_run, write_card
 from lightning_megatron_rl.callbacks.weight_average import AVERAGE, WeightAverage
+from lightning_megatron_rl.checkpoints.directories import UnfinishedDirectory, remove_unfinished, replace
+from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.files import check_writable, fsync
-from lightning_megatron_rl.models.hf_files import FailedEverywhereError, num_weights
-from lightning_megatron_rl.models.hf_writer import check_space
-from lightning_megatron_rl.models.peft_files import merge_adapter
-from lightning_megatron_rl.notices import tell_failure, tell_loss
-from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
-from lightning_megatron_rl.remote_code import trusts_remote_code
-from lightning_megatron_rl.strategy.directories import UnfinishedDirectory, remove_unfinished, replace
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.models.hf.files import FailedEverywhereError, num_weights
+from lightning_megatron_rl.models.hf.peft_files import merge_adapter
+from lightning_megatron_rl.models.hf.writer import check_space
+from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.products import asks_for_tf32
-from lightning_megatron_rl.strategy.resuming import resumes
-from lightning_megatron_rl.text_files import user_path
+from lightning_megatron_rl.utilities.files import check_writable, fsync
+from lightning_megatron_rl.utilities.notices import tell_failure, tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.remote_code import trusts_remote_code
+from lightning_megatron_rl.utilities.text_files import user_path
 
 # Largest difference of a log-prob between the trainer and the export loaded by Transformers in fp32. In fp32 both sides
 # compute the same function (2e-6 is usual, 7e-6 was seen on a GPU; long sums of large models get the rest). With 8 bits

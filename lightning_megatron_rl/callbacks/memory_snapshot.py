@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
-from lightning_megatron_rl.text_files import user_path
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
+from lightning_megatron_rl.utilities.text_files import user_path
 
 
 class MemorySnapshot(Callback):

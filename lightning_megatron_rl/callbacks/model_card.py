@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from lightning_megatron_rl.masking import mask_secrets
-from lightning_megatron_rl.run_settings import kept_arguments, set_fields
-from lightning_megatron_rl.versions import installed_versions
+from lightning_megatron_rl.utilities.masking import mask_secrets
+from lightning_megatron_rl.utilities.run_settings import kept_arguments, set_fields
+from lightning_megatron_rl.utilities.versions import installed_versions
 
 _PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers")
 _GIT_DEADLINE_S = 5.0

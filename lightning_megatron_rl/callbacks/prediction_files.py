@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_megatron_rl.files import check_writable, create, numbered
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
+from lightning_megatron_rl.utilities.files import check_writable, create, numbered
 
 
 class PredictionFiles(Callback):

@@ -9,15 +9,15 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_megatron_rl.files import check_writable
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
+from lightning_megatron_rl.checkpoints.resuming import resumes
+from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
-from lightning_megatron_rl.strategy.resuming import resumes
-from lightning_megatron_rl.text_files import user_path
+from lightning_megatron_rl.utilities.files import check_writable
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.text_files import user_path
 
 _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console shows
 

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
-from lightning_megatron_rl import console
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
-from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities import console
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 LOG_FILE = "run.log"
 _QUALITY = ("reward/mean", "policy/loss", "loss", "critic/loss", "train/loss")  # the first that is logged, and a second

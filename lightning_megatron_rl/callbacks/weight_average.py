@@ -7,9 +7,9 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, Range, check_ranges
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, Range, check_ranges
 
 AVERAGE = "average"  # its name in checkpoints
 

@@ -23,12 +23,12 @@ FAMILIES = {
     "Qwen2ForCausalLM": f"{_BRIDGES}.qwen.qwen2_bridge",
     "Qwen3ForCausalLM": f"{_BRIDGES}.qwen.qwen3_bridge",
     "Qwen3MoeForCausalLM": f"{_BRIDGES}.qwen.qwen3_moe_bridge",
-    "MixtralForCausalLM": "lightning_megatron_rl.compat.mixtral_bridge",
+    "MixtralForCausalLM": "lightning_megatron_rl.models.families.mixtral_bridge",
     "DeepseekV3ForCausalLM": f"{_BRIDGES}.deepseek.deepseek_v3_bridge",
     "Gemma3ForCausalLM": f"{_BRIDGES}.gemma.gemma3_bridge",
     "GptOssForCausalLM": f"{_BRIDGES}.gpt_oss.gpt_oss_bridge",
 }
-_ORIENTED = "lightning_megatron_rl.compat.gpt_oss_bridge"  # takes the place of Bridge's own
+_ORIENTED = "lightning_megatron_rl.models.families.gpt_oss_bridge"  # takes the place of Bridge's own
 
 
 @functools.cache

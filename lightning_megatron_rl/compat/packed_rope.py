@@ -4,7 +4,7 @@ Without Transformer Engine's fused kernel (`apply_rope_fusion`) Megatron rotates
 layer, queries and keys (megatron-core 0.19.2): a dozen kernels each, so that a batch of many short sequences spends
 its time launching them, and one wait for the GPU per call. Here every token looks up its own position: the same
 numbers, bit for bit, in as many operations for a thousand sequences as for one. It serves the layers of Transformer
-Engine and latent attention; the other torch layers lay their angles out like the tokens (models/torch_backend.py).
+Engine and latent attention; the other torch layers lay their angles out like the tokens (`torch_backend`).
 """
 
 import functools

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_megatron_rl.arguments import new_parser
+from lightning_megatron_rl.utilities.arguments import new_parser
 
 PROGRAM = "lightning-megatron-rl convert"
 _DESCRIPTION = """Convert a Hugging Face model into a distributed checkpoint, or the other way round.
@@ -97,9 +97,9 @@ def _convert(args: list[str]) -> int:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 
+    from lightning_megatron_rl.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpointError, is_checkpoint
     from lightning_megatron_rl.compat.single_process import single_process
     from lightning_megatron_rl.convert.process import peak_memory_gb
-    from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, DamagedCheckpointError, is_checkpoint
 
     started = time.perf_counter()
     source = Path(options.source).expanduser()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron_rl.models.hf_import import HFWeights
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.strategy.checkpoint import content_metadata
+from lightning_megatron_rl.checkpoints.format import content_metadata
+from lightning_megatron_rl.models.hf.tensors import HFWeights
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 
 if TYPE_CHECKING:
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from lightning_megatron_rl.checkpoints.format import SHARDED
+from lightning_megatron_rl.checkpoints.manifest import check_files, read_manifest
 from lightning_megatron_rl.convert.stored import StoredTensors
-from lightning_megatron_rl.models.hf_files import INDEX_FILE, check_settings, local_checkpoint, origin
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.hf.files import INDEX_FILE, check_settings, local_checkpoint, origin
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.models.value_model import ValueModel
-from lightning_megatron_rl.strategy.checkpoint import SHARDED
-from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
 
 _LAST_NORM = "decoder.final_layernorm.weight"  # every model has one
 _HEAD = "output_layer.weight"

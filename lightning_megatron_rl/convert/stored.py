@@ -11,9 +11,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, TensorSto
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_megatron_rl.checkpoints.shards import SavedShards
 from lightning_megatron_rl.convert.skeleton import Piece, Skeleton
-from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
-from lightning_megatron_rl.strategy.shards import SavedShards
+from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names, not_finite
 
 
 class StoredTensors:

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint import WriteItem
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_megatron_rl.strategy.checkpoint import content_metadata
-from lightning_megatron_rl.strategy.manifest import FileRecord, HashedFile
-from lightning_megatron_rl.strategy.shards import StagedShards, WrittenShards, plan_save
+from lightning_megatron_rl.checkpoints.format import content_metadata
+from lightning_megatron_rl.checkpoints.manifest import FileRecord, HashedFile
+from lightning_megatron_rl.checkpoints.shards import StagedShards, WrittenShards, plan_save
 
 FILE_SIZE = 4_000_000_000  # bytes of a file, but for its last tensor
 

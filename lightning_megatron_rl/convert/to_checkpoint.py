@@ -8,17 +8,17 @@ import lightning
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.checkpoints import format as checkpoint_io
 from lightning_megatron_rl.convert.skeleton import Skeleton
 from lightning_megatron_rl.convert.stored import StoredTasks, StoredTensors
 from lightning_megatron_rl.convert.streamed import stage_streamed
-from lightning_megatron_rl.files import check_writable
-from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.hf_save import describe_difference
-from lightning_megatron_rl.models.hf_writer import check_space
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.hf.save import describe_difference
+from lightning_megatron_rl.models.hf.writer import check_space
 from lightning_megatron_rl.models.value_model import HEAD, ValueModel
-from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
-from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.parallel.layout import ParallelLayout
+from lightning_megatron_rl.utilities.files import check_writable
+from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names, not_finite
 
 
 class _Maker:

@@ -8,12 +8,12 @@ from lightning_megatron_rl.convert.skeleton import Skeleton
 from lightning_megatron_rl.convert.source import StoredModel
 from lightning_megatron_rl.convert.stored import StoredTasks
 from lightning_megatron_rl.convert.to_checkpoint import load_unmapped
-from lightning_megatron_rl.files import check_writable
 from lightning_megatron_rl.models.adapter_weights import MergedTasks
-from lightning_megatron_rl.models.hf_model import KEPT_IN_FP32
-from lightning_megatron_rl.models.hf_save import MAX_SHARD_SIZE, describe_difference
-from lightning_megatron_rl.models.hf_writer import check_space
+from lightning_megatron_rl.models.hf.model import KEPT_IN_FP32
+from lightning_megatron_rl.models.hf.save import MAX_SHARD_SIZE, describe_difference
+from lightning_megatron_rl.models.hf.writer import check_space
 from lightning_megatron_rl.models.value_model import HEAD
+from lightning_megatron_rl.utilities.files import check_writable
 
 
 class HFConversion:

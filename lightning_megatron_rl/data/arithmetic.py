@@ -5,7 +5,7 @@ import math
 import random
 from typing import Any, Literal
 
-from lightning_megatron_rl.ranges import COUNT, SEED, SHARE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, SEED, SHARE, check_ranges
 
 Split = Literal["train", "val"]
 

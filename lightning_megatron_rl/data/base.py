@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
 from lightning_megatron_rl.data.sources import DataSource, Row, Source, describe_source, load_rows, needs_download
 from lightning_megatron_rl.data.templates import load_tokenizer
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.ranges import COUNT, SEED, check_ranges
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, SEED, check_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.data.planning import MicroBatchRules, microbatch_shapes
-from lightning_megatron_rl.models.packed_attention import zigzag_positions
+from lightning_megatron_rl.models.layers.packed_attention import zigzag_positions
 
 
 @dataclass

@@ -10,8 +10,8 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.sft import completion_segments, segments_to_sequence
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import Message, PromptTemplate, check_messages, conversation_segments
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 
 @dataclass

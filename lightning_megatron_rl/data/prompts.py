@@ -9,9 +9,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.sources import Row, Source, column, describe_source
 from lightning_megatron_rl.data.templates import PromptTemplate, tokenize_segment
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 OnLongPrompt = Literal["refuse", "drop", "truncate_left"]
 

@@ -15,7 +15,7 @@ from lightning_megatron_rl.data.templates import (
     conversation_segments,
     tokenize_segment,
 )
-from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_megatron_rl.ranges import COUNT, check_ranges
-from lightning_megatron_rl.text_files import parse_json, read_lines, user_path
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.text_files import parse_json, read_lines, user_path
 
 Row = dict[str, Any]
 

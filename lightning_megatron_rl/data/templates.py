@@ -8,8 +8,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron_rl.models.hf_files import tokenizer_source
-from lightning_megatron_rl.remote_code import remedy, trusts_remote_code
+from lightning_megatron_rl.models.hf.files import tokenizer_source
+from lightning_megatron_rl.utilities.remote_code import remedy, trusts_remote_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

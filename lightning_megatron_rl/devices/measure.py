@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from lightning_megatron_rl.cuda_memory import identity
 from lightning_megatron_rl.devices.commands import capture
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
-from lightning_megatron_rl.versions import installed_version
+from lightning_megatron_rl.utilities.versions import installed_version
+from lightning_megatron_rl.weights.cuda_memory import identity
 
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -5,9 +5,9 @@ import json
 import textwrap
 from dataclasses import asdict
 
-from lightning_megatron_rl.arguments import new_parser
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.doctor.findings import Finding
+from lightning_megatron_rl.utilities.arguments import new_parser
 
 PROGRAM = "lightning-megatron-rl doctor"
 _DESCRIPTION = """Say what this machine has for training and sampling, what it lacks, and what helps."""

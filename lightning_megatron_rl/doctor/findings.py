@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from lightning_megatron_rl.cpus import busy_words
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import DeviceFacts, version_text
-from lightning_megatron_rl.devices.memory import GIB
 from lightning_megatron_rl.doctor.packages import REQUIRED, TRANSFORMER_ENGINE, VLLM, SystemFacts, fits
+from lightning_megatron_rl.planner.memory import GIB
+from lightning_megatron_rl.utilities.cpus import busy_words
 
 Level = Literal["ok", "note", "warning", "missing"]
 SHARED_MEMORY_BYTES = GIB  # vLLM's processes and data loaders pass messages through it; containers start with 64 MiB
@@ -140,7 +140,7 @@ def _links(facts: DeviceFacts) -> list[Finding]:
 
 
 def _sampler(facts: DeviceFacts, device: str) -> Finding:
-    from lightning_megatron_rl.rollout.installation import choose_device  # imports torch
+    from lightning_megatron_rl.rollout.vllm.installation import choose_device  # imports torch
 
     def check() -> None:
         choose_device(device, set(facts.vllm_packages), no_gpu=checks.missing_cuda(facts))

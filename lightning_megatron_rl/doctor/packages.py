@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_megatron_rl.cpus import OthersLoad, usable_cpus
 from lightning_megatron_rl.devices.commands import capture
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError
-from lightning_megatron_rl.versions import installed_version
+from lightning_megatron_rl.utilities.cpus import OthersLoad, usable_cpus
+from lightning_megatron_rl.utilities.versions import installed_version
 
 # as pyproject.toml has them, which a test compares; those of the sampler and of Transformer Engine depend on the device
 REQUIRED = {

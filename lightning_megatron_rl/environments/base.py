@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from lightning_megatron_rl.ranges import COUNT, FINITE, POSITIVE, check_ranges
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, POSITIVE, check_ranges
 
 NAME = "environment"  # of the episodes' reward, beside those of the reward functions
 _RANGES = {

@@ -16,8 +16,8 @@ from lightning_megatron_rl.environments.base import (
     Episode,
     Reply,
 )
-from lightning_megatron_rl.ranges import COUNT, FINITE, SEED, check_ranges
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, SEED, check_ranges
 
 _MAX_LENGTH = 200  # characters of an expression; what it makes of them then fits, too
 _HELD_OUT = 51  # of 256 values of a hash's first byte: a fifth of all problems

@@ -12,8 +12,8 @@ from lightning_megatron_rl.environments.base import (
     Episode,
     Reply,
 )
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, FINITE, SEED, check_ranges
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE, SEED, check_ranges
 
 _MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 _START, _GOAL, _WALL, _FREE = "SG#."

@@ -12,8 +12,8 @@ from lightning_megatron_rl.environments.base import (
     Episode,
     Reply,
 )
-from lightning_megatron_rl.ranges import COUNT, FINITE, SEED, Range, check_ranges
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, SEED, Range, check_ranges
 
 _NUMBER = re.compile(r"-?\d{1,18}")
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron_rl.models.expert_adapter import ExpertAdapter, gather
+from lightning_megatron_rl.models.layers.expert_adapter import ExpertAdapter, gather
 
 
 class MergedTasks(Sequence[Any]):

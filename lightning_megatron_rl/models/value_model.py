@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.finite import describe_nonfinite, nonfinite_names, not_finite
-from lightning_megatron_rl.models.families import FAMILIES
-from lightning_megatron_rl.models.hf_check import check_weights
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.value_head import new_weight, put_value_head, untie_output_layer
+from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.hf.check import check_weights
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.layers.value_head import new_weight, put_value_head, untie_output_layer
+from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names, not_finite
 
 HEAD = "score.weight"  # in checkpoints of AutoModelForSequenceClassification
 _OUTPUT_LAYER = "output_layer."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch
-from lightning_megatron_rl.ranges import COUNT_OR_NONE, POSITIVE, SHARE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT_OR_NONE, POSITIVE, SHARE, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig

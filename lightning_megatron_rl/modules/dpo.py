@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from lightning_megatron_rl.algorithms.preferences import DPO_LOSSES
 from lightning_megatron_rl.algorithms.registry import lookup
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.models.verification import VerifyModel
+from lightning_megatron_rl.models.layers.lora import LoRASettings, adapters_off
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
-from lightning_megatron_rl.ranges import POSITIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import POSITIVE, Range, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig

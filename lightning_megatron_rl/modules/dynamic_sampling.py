@@ -7,9 +7,9 @@ from itertools import islice
 import torch
 
 from lightning_megatron_rl.algorithms.tally import Tally
-from lightning_megatron_rl.ranges import COUNT, check_ranges
-from lightning_megatron_rl.rollout.engine import derive_seed
+from lightning_megatron_rl.rollout.protocol import derive_seed
 from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 
 @dataclass

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_megatron_rl.algorithms.tally import Formula, Tally
 from lightning_megatron_rl.modules.estimators import majority_vote, mean_interval, pass_at_k, score_interval
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, FINITE, Range, check_ranges
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE, Range, check_ranges
 
 _BOXED = "\\boxed{"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")

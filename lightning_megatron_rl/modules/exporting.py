@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 
 if TYPE_CHECKING:
-    from lightning_megatron_rl.models.export_views import ExportViews
-    from lightning_megatron_rl.models.hf_model import HFModel
-    from lightning_megatron_rl.models.sharded_views import ShardedViews
+    from lightning_megatron_rl.models.hf.model import HFModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+    from lightning_megatron_rl.weights.export_views import ExportViews
+    from lightning_megatron_rl.weights.sharded_views import ShardedViews
 
 
 class ExportsWeights(pl.LightningModule):

@@ -11,9 +11,9 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.models.verification import VerifyModel
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
@@ -29,12 +29,12 @@ from lightning_megatron_rl.modules.rollout_batch import (
 )
 from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
-from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.parallel.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
 from lightning_megatron_rl.rewards.base import Reward
-from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.sample import Prompt, Sample
-from lightning_megatron_rl.strategy.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig

@@ -18,7 +18,7 @@ from lightning_megatron_rl.algorithms.policy_losses import (
     vespo,
 )
 from lightning_megatron_rl.algorithms.schedules import LinearSchedule
-from lightning_megatron_rl.ranges import FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range, check_ranges
 
 # what each loss and correction is called with, by its own argument: the setting that holds it
 _POLICY_LOSS_OPTIONS = {

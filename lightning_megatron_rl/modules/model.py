@@ -11,34 +11,34 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
+from lightning_megatron_rl.checkpoints.manifest import read_manifest
+from lightning_megatron_rl.checkpoints.resuming import starting_checkpoint
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
+from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
-from lightning_megatron_rl.models.layout_check import PipelineSplit
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.models.verification import VerifyModel, check_mode
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode
 from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
-from lightning_megatron_rl.notices import finish
-from lightning_megatron_rl.ranges import COUNT, check_ranges
-from lightning_megatron_rl.rollout.engine import RolloutEngine
-from lightning_megatron_rl.strategy.distributed import context_parallel_sum, run_on_all_ranks
-from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
+from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
-from lightning_megatron_rl.strategy.resuming import starting_checkpoint
 from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
-from lightning_megatron_rl.text_files import user_path
+from lightning_megatron_rl.utilities.notices import finish
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
-    from lightning_megatron_rl.models.hf_model import HFModel
-    from lightning_megatron_rl.models.routers import RoutingMode
+    from lightning_megatron_rl.models.hf.model import HFModel
+    from lightning_megatron_rl.models.layers.routers import RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
@@ -190,7 +190,7 @@ class ModelModule(TakesSteps, ReportsSteps):
 
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""
-        from lightning_megatron_rl.models.hf_model import HFModel
+        from lightning_megatron_rl.models.hf.model import HFModel
 
         return HFModel(self.model_path, verify=self.verify_model)
 

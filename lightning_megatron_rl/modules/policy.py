@@ -7,17 +7,17 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.models.verification import VerifyModel
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.model import ModelModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
-from lightning_megatron_rl.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
-    from lightning_megatron_rl.models.routers import RoutingMode
+    from lightning_megatron_rl.models.layers.routers import RoutingMode
 
 
 @dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
@@ -81,7 +81,7 @@ class PolicyModule(ModelModule):
 
     def output_processor(self, vocab_size: int | None = None) -> OutputProcessor:
         """Return what makes log-probs and entropies of hidden states, of the policy's vocabulary or another model's."""
-        from lightning_megatron_rl.models.logprobs import logprob_processor
+        from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
         return logprob_processor(
             vocab_size=vocab_size or self.hf_model.config.vocab_size,

@@ -11,13 +11,14 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.gae import gae
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import whiten
+from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
-from lightning_megatron_rl.models.families import num_experts
-from lightning_megatron_rl.models.layout_check import PipelineSplit
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.models.value_head import value_processor
-from lightning_megatron_rl.models.verification import VerifyModel
+from lightning_megatron_rl.models.families.layout import PipelineSplit
+from lightning_megatron_rl.models.families.table import num_experts
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.models.layers.value_head import value_processor
+from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -26,11 +27,10 @@ from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import Rollout, turn_rewards
 from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
 from lightning_megatron_rl.rewards.base import Reward
-from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
-from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
-from lightning_megatron_rl.text_files import user_path
+from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -166,7 +166,7 @@ class PPOModule(GRPOModule):
         super().setup(stage)
 
     def _find_critic(self) -> Any:
-        from lightning_megatron_rl.models.hf_model import HFModel
+        from lightning_megatron_rl.models.hf.model import HFModel
         from lightning_megatron_rl.models.value_model import ValueModel
 
         found = ValueModel(self.critic_settings.model or self.model_path, verify=self.verify_model)

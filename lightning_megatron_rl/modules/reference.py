@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.lora import adapters_off
+from lightning_megatron_rl.models.layers.lora import adapters_off
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
-from lightning_megatron_rl.ranges import COUNT, Range, check_ranges
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.utilities.ranges import COUNT, Range, check_ranges
 
 if TYPE_CHECKING:
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
 ReferenceKind = Literal["none", "frozen_copy", "adapters_off", "average"]
 
@@ -122,7 +122,7 @@ class HoldsReference(PolicyModule):
             self._teacher = self._find_teacher(self.reference_settings.model)
 
     def _find_teacher(self, model: str) -> "HFModel":
-        from lightning_megatron_rl.models.hf_model import HFModel
+        from lightning_megatron_rl.models.hf.model import HFModel
 
         teacher = HFModel(model, verify=self.verify_model)
         theirs, ours = teacher.config.vocab_size, self.hf_model.config.vocab_size

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_megatron_rl.cpus import OthersLoad, busy_words, usable_cpus
 from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.monitors import check_logged
 from lightning_megatron_rl.modules.routing import TrainsRouters
-from lightning_megatron_rl.strategy.distributed import peak_memory_gb, synchronize
+from lightning_megatron_rl.parallel.distributed import peak_memory_gb, synchronize
 from lightning_megatron_rl.strategy.products import asks_for_tf32
+from lightning_megatron_rl.utilities.cpus import OthersLoad, busy_words, usable_cpus
 
 START_PHASE = "start"  # from the Trainer's call of `setup` to a model and a sampler that are ready
 SYNC_PHASES = ("weight_sync", "sleep", "offload")  # what may come before the step's own clock starts

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_megatron_rl.algorithms.preferences import bradley_terry
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.models.verification import VerifyModel
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
-from lightning_megatron_rl.ranges import NOT_NEGATIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import NOT_NEGATIVE, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -94,7 +94,7 @@ class RewardModule(PairModule):
 
     def output_processor(self) -> OutputProcessor:
         """Return what makes values of hidden states."""
-        from lightning_megatron_rl.models.value_head import value_processor
+        from lightning_megatron_rl.models.layers.value_head import value_processor
 
         return value_processor()
 

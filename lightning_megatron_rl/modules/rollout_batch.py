@@ -14,10 +14,10 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.grpo_loss import TOP_ENTROPY_FIELD, GRPOLoss
 from lightning_megatron_rl.modules.reward_metrics import add_reward_metrics
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
-from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rewards.base import Reward, reward_names
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 _ENTROPY_FIELD = "old_entropies"
 _NGRAM = 4  # tokens; the length at which a repetition is counted as one

@@ -7,11 +7,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron_rl.models.moe import MoESettings, resolve_moe_settings
+from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
 from lightning_megatron_rl.modules.sharing import Share
 
 if TYPE_CHECKING:
-    from lightning_megatron_rl.models.routers import RouterHooks, RoutingMode
+    from lightning_megatron_rl.models.layers.routers import RouterHooks, RoutingMode
 
 
 class TrainsRouters(pl.LightningModule):
@@ -45,7 +45,7 @@ class TrainsRouters(pl.LightningModule):
 
     def attach_routers(self, chunks: list[nn.Module], device: torch.device) -> None:
         """Hook the routers of the policy's `chunks`, before Megatron wraps them."""
-        from lightning_megatron_rl.models.routers import RouterHooks
+        from lightning_megatron_rl.models.layers.routers import RouterHooks
 
         if self.moe_in_force is not None:
             self.routers = RouterHooks(chunks, self.moe_in_force, device)

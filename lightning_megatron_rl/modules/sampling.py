@@ -18,16 +18,16 @@ from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.reference import HoldsReference
 from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
+from lightning_megatron_rl.parallel.distributed import data_parallel_gather
 from lightning_megatron_rl.rewards.base import Reward, reward_name
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rewards.scoring import compute_rewards
-from lightning_megatron_rl.rollout.engine import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.generate import generate_samples
+from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
-from lightning_megatron_rl.strategy.distributed import data_parallel_gather
-from lightning_megatron_rl.weight_views import WeightBuckets
+from lightning_megatron_rl.weights.views import WeightBuckets
 
 _DEFAULT_SEED = 1234
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_megatron_rl.rollout.engine import RolloutEngine
+from lightning_megatron_rl.rollout.protocol import RolloutEngine
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy

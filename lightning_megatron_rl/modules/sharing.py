@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, context_parallel_share, make_microbatches
 from lightning_megatron_rl.data.planning import MicroBatchRules, SequenceCost, microbatch_shapes, plan_replicas
-from lightning_megatron_rl.strategy.distributed import (
+from lightning_megatron_rl.parallel.distributed import (
     context_parallel_rank,
     data_parallel_exchange,
     data_parallel_gather,
     data_parallel_rank,
 )
-from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 
 
 @dataclass

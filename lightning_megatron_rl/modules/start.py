@@ -17,24 +17,24 @@ from lightning_megatron_rl.devices.measure import (
     measure_unused_gpu,
     parse_version,
 )
-from lightning_megatron_rl.devices.memory import ModelSize, Split, StateBytes, sampler_parts, trainer_parts
-from lightning_megatron_rl.devices.moments import MemoryPlan, Part
-from lightning_megatron_rl.models.backend import LayerBackend, resolve_layer_backend
-from lightning_megatron_rl.models.sharded_views import BUCKET_BYTES
-from lightning_megatron_rl.models.size import model_size
-from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
-from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
-from lightning_megatron_rl.rollout.engine import RolloutEngine
-from lightning_megatron_rl.rollout.installation import check_for_gpu, installed_packages
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
-from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
+from lightning_megatron_rl.models.hf.size import model_size
+from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
+from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
+from lightning_megatron_rl.planner.memory import ModelSize, Split, StateBytes, sampler_parts, trainer_parts
+from lightning_megatron_rl.planner.moments import MemoryPlan, Part
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.protocol import RolloutEngine
+from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.installation import check_for_gpu, installed_packages
 from lightning_megatron_rl.strategy.products import check_products
 from lightning_megatron_rl.strategy.state_size import has_fused_adam, state_size
+from lightning_megatron_rl.weights.sharded_views import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
-    from lightning_megatron_rl.models.lora import LoRASettings
+    from lightning_megatron_rl.models.layers.lora import LoRASettings
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from lightning_megatron_rl.cpus import usable_cpus
-from lightning_megatron_rl.ranges import COUNT, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.cpus import usable_cpus
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 # Runs as the sandbox's program. What the code prints goes nowhere; a test has passed when its line, which begins with
 # a number that the code is not told, arrives on the true standard output. Ending the process early passes nothing.

@@ -8,11 +8,11 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.ranges import COUNT, FINITE, POSITIVE, check_ranges
 from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describe_sample, reward_name
 from lightning_megatron_rl.rewards.deadline import BoundedCalls
 from lightning_megatron_rl.sample import Sample, copies
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, POSITIVE, check_ranges
 
 DEADLINE_SECONDS = 120.0
 _MAX_NAMED = 3  # failed samples that a warning describes

@@ -11,7 +11,7 @@ from pathlib import Path
 from signal import SIGPROF
 from typing import Any
 
-from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
 START_SECONDS = 300.0  # importing sympy takes 2 s, from a cold network file system much longer
 ANSWER_SECONDS = 60.0  # wall clock, for a child that is stopped or starved; the CPU limit comes first

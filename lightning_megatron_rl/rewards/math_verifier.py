@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 WORKER = Path(__file__).with_name("math_worker.py")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 START_SECONDS = 30.0  # from the start of the launcher to that of the program, on a busy machine

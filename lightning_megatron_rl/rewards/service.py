@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lightning_megatron_rl.ranges import COUNT, POSITIVE, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
 _MAX_REPLY = 2**26  # bytes
 

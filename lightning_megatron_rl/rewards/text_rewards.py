@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.limited_child import LimitedChild, RequestError
 from lightning_megatron_rl.sample import Sample
-from lightning_megatron_rl.text_files import read_json
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
+from lightning_megatron_rl.utilities.text_files import read_json
 
 WORKER = Path(__file__).with_name("text_worker.py")
 

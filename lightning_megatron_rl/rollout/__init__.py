@@ -1,14 +1,14 @@
 """Sampling from the policy: the engine protocol and vLLM behind it; nothing here knows a loss."""
 
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
     RolloutEngine,
     SamplingParams,
     derive_seed,
 )
-from lightning_megatron_rl.rollout.process import EngineCallError, EngineDiedError, EngineTimeoutError
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.process import EngineCallError, EngineDiedError, EngineTimeoutError
 
 __all__ = [
     "EngineCallError",

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from lightning_megatron_rl.environments.base import NAME, Action, Ending, Episode, Reply
 from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvironment
-from lightning_megatron_rl.notices import tell_loss
 from lightning_megatron_rl.rewards.base import describe_sample
 from lightning_megatron_rl.rewards.guard import describe_error
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
     RolloutEngine,
@@ -17,6 +16,7 @@ from lightning_megatron_rl.rollout.engine import (
     derive_seed,
 )
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

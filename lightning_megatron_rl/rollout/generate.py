@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_megatron_rl.rollout.engine import GenerationRequest, RolloutEngine, SamplingParams, derive_seed
+from lightning_megatron_rl.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, derive_seed
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
-from lightning_megatron_rl.text_files import parse_json, read_lines, user_path
+from lightning_megatron_rl.utilities.text_files import parse_json, read_lines, user_path
 
 
 def record_line(sample: Sample, step: int, run_id: str = "") -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_megatron_rl.files import create, numbered
+from lightning_megatron_rl.utilities.files import create, numbered
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _CHUNK = 1 << 20  # bytes

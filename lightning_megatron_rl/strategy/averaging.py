@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron_rl.strategy.main_parameters import MAIN
-from lightning_megatron_rl.strategy.optimizer_state import Slice, slices
+from lightning_megatron_rl.checkpoints.main_parameters import MAIN
+from lightning_megatron_rl.checkpoints.optimizer_state import Slice, slices
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
-from lightning_megatron_rl.files import check_local
-from lightning_megatron_rl.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.utilities.files import check_local
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 
 _ACCUMULATION = (
     "one batch is one mini-batch here, and Megatron's schedule accumulates over its micro-batches. Raise the data"

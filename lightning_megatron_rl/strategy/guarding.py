@@ -13,8 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
+from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.gradients import Gradients
 from lightning_megatron_rl.strategy.nonfinite import (
     NonFiniteError,
@@ -25,6 +24,7 @@ from lightning_megatron_rl.strategy.nonfinite import (
 )
 from lightning_megatron_rl.strategy.offloading import OffloadsState
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 

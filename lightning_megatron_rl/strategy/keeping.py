@@ -17,15 +17,15 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
 
-from lightning_megatron_rl.files import Lock, check_writable
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.strategy.checkpoint import PendingCheckpoint
-from lightning_megatron_rl.strategy.collectives import CollectiveStrategy
-from lightning_megatron_rl.strategy.directories import is_linked, remove, remove_unfinished, switch_link
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
-from lightning_megatron_rl.strategy.manifest import is_checkpoint, previous_checkpoints, read_manifest
-from lightning_megatron_rl.strategy.resuming import run_arguments
-from lightning_megatron_rl.strategy.save_queue import SaveQueue
+from lightning_megatron_rl.checkpoints.directories import is_linked, remove, remove_unfinished, switch_link
+from lightning_megatron_rl.checkpoints.format import PendingCheckpoint
+from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, previous_checkpoints, read_manifest
+from lightning_megatron_rl.checkpoints.resuming import run_arguments
+from lightning_megatron_rl.checkpoints.save_queue import SaveQueue
+from lightning_megatron_rl.parallel.collectives import CollectiveStrategy
+from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
+from lightning_megatron_rl.utilities.files import Lock, check_writable
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 
 @dataclass(frozen=True)

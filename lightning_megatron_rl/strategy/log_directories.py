@@ -11,8 +11,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.csv_logger import METRICS_FILE, directory_of, is_open, open_for_appending, set_version
-from lightning_megatron_rl.files import OURS, Lock, create, is_url
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
+from lightning_megatron_rl.utilities.files import OURS, Lock, create, is_url
 
 _OWNER = f"{OURS}run"  # in each directory: the run that it belongs to, locked while that run lives
 _FIT = "fit"

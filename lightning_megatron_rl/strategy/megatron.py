@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
-from lightning_megatron_rl.cpus import share_cpus, trainer_threads
-from lightning_megatron_rl.leader import rest, watch
-from lightning_megatron_rl.notices import forget
-from lightning_megatron_rl.ranges import POSITIVE, check_ranges
-from lightning_megatron_rl.rendezvous import local_store
-from lightning_megatron_rl.run_settings import describe_settings
+from lightning_megatron_rl.parallel.distributed import ReplicaGroup, phase_deadline
+from lightning_megatron_rl.parallel.launching import RankLauncher
+from lightning_megatron_rl.parallel.layout import ParallelLayout
+from lightning_megatron_rl.parallel.leader import rest, watch
+from lightning_megatron_rl.parallel.rendezvous import local_store
 from lightning_megatron_rl.strategy.checks import (
     SEVERAL_OPTIMIZERS,
     avoid_inference_tensors,
@@ -44,22 +44,22 @@ from lightning_megatron_rl.strategy.checks import (
     refuse_checkpoint_io,
     warn_of_slow_links,
 )
-from lightning_megatron_rl.strategy.distributed import ReplicaGroup, phase_deadline
 from lightning_megatron_rl.strategy.garbage import LongLived
-from lightning_megatron_rl.strategy.launching import RankLauncher
-from lightning_megatron_rl.strategy.layout import ParallelLayout
 from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.products import choose_products
-from lightning_megatron_rl.strategy.resuming import resumes
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.stopping import StopsTogether
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
-from lightning_megatron_rl.versions import installed_versions
+from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
+from lightning_megatron_rl.utilities.notices import forget
+from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.run_settings import describe_settings
+from lightning_megatron_rl.utilities.versions import installed_versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig

@@ -9,12 +9,12 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.checkpoints.main_parameters import make_states
+from lightning_megatron_rl.checkpoints.optimizer_state import OptimizerState
+from lightning_megatron_rl.compat.cpu_optimizer import is_on_host, make_moments
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
-from lightning_megatron_rl.strategy.cpu_optimizer import is_on_host, make_moments
 from lightning_megatron_rl.strategy.gradients import Gradients
-from lightning_megatron_rl.strategy.main_parameters import make_states
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
-from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer

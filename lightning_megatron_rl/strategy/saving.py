@@ -17,20 +17,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron_rl.files import check_local
-from lightning_megatron_rl.finite import nonfinite_names, not_finite
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
+from lightning_megatron_rl.checkpoints import format as checkpoint_io
+from lightning_megatron_rl.checkpoints.manifest import DamagedCheckpointError, check_files, is_checkpoint, read_manifest
+from lightning_megatron_rl.checkpoints.optimizer_state import OptimizerState
+from lightning_megatron_rl.checkpoints.resuming import run_arguments
+from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
-from lightning_megatron_rl.strategy.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.keeping import KeepsCheckpoints
-from lightning_megatron_rl.strategy.layout import ParallelLayout
-from lightning_megatron_rl.strategy.manifest import DamagedCheckpointError, check_files, is_checkpoint, read_manifest
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
-from lightning_megatron_rl.strategy.optimizer_state import OptimizerState
-from lightning_megatron_rl.strategy.resuming import run_arguments
 from lightning_megatron_rl.strategy.wrapping import gather_parameters
-from lightning_megatron_rl.text_files import user_path
+from lightning_megatron_rl.utilities.files import check_local
+from lightning_megatron_rl.utilities.finite import nonfinite_names, not_finite
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.text_files import user_path
 
 _OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
 

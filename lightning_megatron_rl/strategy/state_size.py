@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 
 from lightning_megatron_rl.compat.adam import Adam
-from lightning_megatron_rl.devices.memory import StateBytes
+from lightning_megatron_rl.planner.memory import StateBytes
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 
 if TYPE_CHECKING:

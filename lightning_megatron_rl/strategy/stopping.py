@@ -14,13 +14,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from lightning_megatron_rl.notices import tell_loss
-from lightning_megatron_rl.strategy.directories import switch_link
-from lightning_megatron_rl.strategy.distributed import run_on_rank_zero
+from lightning_megatron_rl.checkpoints.directories import switch_link
+from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, read_manifest
+from lightning_megatron_rl.checkpoints.resuming import note_due_validation
+from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.guarding import GuardsSteps
-from lightning_megatron_rl.strategy.manifest import is_checkpoint, read_manifest
-from lightning_megatron_rl.strategy.resuming import note_due_validation
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code, requeue_job
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 REQUEUE_LINK = "hpc_ckpt_1.ckpt"  # where Lightning looks for a checkpoint under SLURM if it is given none
 

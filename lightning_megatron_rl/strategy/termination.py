@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
 
-from lightning_megatron_rl.notices import tell_loss
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 _IMPATIENT = 1.0  # seconds after which a second Ctrl-C counts: a launcher passes the first one on once more
 

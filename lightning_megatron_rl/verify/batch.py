@@ -63,7 +63,7 @@ def make_batch(module: PolicyModule, recorded: str | Path | None, *, processes: 
     """
     if recorded is not None:
         return _recorded_batch(module, recorded)
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
     config = HFModel(module.model_path).config
     tokens = torch.arange(config.vocab_size)  # padding, too: its gradient is a matter of the layout
@@ -139,7 +139,7 @@ def synthetic_sequences(
 
 
 def _recorded_batch(module: PolicyModule, path: str | Path) -> FrozenBatch:
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
     groups: dict[tuple[int, ...], list[Sample]] = {}
     for sample in read_first_step(path):

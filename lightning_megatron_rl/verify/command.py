@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from lightning_megatron_rl.arguments import new_parser
+from lightning_megatron_rl.utilities.arguments import new_parser
 
 PROGRAM = "lightning-megatron-rl verify-layout"
 _DESCRIPTION = """Freeze one batch, train on it under every parallel layout, and compare with a single process in fp32.

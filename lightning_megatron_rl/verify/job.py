@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
-from lightning_megatron_rl.models.layout_check import PipelineSplit
+from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from lightning_megatron_rl.files import driver_files, remove_files
+from lightning_megatron_rl.utilities.files import driver_files, remove_files
 
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
@@ -277,7 +277,7 @@ def _run_job(job: _Job) -> Any:
 
     import torch
 
-    from lightning_megatron_rl.rendezvous import local_store
+    from lightning_megatron_rl.parallel.rendezvous import local_store
 
     environment = dict(os.environ)
     os.environ.update(

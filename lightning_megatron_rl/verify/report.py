@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_megatron_rl.cpus import usable_cpus
-from lightning_megatron_rl.versions import installed_versions
+from lightning_megatron_rl.utilities.cpus import usable_cpus
+from lightning_megatron_rl.utilities.versions import installed_versions
 
 Verdict = Literal["reference", "same", "departs", "refused", "failed"]
 _COLUMNS = (

@@ -12,7 +12,7 @@ import torch
 
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
-from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
 from lightning_megatron_rl.verify.compare import blurred_parameters, make_row, reference_row
 from lightning_megatron_rl.verify.job import Build, LayoutRefusedError, Measurement, run_layout

@@ -212,7 +212,7 @@ def test_room_is_checked_before_training(worker_pool, qwen3_dir):
 def check_room(model: Path) -> None:
     from types import SimpleNamespace
 
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
     HFExport("/proc/export").on_fit_start(None, SimpleNamespace(hf_model=HFModel(str(model))))  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.callbacks import hf_export
 from lightning_megatron_rl.callbacks.hf_export import HFExport
-from lightning_megatron_rl.strategy import directories
+from lightning_megatron_rl.checkpoints import directories
 from tests.callbacks.test_hf_export import KeepWarnings, run
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron_rl.callbacks.model_card import RunFacts, format_card, git_commit, plain_settings
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 
 
 @dataclass

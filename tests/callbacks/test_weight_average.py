@@ -89,8 +89,8 @@ class Weights(pl.Callback):
         self.wrong = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        from lightning_megatron_rl.strategy.main_parameters import MAIN
-        from lightning_megatron_rl.strategy.optimizer_state import slices
+        from lightning_megatron_rl.checkpoints.main_parameters import MAIN
+        from lightning_megatron_rl.checkpoints.optimizer_state import slices
 
         self.weights.append({name: tensor.clone() for name, tensor in pl_module.export_weights()})
         parts = [part for part in trainer.strategy.optimizers[0].parts() if not part.is_stub_optimizer]

@@ -168,7 +168,7 @@ def fit_on_cuda_after_cpu(model: Path) -> str:
     """A run on the CPU, then one whose device is said to be CUDA; returns why the second was refused."""
     from unittest.mock import PropertyMock, patch
 
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
     from tests.training import fit_sft
 

@@ -66,7 +66,7 @@ def fit_fused(model: Path, strategy: dict[str, Any], world_size: int, fused: boo
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel import layers
 
-    from lightning_megatron_rl.models import hf_model
+    from lightning_megatron_rl.models.hf import model as hf_model
 
     def tell(module: Any, value: bool) -> None:
         module.gradient_accumulation_fusion = value

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_megatron_rl.checkpoints.manifest import MANIFEST_FILE
 from lightning_megatron_rl.convert.command import make_parser, parse_size
-from lightning_megatron_rl.models.hf_writer import check_space
-from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE
+from lightning_megatron_rl.models.hf.writer import check_space
 from tests.command_line import ROOT
 from tests.convert.jobs import command, convert, must_convert
 from tests.distributed import WorkerPool
@@ -190,10 +190,10 @@ def test_interrupted_it_says_one_line_and_leaves_nothing(qwen3_dir: Path, source
     arguments = [str(source if way == "to hf" else qwen3_dir), str(out)]
     code = f"""
 import signal, sys
-from lightning_megatron_rl import files
+from lightning_megatron_rl.utilities import files
 from lightning_megatron_rl.convert.command import main
-from lightning_megatron_rl.models import hf_writer
-from lightning_megatron_rl.strategy import checkpoint
+from lightning_megatron_rl.models.hf import writer as hf_writer
+from lightning_megatron_rl.checkpoints import format as checkpoint
 
 def interrupt(function):
     def called(*args, **kwargs):

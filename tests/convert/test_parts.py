@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.strategy.manifest import FileRecord, read_manifest, write_manifest
+from lightning_megatron_rl.checkpoints.manifest import FileRecord, read_manifest, write_manifest
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from tests.convert.jobs import assert_same_tensors, convert, must_convert, tensors
 from tests.distributed import WorkerPool
 from tests.modules.ppo_runs import fit_ppo

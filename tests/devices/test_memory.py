@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.devices.memory import (
+from lightning_megatron_rl.planner.memory import (
     ModelSize,
     Split,
     StateBytes,
@@ -18,7 +18,7 @@ from lightning_megatron_rl.devices.memory import (
     state_bytes,
     trainer_parts,
 )
-from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, MemoryPlan
+from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, MemoryPlan
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SMALL = ModelSize(

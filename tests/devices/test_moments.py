@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron_rl.devices.moments import (
+from lightning_megatron_rl.planner.moments import (
     COMPUTING,
     GIB,
     PUSHING,

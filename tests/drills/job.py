@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+from lightning_megatron_rl.checkpoints.format import rng_state
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
@@ -27,15 +28,14 @@ from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.sft import SFTModule
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
     RolloutEngine,
     SamplingParams,
     SyncReport,
 )
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
-from lightning_megatron_rl.strategy.checkpoint import rng_state
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.drills.faults import Point, die_at
 from tests.modules.runs import length, parity
 from tests.rollout.seeded_engine import SeededEngine

@@ -26,8 +26,8 @@ from lightning.pytorch.trainer.trainer import Trainer
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import finalize_model_grads
 
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
+from lightning_megatron_rl.checkpoints.manifest import check_files, read_manifest
+from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.pool import free_port
 from tests.drills.facts import facts

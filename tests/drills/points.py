@@ -119,7 +119,7 @@ SHORT = [
         )
     )
 ]
-_VLLM = "rollout/vllm_supervision.py"
+_VLLM = "rollout/vllm/supervision.py"
 VLLM_DRILLS = [
     _one("vLLM: weights on their way", _VLLM, "SupervisedEngine._update_through_host", occurrence=4),
     _one("vLLM: weights there, rank 1 only", _VLLM, "SupervisedEngine.update_weights", "return", 4, (1,)),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.pool import WorkerPool
 from tests.drills.facts import facts

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import psutil
 import torch
 
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
     RolloutEngine,
@@ -19,7 +19,7 @@ from lightning_megatron_rl.rollout.engine import (
     SyncReport,
     derive_seed,
 )
-from lightning_megatron_rl.weight_views import WeightViews
+from lightning_megatron_rl.weights.views import WeightViews
 from tests.modules.runs import parity, prompts
 from tests.training import Recorder, SequenceDataModule, make_trainer
 
@@ -28,8 +28,8 @@ MIB = 2**20
 
 def make_engine(kind: str, **options: Any) -> RolloutEngine:
     """An engine that starts quickly: no compilation, a small cache."""
-    from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     settings = {"max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_gb": 1.0, "enforce_eager": True, **options}
     return {"child": VLLMEngine, "colocated": ColocatedVLLMEngine}[kind](**settings)

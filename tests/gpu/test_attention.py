@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron_rl.devices.measure import import_engine
-from lightning_megatron_rl.models.packed_attention import (
+from lightning_megatron_rl.models.layers.packed_attention import (
     Softmax,
     packed_attention,
     packed_zigzag_attention,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.models.fusions import EXPERTS_ENVIRONMENT
+from lightning_megatron_rl.models.layers.fusions import EXPERTS_ENVIRONMENT
 from lightning_megatron_rl.verify.pool import WorkerPool
 from tests.convert.jobs import assert_same_tensors, must_convert, tensors
 from tests.gpu.machine import processes

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_megatron_rl.copies import Copies
+from lightning_megatron_rl.weights.copies import Copies
 from tests.test_copies import NOT_OF_WORDS, check_copies, pairs_of_every_kind
 
 

@@ -89,7 +89,7 @@ def step_with_and_without_halves() -> tuple[torch.Tensor, torch.Tensor]:
     not."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    from lightning_megatron_rl.strategy.main_parameters import join
+    from lightning_megatron_rl.checkpoints.main_parameters import join
 
     found = []
     for halves in (True, False):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.pool import WorkerPool
 from lightning_megatron_rl.verify.report import Report

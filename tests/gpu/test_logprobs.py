@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lightning_megatron_rl.models import logprobs
+from lightning_megatron_rl.models.layers import logprobs
 from tests.models.test_logprob_kernels import expected, problem
 
 
 def compare_on_cuda() -> dict[str, float]:
     """Largest relative error of rows of the gradient, by precision, and of a sum of 16-bit products."""
-    from lightning_megatron_rl.models import logprob_kernels
+    from lightning_megatron_rl.models.layers import logprob_kernels
 
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.models.lora import LoRASettings, adapters_off
-from lightning_megatron_rl.models.peft_files import name_experts
+from lightning_megatron_rl.models.hf.peft_files import name_experts
+from lightning_megatron_rl.models.layers.lora import LoRASettings, adapters_off
 from tests.models.workers import batches, build, schedule_logprobs, start_megatron
 
 
@@ -71,7 +71,7 @@ def adapter_gradients(
     With `random` B has values, and the adapter is written to `target` first.
     """
     from lightning_megatron_rl.models.forward import microbatch_forward
-    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
     start_megatron(tp)
     model, [chunk] = build(directory, lora=settings, **options)

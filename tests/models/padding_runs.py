@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 
 
 class Gradients(pl.Callback):

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from lightning_megatron_rl.models.backend import resolve_layer_backend
+from lightning_megatron_rl.models.layers.backend import resolve_layer_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WITHOUT_TE = pytest.mark.skipif(

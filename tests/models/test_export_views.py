@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron_rl.models.export_views import RowBlocks, find_blocks
-from lightning_megatron_rl.weight_views import WeightViews
+from lightning_megatron_rl.weights.export_views import RowBlocks, find_blocks
+from lightning_megatron_rl.weights.views import WeightViews
 
 
 def test_rows_as_blocks():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import FAMILIES as BRIDGES
-from lightning_megatron_rl.models.families import FAMILIES, Family
+from lightning_megatron_rl.models.families.table import FAMILIES, Family
 from scripts import model_table
 from tests.distributed import WorkerPool
 from tests.models.conftest import TOLERANCE, hf_logprobs, worst_difference

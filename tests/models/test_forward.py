@@ -13,7 +13,7 @@ from tests.models.workers import build, start_megatron
 
 def forward_error(directory: str, length: int, cu_seqlens: list[int] | None, max_seqlen: int | None, sp: bool) -> str:
     from lightning_megatron_rl.models.forward import microbatch_forward
-    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
     start_megatron(torch.distributed.get_world_size())
     _, [chunk] = build(directory, sp=sp)
@@ -59,7 +59,7 @@ def test_tokens_must_divide_for_sequence_parallelism(checkpoint: Callable[[str],
 def count_sines(directory: str, lengths: list[int]) -> int:
     """How often one forward pass over packed sequences takes sines: once per rotation."""
     from lightning_megatron_rl.models.forward import microbatch_forward
-    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
     start_megatron(1)
     _, [chunk] = build(directory)

@@ -8,14 +8,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_megatron_rl.models.fusions import (
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.layers.fusions import (
     EXPERTS_ENVIRONMENT,
     WITHOUT_TRANSFORMER_ENGINE,
     fused_kernels,
     fuses_gradients,
     tune_for_experts,
 )
-from lightning_megatron_rl.models.hf_model import HFModel
 from tests.tiny_models import save_tiny_model
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def environment_of_build(model: Path) -> dict[str, str]:
     from megatron.core import parallel_state
 
     from lightning_megatron_rl.compat.cpu import install_cpu_support
-    from lightning_megatron_rl.models import hf_model
+    from lightning_megatron_rl.models.hf import model as hf_model
 
     install_cpu_support(CPU)
     parallel_state.initialize_model_parallel()
@@ -106,7 +106,7 @@ def settings_of_build(model: Path, asked: bool | None, fused: bool) -> tuple[lis
     from megatron.core import parallel_state
 
     from lightning_megatron_rl.compat.cpu import install_cpu_support
-    from lightning_megatron_rl.models import hf_model
+    from lightning_megatron_rl.models.hf import model as hf_model
 
     install_cpu_support(CPU)
     parallel_state.initialize_model_parallel()

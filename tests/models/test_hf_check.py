@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.models.hf_check import EMBEDDING, OUTPUT_LAYER
-from lightning_megatron_rl.models.hf_files import INDEX_FILE
-from lightning_megatron_rl.models.hf_model import HFModel
+from lightning_megatron_rl.models.hf.check import EMBEDDING, OUTPUT_LAYER
+from lightning_megatron_rl.models.hf.files import INDEX_FILE
+from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.models.value_model import ValueModel
 from tests.convert.jobs import convert
 from tests.distributed import WorkerPool

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lightning_megatron_rl.models.hf_files import INDEX_FILE, check_settings, local_checkpoint, read_header
-from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.models.hf.files import INDEX_FILE, check_settings, local_checkpoint, read_header
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from tests.distributed import WorkerPool
 from tests.models.workers import cached_hub_model
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.hf_writer import CheckpointWriter
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.hf.writer import CheckpointWriter
 from tests.distributed import WorkerPool
 from tests.models.workers import (
     build_error,

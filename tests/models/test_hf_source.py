@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
-from lightning_megatron_rl.models import hf_source
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.hf_source import Names, source_class
-from lightning_megatron_rl.models.hf_writer import SafetensorsFile
+from lightning_megatron_rl.models.hf import source as hf_source
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.hf.source import Names, source_class
+from lightning_megatron_rl.models.hf.writer import SafetensorsFile
 
 
 @pytest.fixture(autouse=True)

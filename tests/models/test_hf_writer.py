@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from lightning_megatron_rl.models import hf_writer
-from lightning_megatron_rl.models.hf_files import INDEX_FILE, num_weights, origin, settings_files, weight_map
-from lightning_megatron_rl.models.hf_save import compare_files, describe_difference
-from lightning_megatron_rl.models.hf_writer import (
+from lightning_megatron_rl.models.hf import writer as hf_writer
+from lightning_megatron_rl.models.hf.files import INDEX_FILE, num_weights, origin, settings_files, weight_map
+from lightning_megatron_rl.models.hf.save import compare_files, describe_difference
+from lightning_megatron_rl.models.hf.writer import (
     SAFETENSORS_DTYPES,
     CheckpointWriter,
     PartialDirectory,
@@ -113,7 +113,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     code = """
 import sys, time
 from pathlib import Path
-from lightning_megatron_rl.models.hf_writer import CheckpointWriter
+from lightning_megatron_rl.models.hf.writer import CheckpointWriter
 
 writer = CheckpointWriter(Path(sys.argv[1]), 10)
 print("ready", flush=True)

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lightning_megatron_rl.models.layout_check import (
+from lightning_megatron_rl.models.families.layout import (
     GPT_OSS_ROPE,
     LLAMA3_ROPE,
     PipelineSplit,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.lent_weights import LentWeights, Readiness
-from lightning_megatron_rl.models import sharded_views
-from lightning_megatron_rl.models.lending import Lending
-from lightning_megatron_rl.rollout.placement import Placement
-from lightning_megatron_rl.weight_views import WeightBuckets
+from lightning_megatron_rl.weights import sharded_views
+from lightning_megatron_rl.weights.lending import Lending
+from lightning_megatron_rl.weights.lent import LentWeights, Readiness
+from lightning_megatron_rl.weights.placement import Placement
+from lightning_megatron_rl.weights.views import WeightBuckets
 from tests.models.test_sharded_views import PUSHES, differences, disturb, exported, in_buckets, run_case, train
 from tests.selection import by_default
 

@@ -37,7 +37,7 @@ def expected(logits: Tensor, labels: Tensor, grads: Tensor, temperature: float) 
 
 def compare() -> None:
     """Run with TRITON_INTERPRET=1, which Triton reads where kernels are defined."""
-    from lightning_megatron_rl.models import logprob_kernels, logprobs
+    from lightning_megatron_rl.models.layers import logprob_kernels, logprobs
 
     for dtype, temperature in ((torch.float32, 1.0), (torch.float32, 0.6), (torch.bfloat16, 0.6)):
         logits, labels, grads = problem(dtype)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron_rl.models.logprobs import logprob_processor
+from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 from tests.distributed import WorkerPool
 from tests.models.workers import start_megatron
 

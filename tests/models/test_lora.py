@@ -9,9 +9,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.models.hf_files import fingerprint
-from lightning_megatron_rl.models.lora import LoRASettings, initial_weight
-from lightning_megatron_rl.models.peft_files import merge_adapter, write_adapter
+from lightning_megatron_rl.models.hf.files import fingerprint
+from lightning_megatron_rl.models.hf.peft_files import merge_adapter, write_adapter
+from lightning_megatron_rl.models.layers.lora import LoRASettings, initial_weight
 from tests.models.conftest import hf_logprobs
 from tests.models.lora_runs import (
     adapter_error,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from tests.models.lora_runs import adapter_error, adapter_gradients, adapter_logprobs, initial_adapter
 from tests.models.test_lora import (
     assert_adapters_are_exported,

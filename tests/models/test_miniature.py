@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from lightning_megatron_rl.models.miniature import pattern, related, shrink
-from lightning_megatron_rl.models.signature import SIZE_KEYS
+from lightning_megatron_rl.models.verification.miniature import pattern, related, shrink
+from lightning_megatron_rl.models.verification.signature import SIZE_KEYS
 from scripts.model_proofs import RELEASED, config_files
 
 TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id"}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.models.moe import (
+from lightning_megatron_rl.models.layers.moe import (
     MoESettings,
     balance_loss,
     balance_metrics,

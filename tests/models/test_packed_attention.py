@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.models.packed_attention import (
+from lightning_megatron_rl.models.layers.packed_attention import (
     Softmax,
     packed_attention,
     packed_positions,

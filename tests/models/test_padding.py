@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.hf_check import EMBEDDING
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.padding import padding_row
+from lightning_megatron_rl.models.hf.check import EMBEDDING
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.layers.padding import padding_row
 from tests.distributed import WorkerPool
 from tests.models.padding_runs import gradients_of
 from tests.tiny_models import FILE, save_tiny_model, tiny_config

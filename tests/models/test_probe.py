@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron_rl.models.families import FAMILIES
-from lightning_megatron_rl.models.probe import TOLERANCE
+from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.verification.probe import TOLERANCE
 from tests.distributed import WorkerPool
 from tests.models.verdicts import tiny, unseen, verdicts
 from tests.properties import PROPERTY

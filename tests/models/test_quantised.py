@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lightning_megatron_rl.models.quantised import dequantise, quantisation
+from lightning_megatron_rl.models.hf.quantised import dequantise, quantisation
 from tests.convert.jobs import assert_same_tensors, convert, must_convert, tensors
 from tests.convert.test_roundtrip import NOT_CONVERTED
 from tests.distributed import WorkerPool

@@ -147,7 +147,7 @@ def build(directory: str, overrides: dict[str, Any], fp16: bool = False) -> None
     from megatron.core import parallel_state
 
     from lightning_megatron_rl.compat.cpu import install_cpu_support
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
     install_cpu_support(CPU)
     parallel_state.initialize_model_parallel()

@@ -70,7 +70,7 @@ def plan_of(
     change: str, shapes: list[tuple[int, int]], dtype: torch.dtype, names: tuple[str | None, str | None] = (None, None)
 ) -> tuple[list[str] | None, list[str]]:
     """What differs by a plan, or None if there is none; and what was said about it."""
-    from lightning_megatron_rl.models import sharded_plan
+    from lightning_megatron_rl.weights import sharded_plan
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     tasks = [
@@ -106,7 +106,7 @@ def test_numbers_of_several_digits(worker_pool, change, shape, dtype):
 
 def count_conversions(shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
     """How many weights each conversion of a plan has."""
-    from lightning_megatron_rl.models.sharded_plan import plan_sharded_views
+    from lightning_megatron_rl.weights.sharded_plan import plan_sharded_views
 
     weights = {"large": torch.zeros(shape, dtype=dtype), "small": torch.zeros(2, 2, dtype=dtype)}
     tasks = [Task(weight, name=name) for name, weight in weights.items()]
@@ -137,7 +137,7 @@ def test_a_plan_takes_few_conversions(worker_pool, shape, dtype, expected):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8])
 def test_digits_are_finite_and_tell_each_other_apart(dtype):
-    from lightning_megatron_rl.models.sharded_plan import _base, _bits, _DigitTensors
+    from lightning_megatron_rl.weights.sharded_plan import _base, _bits, _DigitTensors
 
     base = _base([dtype])
     digits = _DigitTensors(1, base).like(torch.empty(2, base, dtype=dtype), 0, (2, base))

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.buffers import aligned
-from lightning_megatron_rl.models.export_views import RowBlocks
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.pieces import Piece, matrix_shape
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.verify.layouts import parse_layout
-from lightning_megatron_rl.weight_views import WeightBuckets
+from lightning_megatron_rl.weights.buffers import aligned
+from lightning_megatron_rl.weights.export_views import RowBlocks
+from lightning_megatron_rl.weights.pieces import Piece, matrix_shape
+from lightning_megatron_rl.weights.views import WeightBuckets
 from tests.selection import by_default
 
 COLLECTIVES = ("broadcast", "all_gather", "all_reduce", "all_gather_object", "broadcast_object_list")
@@ -214,7 +214,7 @@ def test_buckets_are_bounded(worker_pool, qwen3_moe_dir, layout):
 
 def break_off(model: Path, strategy: dict[str, Any], by_buckets: bool) -> list[str]:
     """The leader's engine takes two tensors, or a bucket, and is gone; everybody pushes again."""
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
     from lightning_megatron_rl.modules import sampling
 
     policy = train(model, strategy, 2)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.models import signature
-from lightning_megatron_rl.models.signature import PROOFS, departures, is_computed, proofs
+from lightning_megatron_rl.models.verification import signature
+from lightning_megatron_rl.models.verification.signature import PROOFS, departures, is_computed, proofs
 from scripts import model_proofs
 from tests.distributed import WorkerPool
 from tests.models.verdicts import proof_differences, proof_signatures

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl.models import verification
-from lightning_megatron_rl.models.hf_model import HFModel
-from lightning_megatron_rl.models.probe import Comparison
-from lightning_megatron_rl.models.probe_process import ProbeError, _environment, run_probe
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.verification.probe import Comparison
+from lightning_megatron_rl.models.verification.probe_process import ProbeError, _environment, run_probe
+from lightning_megatron_rl.models.verification import verify as verification
 from lightning_megatron_rl.modules.sft import SFTModule
 from tests.distributed import WorkerPool
 from tests.models.verdicts import tiny
@@ -177,7 +177,7 @@ def test_nothing_stays_of_a_probe_that_is_killed(tmp_path, monkeypatch):
 
 def test_a_probe_ends_with_the_process_that_asked_for_it(tmp_path):
     (tmp_path / "request.pickle").write_bytes(pickle.dumps((tiny("qwen3"), {})))
-    command = [sys.executable, "-m", "lightning_megatron_rl.models.probe_process", str(tmp_path)]
+    command = [sys.executable, "-m", "lightning_megatron_rl.models.verification.probe_process", str(tmp_path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(), stderr=subprocess.DEVNULL)
     assert child.stdin is not None
     assert child.poll() is None

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lightning_megatron_rl.models import verification
-from lightning_megatron_rl.models.probe import FREQUENCY_TOLERANCE, Comparison, _compare, compare
-from lightning_megatron_rl.models.probe_process import ProbeError
+from lightning_megatron_rl.models.verification.probe import FREQUENCY_TOLERANCE, Comparison, _compare, compare
+from lightning_megatron_rl.models.verification.probe_process import ProbeError
+from lightning_megatron_rl.models.verification import verify as verification
 from scripts import model_proofs
 from tests.models.workers import start_megatron
 
@@ -42,7 +42,7 @@ def verdicts(raws: list[dict[str, Any]], verify: str = "auto") -> list[Verdict]:
 
 
 def _verdict(raw: dict[str, Any], verify: str) -> Verdict:
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
     class WithoutWeights(HFModel):
         """Only its config is judged."""
@@ -89,7 +89,7 @@ def proof_signatures(names: list[str]) -> dict[str, tuple[dict[str, Any], dict[s
     """Signatures of models and of their miniatures, by name."""
     from transformers import AutoConfig
 
-    from lightning_megatron_rl.models.miniature import shrink
+    from lightning_megatron_rl.models.verification.miniature import shrink
 
     start_megatron()
     found = {}
@@ -107,7 +107,7 @@ def unseen(name: str, overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
     start_megatron()
     from transformers import AutoConfig
 
-    from lightning_megatron_rl.models.miniature import shrink
+    from lightning_megatron_rl.models.verification.miniature import shrink
 
     raw = model_proofs.config_files()[name]
     with TemporaryDirectory() as directory:

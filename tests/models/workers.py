@@ -42,7 +42,7 @@ def build(
     **options: Any,
 ) -> Any:
     """The `HFModel` of `directory` and its chunks, in evaluation mode."""
-    from lightning_megatron_rl.models.hf_model import HFModel
+    from lightning_megatron_rl.models.hf.model import HFModel
 
     model = HFModel(str(directory), verify=verify)
     chunks = model.build_chunks(params_dtype=dtype, layer_backend="auto", device=CPU, sequence_parallel=sp, **options)
@@ -100,7 +100,7 @@ def _batch(sequences: list[list[int]], packed: bool, multiple: int, align: int =
 
 def _share(batch: dict[str, Any], cp: int, cp_rank: int) -> dict[str, Any]:
     """The zigzag share of a packed micro-batch that context-parallel rank `cp_rank` holds; `order` undoes the cut."""
-    from lightning_megatron_rl.models.packed_attention import zigzag_positions
+    from lightning_megatron_rl.models.layers.packed_attention import zigzag_positions
 
     starts, lengths = batch["cu"][:-1].tolist(), batch["cu"].diff().tolist()
     held = [
@@ -128,7 +128,7 @@ def schedule_logprobs(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from lightning_megatron_rl.models.forward import microbatch_forward
-    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
     processor = logprob_processor(vocab_size=vocab_size, temperature=temperature, chunk_size=7, with_entropy=True)
     results: list[Tensor] = []
@@ -213,7 +213,7 @@ def exported_gradients(
     import torch.distributed as dist
 
     from lightning_megatron_rl.models.forward import microbatch_forward
-    from lightning_megatron_rl.models.logprobs import logprob_processor
+    from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
     start_megatron(tp)
     model, [chunk] = build(directory, sp=tp > 1, **options)
@@ -339,7 +339,7 @@ def cached_hub_model(name: str, cache: str) -> str:
     """Where a hub name leads when the hub's cache lies in `cache`."""
     from huggingface_hub import constants
 
-    from lightning_megatron_rl.models.hf_files import local_checkpoint
+    from lightning_megatron_rl.models.hf.files import local_checkpoint
 
     usual = constants.HF_HUB_CACHE
     constants.HF_HUB_CACHE = cache

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_megatron_rl.environments import EpisodeSettings
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Sample
 from tests.environments.games import Sums
 from tests.modules.runs import fit_grpo

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron_rl.data.loader import GlobalBatches, ResumableLoader
 from lightning_megatron_rl.modules.critic import CriticSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.modules.runs import MAX_RESPONSE, NUM_GENERATIONS, ReplayEngine, length, parity, prompts
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
 

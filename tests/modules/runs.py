@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_megatron_rl.rollout import replay
-from lightning_megatron_rl.rollout.engine import SamplingParams, SyncReport
+from lightning_megatron_rl.rollout.protocol import SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer

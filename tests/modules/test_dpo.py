@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.modules.dpo import DPOModule
 from tests.modules.preference_runs import fit_pairs, frozen_pairs
 from tests.selection import by_default

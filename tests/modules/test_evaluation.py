@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings, vote
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from tests.distributed import WorkerError
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts

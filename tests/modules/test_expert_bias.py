@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo, recorded_samples
 from tests.modules.test_moe import FULL_RECOMPUTE, LAYOUTS, long_sequences, sft
 from tests.selection import by_default

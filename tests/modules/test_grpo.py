@@ -9,8 +9,8 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.rollout_batch import Rollout, check_split, repetition
 from lightning_megatron_rl.rewards import GuardedReward
-from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.distributed import WorkerError
 from tests.models.test_quantised import save_quantised
 from tests.modules.runs import (

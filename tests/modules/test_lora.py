@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.data.loader import GlobalBatches, ResumableLoader
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from tests.distributed import WorkerError
 from tests.models.lora_runs import exported_adapter
 from tests.modules.runs import fit_grpo

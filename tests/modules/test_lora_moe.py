@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.modules import test_lora
 from tests.modules.test_moe import LAYOUTS as MOE_LAYOUTS
 from tests.selection import by_default

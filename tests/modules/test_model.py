@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl.models.lora import LoRASettings
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.sft import SFTModule

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
 from tests.selection import by_default
@@ -288,7 +288,7 @@ def test_replay_with_recomputation(worker_pool, qwen3_moe_dir, replayed, layout,
 
 def replaying_others(model: Any, strategy: dict[str, Any], world_size: int, **options: Any) -> Run:
     """A run whose recomputation takes the micro-batch that was entered last: one cursor for both directions."""
-    from lightning_megatron_rl.models.routers import RouterHooks
+    from lightning_megatron_rl.models.layers.routers import RouterHooks
 
     usual = RouterHooks._find_rows
     RouterHooks._find_rows = lambda self, current, layer, router: current.rows

@@ -12,7 +12,7 @@ from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.modules.monitors import TRAINING, check_monitors
 from lightning_megatron_rl.modules.sft import SFTModule
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.modules.runs import ReplayEngine, fit_grpo, prompts
 from tests.test_readme import documented
 from tests.tiny_models import save_tiny_model
@@ -96,7 +96,7 @@ def test_refused_before_anything_is_loaded(worker_pool, broken_model, qwen3_dir,
 
 def test_prompts_are_checked_before_the_engine_starts(worker_pool, broken_model):
     """The replayed engine of `refusal` has no limit of its own: a real one, whose start would be an error."""
-    from lightning_megatron_rl.rollout.vllm import VLLMEngine
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     limits = {"sampling": SamplingParams(max_tokens=10), "engine": VLLMEngine(max_model_len=14)}
     messages = worker_pool.run(

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightning_megatron_rl.algorithms.tally import Tally
-from lightning_megatron_rl.models.value_head import new_weight
+from lightning_megatron_rl.models.layers.value_head import new_weight
 from lightning_megatron_rl.modules.critic import CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
-from lightning_megatron_rl.rollout.engine import SamplingParams
 from lightning_megatron_rl.rollout.generate import generate_samples
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.distributed import WorkerError
 from tests.modules.ppo_runs import fit_ppo
 from tests.modules.preference_runs import fit_pairs

@@ -1,7 +1,7 @@
 """The table at start: rows that do not depend on a model."""
 
-from lightning_megatron_rl import cpus
 from lightning_megatron_rl.modules.reporting import ReportsSteps
+from lightning_megatron_rl.utilities import cpus
 
 
 class Load:

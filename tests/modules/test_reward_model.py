@@ -11,8 +11,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
-from lightning_megatron_rl.models.lora import LoRASettings
-from lightning_megatron_rl.models.value_head import new_weight
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.value_head import new_weight
 from lightning_megatron_rl.modules.reward_model import RewardModule, scored_at_end
 from tests.distributed import WorkerError
 from tests.modules.preference_runs import fit_pairs, frozen_pairs

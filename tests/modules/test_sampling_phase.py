@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
     SamplingParams,

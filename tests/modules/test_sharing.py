@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_megatron_rl.modules.sharing import FP8_TOKENS, microbatch_rules
-from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 
 
 @pytest.mark.parametrize(("tp", "cp", "plain"), [(1, 1, 1), (2, 1, 2), (1, 2, 4), (2, 2, 8)])

@@ -12,11 +12,11 @@ import torch
 
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.devices.facts import GPU, Extension
-from lightning_megatron_rl.devices.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.reference import ReferenceSettings
-from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
+from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
+from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.modules.runs import ReplayEngine, fit_grpo
 
 ENGINES: dict[str, Any] = {

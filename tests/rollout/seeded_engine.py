@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
     RolloutEngine,

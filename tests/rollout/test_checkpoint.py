@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.rollout.checkpoint import OUTPUT_EMBEDDING, CheckpointLayout
-from lightning_megatron_rl.weight_views import WeightView, WeightViews
+from lightning_megatron_rl.rollout.model_directory import OUTPUT_EMBEDDING, CheckpointLayout
+from lightning_megatron_rl.weights.views import WeightView, WeightViews
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_megatron_rl.rollout.engine import (
+from lightning_megatron_rl.rollout.protocol import (
     GenerationRequest,
     SamplingParams,
     check_requests,
@@ -15,7 +15,7 @@ from lightning_megatron_rl.rollout.engine import (
 
 def test_seeds_are_the_same_in_another_process_with_other_hashes():
     code = (
-        "from lightning_megatron_rl.rollout.engine import derive_seed;"
+        "from lightning_megatron_rl.rollout.protocol import derive_seed;"
         "print(derive_seed(1, 2, 3, 'gsm8k'), hash('gsm8k'))"
     )
     other = subprocess.run(

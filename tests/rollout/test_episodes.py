@@ -7,8 +7,8 @@ import torch
 
 from lightning_megatron_rl.environments import EpisodeSettings, GuardedEnvironment, Reply
 from lightning_megatron_rl.modules.rollout_batch import to_sequence, turn_rewards
-from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams, derive_seed
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
+from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, derive_seed
 from lightning_megatron_rl.sample import Prompt, Sample, Turn
 from tests.environments.games import Bad, Sums
 from tests.modules.runs import prompts

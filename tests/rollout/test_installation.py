@@ -1,8 +1,8 @@
 import pytest
 
 from lightning_megatron_rl.devices.facts import DeviceFacts
-from lightning_megatron_rl.rollout import installation
-from lightning_megatron_rl.rollout.installation import (
+from lightning_megatron_rl.rollout.vllm import installation
+from lightning_megatron_rl.rollout.vllm.installation import (
     check_for_gpu,
     choose_device,
     installed_packages,

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.cuda_memory import DEVICE
-from lightning_megatron_rl.lent_weights import LentMemory, LentWeight, LentWeights, Readiness
-from lightning_megatron_rl.rollout import cuda_transfer
-from lightning_megatron_rl.rollout.cuda_transfer import IPCTransport
-from lightning_megatron_rl.rollout.placement import fill_buckets
-from lightning_megatron_rl.rollout.weight_loader import WeightLoader
-from lightning_megatron_rl.weight_views import WeightBuckets, WeightViews
+from lightning_megatron_rl.weights.cuda_memory import DEVICE
+from lightning_megatron_rl.weights.lent import LentMemory, LentWeight, LentWeights, Readiness
+from lightning_megatron_rl.weights.loader import WeightLoader
+from lightning_megatron_rl.weights.placement import fill_buckets
+from lightning_megatron_rl.weights.transports import cuda as cuda_transfer
+from lightning_megatron_rl.weights.transports.cuda import IPCTransport
+from lightning_megatron_rl.weights.views import WeightBuckets, WeightViews
 from tests.rollout.test_borrowed_copies import scattered
 from tests.rollout.test_copy_plan import ROWS, WIDTH, Fused, weights
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.rollout.process import (
+from lightning_megatron_rl.rollout.vllm.process import (
     EngineCallError,
     EngineDiedError,
     EngineTimeoutError,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.engine import GenerationRequest, SamplingParams
+from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams
 from lightning_megatron_rl.rollout.record import read_first_step, record_line
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron_rl.buffers import ALIGNMENT
-from lightning_megatron_rl.rollout.shared_weights import INITIAL_BYTES, SharedWeights, read_weights
+from lightning_megatron_rl.weights.buffers import ALIGNMENT
+from lightning_megatron_rl.weights.transports.host import INITIAL_BYTES, SharedWeights, read_weights
 
 
 @pytest.fixture

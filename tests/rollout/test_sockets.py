@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.rollout.sockets import SocketDirectory
+from lightning_megatron_rl.rollout.vllm.sockets import SocketDirectory
 
 OWNER = """
 import sys
-from lightning_megatron_rl.rollout.sockets import SocketDirectory
+from lightning_megatron_rl.rollout.vllm.sockets import SocketDirectory
 directory = SocketDirectory()
 (directory.path / "socket").touch()
 print(directory.path, flush=True)

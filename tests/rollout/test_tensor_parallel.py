@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.engine import SamplingParams
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.modules.runs import fit_grpo
 from tests.rollout.conftest import make_engine, make_requests
 from tests.test_rendezvous import listening
@@ -38,7 +38,7 @@ def sample_in_process(model_dir: Path, refused_dir: Path) -> Sampled:
     """Fail to start; sample, change the weights, sample, start another engine and sample with it."""
     from safetensors.torch import load_file
 
-    from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
+    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 
     def sample(engine: ColocatedVLLMEngine) -> list[Any]:
         answers = engine.generate(make_requests(3, 2, 20), SamplingParams(max_tokens=8, ignore_eos=True))
@@ -87,7 +87,7 @@ def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, mo
 
 def train_in_process(model_dir: Path, size: int) -> list[dict[str, float]]:
     """GRPO whose trainer's ranks are the sampler's workers, too."""
-    from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
+    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 
     engine = ColocatedVLLMEngine(tensor_parallel_size=size, max_model_len=64, kv_cache_memory_gb=0.1)
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": size // 2, "sequence_parallel": True}

@@ -8,10 +8,10 @@ import psutil
 import pytest
 import torch
 
-from lightning_megatron_rl.cpus import OPENMP_DEFAULTS
 from lightning_megatron_rl.rollout import EngineTimeoutError, GenerationRequest, SamplingParams
-from lightning_megatron_rl.rollout.vllm import VLLMEngine
-from lightning_megatron_rl.rollout.vllm_settings import CPU_PREFILL_TOKENS, visible_device
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.settings import CPU_PREFILL_TOKENS, visible_device
+from lightning_megatron_rl.utilities.cpus import OPENMP_DEFAULTS
 from tests.rollout.conftest import (
     hf_logprobs,
     is_running,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from lightning_megatron_rl.rollout import VLLMEngine
-from lightning_megatron_rl.rollout.colocated import ColocatedVLLMEngine
-from lightning_megatron_rl.rollout.vllm_args import REFUSED, check_vllm_args, engine_arguments
-from lightning_megatron_rl.rollout.vllm_settings import llm_arguments
+from lightning_megatron_rl.rollout.vllm.arguments import REFUSED, check_vllm_args, engine_arguments
+from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
+from lightning_megatron_rl.rollout.vllm.settings import llm_arguments
 
 pytestmark = pytest.mark.skipif(engine_arguments() is None, reason="vLLM is not installed")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron_rl.rollout import EngineCallError, SamplingParams
-from lightning_megatron_rl.rollout.checkpoint import CheckpointLayout
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from tests.policing import leaked_memory, shared_memory
 from tests.rollout.conftest import (
     is_running,

@@ -4,8 +4,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from lightning_megatron_rl.rollout import vllm_settings
-from lightning_megatron_rl.rollout.vllm_settings import engine_devices, engine_environment
+from lightning_megatron_rl.rollout.vllm import settings as vllm_settings
+from lightning_megatron_rl.rollout.vllm.settings import engine_devices, engine_environment
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 

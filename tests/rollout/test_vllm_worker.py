@@ -6,7 +6,7 @@ from multiprocessing import Pipe
 
 import pytest
 
-from lightning_megatron_rl.rollout.vllm_worker import serve
+from lightning_megatron_rl.rollout.vllm.worker import serve
 
 DEADLINE_S = 20.0
 

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from lightning_megatron_rl.rollout.watchdog import Watchdog
+from lightning_megatron_rl.rollout.vllm.watchdog import Watchdog
 
 
 def waits(dog: Watchdog, timeout_s: float, work_s: float) -> bool:

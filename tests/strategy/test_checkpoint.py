@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.models.moe import MoESettings
-from lightning_megatron_rl.strategy.manifest import read_manifest
+from lightning_megatron_rl.checkpoints.manifest import read_manifest
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.distributed import WorkerError
 from tests.modules.test_lora import PositionedDataModule
 from tests.selection import by_default

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.strategy.test_megatron import LAYOUTS
 from tests.training import fit_sft
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.strategy.manifest import check_files, read_manifest
+from lightning_megatron_rl.checkpoints.manifest import check_files, read_manifest
 from tests.drills.job import STEPS, Job, differences, history, make_data, make_module, train
 from tests.notices import collected
 from tests.selection import by_default

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron_rl import files
-from lightning_megatron_rl.strategy import directories
-from lightning_megatron_rl.strategy.directories import (
+from lightning_megatron_rl.checkpoints import directories
+from lightning_megatron_rl.checkpoints.directories import (
     UnfinishedDirectory,
     is_linked,
     remove,
@@ -22,7 +21,8 @@ from lightning_megatron_rl.strategy.directories import (
     share_files,
     switch_link,
 )
-from lightning_megatron_rl.strategy.manifest import is_checkpoint, write_manifest
+from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, write_manifest
+from lightning_megatron_rl.utilities import files
 
 OURS = ".lightning-megatron-rl-"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.modules.test_lora import resuming, saving
 from tests.modules.test_moe import LAYOUTS
 from tests.strategy.test_megatron import assert_same_run

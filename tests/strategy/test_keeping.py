@@ -15,8 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.files import Lock
-from lightning_megatron_rl.strategy.manifest import is_checkpoint, read_manifest
+from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, read_manifest
+from lightning_megatron_rl.utilities.files import Lock
 from tests.strategy.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_megatron_rl.leader import LEADER
-from lightning_megatron_rl.strategy.launching import RankLauncher
+from lightning_megatron_rl.parallel.launching import RankLauncher
+from lightning_megatron_rl.parallel.leader import LEADER
 
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 RANK = """

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron_rl.strategy.layout import ParallelLayout
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 
 
 def test_data_parallel_size_is_what_is_left():

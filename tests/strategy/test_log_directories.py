@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron_rl.compat.csv_logger import AppendingWriter
-from lightning_megatron_rl.files import Lock
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.utilities.files import Lock
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 

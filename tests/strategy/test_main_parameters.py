@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from lightning_megatron_rl.strategy.main_parameters import join, split
+from lightning_megatron_rl.checkpoints.main_parameters import join, split
 
 
 def number(bits: int) -> float:

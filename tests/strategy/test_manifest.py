@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.strategy.manifest import (
+from lightning_megatron_rl.checkpoints.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     DamagedCheckpointError,
@@ -167,7 +167,7 @@ def test_another_checkpoint_of_the_same_step_is_taken_first(tmp_path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from lightning_megatron_rl.strategy.manifest import HashedFile
+from lightning_megatron_rl.checkpoints.manifest import HashedFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     with HashedFile(Path(sys.argv[1])) as file:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.strategy.messages import pack, unpack
+from lightning_megatron_rl.parallel.messages import pack, unpack
 
 
 def sequences(count: int, length: int) -> list[TokenSequence]:

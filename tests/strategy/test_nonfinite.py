@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.modules.steps import WEIGHT_FIELD
-from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.nonfinite import NonFiniteError, UpdateTrace
 from tests.modules.ppo_runs import fit_ppo
 from tests.selection import by_default

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.strategy.optimizer_state import boxes
+from lightning_megatron_rl.checkpoints.optimizer_state import boxes
 from tests.training import fit_sft, frozen_sequences
 
 

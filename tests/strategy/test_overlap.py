@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy import saving
 from tests.selection import by_default

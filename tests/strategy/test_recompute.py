@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
 from tests.selection import by_default

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.strategy.resuming import resumes
+from lightning_megatron_rl.checkpoints.resuming import resumes
 
 ADVICE = (
     "Lightning has changed: `Trainer._run` no longer has a run's checkpoint in `ckpt_path` while it calls `setup`."

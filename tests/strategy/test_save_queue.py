@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lightning_megatron_rl.strategy.save_queue import SaveQueue
+from lightning_megatron_rl.checkpoints.save_queue import SaveQueue
 
 
 def test_jobs_run_in_order_beside_the_caller():

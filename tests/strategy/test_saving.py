@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
+from lightning_megatron_rl.checkpoints import format as checkpoint_io
+from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.sft import SFTModule
-from lightning_megatron_rl.strategy import checkpoint as checkpoint_io
-from lightning_megatron_rl.strategy.manifest import read_manifest
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron_rl.strategy.manifest import MANIFEST_FILE, read_manifest, record_file, write_manifest
+from lightning_megatron_rl.checkpoints.manifest import MANIFEST_FILE, read_manifest, record_file, write_manifest
 from tests.notices import collected
 from tests.strategy.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
@@ -192,7 +192,7 @@ def test_an_index_names_no_file_outside(tmp_path, name):
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-    from lightning_megatron_rl.strategy.shards import SavedShards
+    from lightning_megatron_rl.checkpoints.shards import SavedShards
 
     (tmp_path / "link.distcp").symlink_to("/etc/passwd")
     index = {MetadataIndex("weight"): _StorageInfo(name, 0, 10)}
@@ -207,7 +207,7 @@ def test_an_index_names_no_file_outside(tmp_path, name):
 @pytest.mark.parametrize("key", ["last_model_path", "kth_best_model_path", "best_k_models"])
 def test_a_checkpoint_does_not_say_what_is_deleted_elsewhere(tmp_path, key):
     """ModelCheckpoint deletes the worst of those that its state names."""
-    from lightning_megatron_rl.strategy.checkpoint import _check_kept_checkpoints
+    from lightning_megatron_rl.checkpoints.format import _check_kept_checkpoints
 
     directory = tmp_path / "run"
     state = {"dirpath": str(directory), "best_model_path": str(tmp_path / "earlier" / "step=1.ckpt")}
@@ -228,7 +228,7 @@ def packed(state: Any) -> torch.Tensor:
 
 def test_extra_state_of_fp8_layers_is_looked_at_first(tmp_path):
     """Transformer Engine unpickles it. What it writes passes; code hidden in it, or in a tensor of it, does not run."""
-    from lightning_megatron_rl.strategy.shards import check_extra_state
+    from lightning_megatron_rl.checkpoints.shards import check_extra_state
 
     mark = tmp_path / "mark"
     check_extra_state("layer._extra_state", torch.empty(0, dtype=torch.uint8))

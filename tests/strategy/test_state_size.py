@@ -7,7 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl.devices.memory import STATE_BYTES, StateBytes
+from lightning_megatron_rl.planner.memory import STATE_BYTES, StateBytes
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.state_size import state_size
 

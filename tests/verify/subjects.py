@@ -21,7 +21,7 @@ def sft(model: Path, layout: dict[str, Any], module: type[SFTModule] = SFTModule
 def grpo(model: Path, layout: dict[str, Any], **options: Any) -> Subject:
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
-    from lightning_megatron_rl.rollout.engine import SamplingParams
+    from lightning_megatron_rl.rollout.protocol import SamplingParams
 
     settings: dict[str, Any] = {
         "rewards": [never_called],

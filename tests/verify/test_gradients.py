@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.verify.subjects import Fault, FaultySFT, sft
@@ -92,7 +92,7 @@ def test_no_parameter_is_blurred_in_these_models(dense, experts):
 
 @pytest.mark.parametrize("kind", ["dp2", "dp2_plain"])
 def test_adapters_are_compared_by_their_own_names(worker_pool, qwen3_dir, kind):
-    from lightning_megatron_rl.models.lora import LoRASettings
+    from lightning_megatron_rl.models.layers.lora import LoRASettings
 
     faults = {64: Fault("layers.1.mlp.linear_fc2.adapter.linear_out.weight")}
     build = partial(sft, qwen3_dir, module=FaultySFT, faults=faults, lora=LoRASettings(rank=2))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.models.moe import MoESettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.verify.batch import FrozenBatch
 from lightning_megatron_rl.verify.report import Report
 from lightning_megatron_rl.verify.runner import verify_layouts

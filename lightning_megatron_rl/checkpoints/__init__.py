@@ -1,0 +1,1 @@
+"""Checkpoints on disk: shards, manifest, directories that appear complete, the optimizer's state."""

@@ -1,0 +1,83 @@
+"""Whether a checkpoint is of the model at hand: by names and shapes, before anything is read."""
+
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.checkpoints.shards import SavedShards
+
+_NAMES_BEGIN = ("decoder.", "embedding.", "output_layer.")  # of every model's tensors
+_LAST_LAYER = "output_layer.weight"  # a language model's, or with one row a value head
+
+
+def check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any], tensor_parallel_size: int) -> None:
+    """Compare names and shapes of parameters; a collective.
+
+    Args:
+        path: Of the checkpoint.
+        saved: What it has.
+        sharded: What is asked for, by part.
+        tensor_parallel_size: Under which it was saved.
+
+    Raises:
+        ValueError: Parameters that are missing, too many, or of another shape.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    parts = (state for part, state in sharded.items() if not part.startswith("optimizer"))
+    own = {
+        # a factory makes tensors when it is saved
+        tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
+        if isinstance(tensor, ShardedTensor)
+        else (None, False)
+        for tensor in chain.from_iterable(nested_values(state) for state in parts)
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory)
+    }
+    wanted = {key: shape for shapes in run_on_all_ranks(lambda: own) for key, shape in shapes.items()}
+    splits = (tensor_parallel_size, parallel_state.get_tensor_model_parallel_world_size())
+    missing = [key for key in wanted if key not in saved.shapes]
+    # not those of a critic or a reference that this run may do without: their names begin with the model's
+    extra = [key for key in saved.shapes if key not in wanted and key.startswith(_NAMES_BEGIN)]
+    shapes = [
+        f"{key} {saved.shapes[key]} != {shape}"
+        for key, (shape, padded) in wanted.items()
+        if shape is not None and not is_same_shape(saved.shapes.get(key, shape), shape, splits if padded else None)
+    ]
+    if missing or extra or shapes:
+        last = (saved.shapes.get(_LAST_LAYER), wanted.get(_LAST_LAYER, (None,))[0])
+        heads = [shape is not None and shape[0] == 1 for shape in last]
+        remedy = "Use the checkpoint with the model it was trained from."
+        if any(heads) and not all(heads):
+            remedy = "Only one of them has a value head: convert it to Hugging Face's format, and start from that."
+        raise ValueError(
+            f"checkpoint {path} is of another model: {len(missing)} of {len(wanted)} parameters are missing"
+            f"{_first(missing)}, {len(extra)} are not in the model{_first(extra)}, {len(shapes)} have another shape"
+            f" (checkpoint != model){_first(shapes)}. {remedy}"
+        )
+
+
+def is_same_shape(saved: tuple[int, ...], own: tuple[int, ...], splits: tuple[int, int] | None = None) -> bool:
+    """Whether two shapes are of one tensor.
+
+    Args:
+        saved: In the checkpoint.
+        own: In the model.
+        splits: Of a vocabulary, the sizes of tensor parallelism there and here: its rows are padded to multiples of
+            them. Megatron compares no rows then, and would load as many as there are without a word.
+
+    Example:
+        127 tokens under TP2 and TP1: ``is_same_shape((128, 64), (127, 64), (2, 1))``; not with ``(1, 1)``.
+    """
+    if splits is None:
+        return saved == own
+    fewest = max(rows - split for rows, split in zip((saved[0], own[0]), splits, strict=True))
+    return saved[1:] == own[1:] and fewest < min(saved[0], own[0])
+
+
+def _first(items: list[str], count: int = 3) -> str:
+    return f" ({', '.join(items[:count])}{', ...' if len(items) > count else ''})" if items else ""

@@ -1,0 +1,265 @@
+"""Whether a model of given sizes can be split as asked: pure arithmetic, before any weight is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_megatron_rl.models.families.table import FAMILIES
+
+# What Megatron's rotary embedding knows of "llama3" scaling apart from the factor (it has these as constants).
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+# The same of GPT-OSS, whose values Megatron-Bridge does not take from the checkpoint.
+GPT_OSS_ROPE = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# model_type -> kinds of rotary embedding that Megatron computes as Transformers does
+ROPE_TYPES = {
+    "llama": ("default", "linear", "llama3"),
+    "deepseek_v3": ("default", "yarn"),
+    "gemma3_text (full_attention)": ("default", "linear"),
+    "gpt_oss": ("yarn",),
+}
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """Fields of Megatron's `TransformerConfig` that give pipeline stages unequal numbers of layers.
+
+    Example:
+        Seven layers over two stages: ``PipelineSplit(account_for_loss_in_pipeline_split=True)`` gives 4 and 3.
+    """
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False  # the embedding counts as a layer of the first stage
+    account_for_loss_in_pipeline_split: bool = False  # the output layer counts as a layer of the last stage
+
+    @classmethod
+    def from_overrides(cls, overrides: Mapping[str, Any]) -> "PipelineSplit":
+        """Take these fields out of overrides of the `TransformerConfig`."""
+        return cls(**{field.name: overrides[field.name] for field in fields(cls) if field.name in overrides})
+
+
+def check_family(config: Any) -> None:
+    """Raise `ValueError` if the architecture of Hugging Face `config` is not carried or has a part that is not."""
+    architectures = config.architectures or []
+    supported = [family.architecture for family in FAMILIES.values()]
+    if not set(architectures) & set(supported):
+        raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")
+    model_type = config.model_type
+    if model_type not in FAMILIES or FAMILIES[model_type].architecture not in architectures:
+        raise ValueError(
+            f"config.json says architectures={architectures}, and Transformers reads it as a model of type"
+            f" {model_type!r}: these do not belong together, or are not supported together. Supported are "
+            + ", ".join(f"{family.architecture} of type {name!r}" for name, family in FAMILIES.items())
+        )
+    _check_rope(model_type, config.rope_parameters or {})
+    if getattr(config, "num_experts_per_tok", None) == 1 and _normalises_chosen(config):
+        raise ValueError(
+            f"num_experts_per_tok=1 of a {model_type} model is not supported: the weights of the chosen experts are a"
+            " softmax over these alone, which Megatron does not have for one expert"
+        )
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
+    activation = config.hidden_activation if model_type == "gemma3_text" else config.hidden_act
+    expected = "gelu_pytorch_tanh" if model_type == "gemma3_text" else "silu"
+    if activation != expected:
+        raise ValueError(f"activation {activation!r} of a {model_type} model is not supported, only {expected!r}")
+    if model_type == "llama" and (config.attention_bias or config.mlp_bias):
+        raise ValueError("Llama with attention_bias or mlp_bias is not supported: there is no place for these weights")
+    if model_type in ("qwen3", "qwen3_moe", "deepseek_v3", "gemma3_text") and config.attention_bias:
+        raise ValueError(f"{model_type} with attention_bias is not supported: there is no place for these weights")
+    if model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+        raise ValueError(
+            f"Qwen3-MoE with decoder_sparse_step={config.decoder_sparse_step} and "
+            f"mlp_only_layers={config.mlp_only_layers} is not supported: Megatron-Bridge gives experts to every layer"
+        )
+    if model_type == "deepseek_v3" and not (config.norm_topk_prob and config.rope_interleave):
+        raise ValueError(
+            f"DeepSeek-V3 with norm_topk_prob={config.norm_topk_prob}, rope_interleave={config.rope_interleave} is not "
+            "supported: both must be true"
+        )
+    if model_type == "gemma3_text":
+        _check_gemma3(config)
+    if model_type == "gpt_oss":
+        _check_window_layers(config, every=2)
+
+
+def _normalises_chosen(config: Any) -> bool:
+    """Whether the weights of a token's experts are a softmax over those that were chosen."""
+    return config.model_type in ("mixtral", "gpt_oss") or (
+        config.model_type == "qwen3_moe" and bool(config.norm_topk_prob)
+    )
+
+
+def _check_rope(model_type: str, rope: dict[str, Any]) -> None:
+    """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
+    if model_type == "gemma3_text":  # one for layers with a window and one for the others
+        for kind in ("sliding_attention", "full_attention"):
+            if not isinstance(rope.get(kind), dict):
+                raise ValueError(f"Gemma 3 with rope_parameters={rope}: it has no entry for {kind}")
+            _check_rope(f"gemma3_text ({kind})", rope[kind])
+        return
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES.get(model_type, ("default",)):
+        raise ValueError(f"rope_type={rope_type!r} of a {model_type} model is not supported")
+    constants = LLAMA3_ROPE if rope_type == "llama3" else GPT_OSS_ROPE if model_type == "gpt_oss" else {}
+    for name, value in constants.items():
+        if rope.get(name) != value:
+            raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")
+
+
+def _check_gemma3(config: Any) -> None:
+    """What Megatron-Bridge takes for granted of a Gemma 3."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name):
+            raise ValueError(f"Gemma 3 with {name}={getattr(config, name)} is not supported")
+    if not config.tie_word_embeddings:
+        raise ValueError(
+            "Gemma 3 with tie_word_embeddings=false is not supported: there is no place for the output layer"
+        )
+    _check_window_layers(config, every=6)
+
+
+def _check_window_layers(config: Any, every: int) -> None:
+    """All layers must have a sliding window but every so-manieth."""
+    expected = [
+        "full_attention" if layer % every == 0 else "sliding_attention"
+        for layer in range(1, config.num_hidden_layers + 1)
+    ]
+    if config.layer_types != expected or not config.sliding_window:
+        raise ValueError(
+            f"{config.model_type} with sliding_window={config.sliding_window}, layer_types={config.layer_types} is not "
+            f"supported: every layer must have a sliding window but every {every}. one"
+        )
+
+
+def check_layout(
+    config: Any,
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_split: PipelineSplit | None = None,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    sequence_parallel: bool = True,
+) -> None:
+    """Raise `ValueError` with arithmetic and remedy if a model of Hugging Face `config` cannot be split like this.
+
+    The vocabulary need not be divisible: the embedding and output layer are padded with rows that take no part in
+    softmax, sampling or export. `expert_tensor_parallel_size=None` splits experts like the dense layers.
+
+    Example:
+        16 heads over ``tensor_model_parallel_size=3``: "16 % 3 = 1 …: use a size that divides 16".
+    """
+    tp = tensor_model_parallel_size
+    _check_divides("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", tp)
+    groups = config.num_key_value_heads  # latent attention has none; then there are as many as heads
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"num_key_value_heads={groups} and tensor_model_parallel_size={tp}: {groups} % {tp} = {groups % tp} and "
+            f"{tp} % {groups} = {tp % groups}, but one must divide the other: {_remedy(groups)}"
+        )
+    _check_mlp(config, tp, expert_model_parallel_size, expert_tensor_parallel_size or tp, sequence_parallel)
+    rows = -(-config.vocab_size // tp)  # of each rank
+    if rows * (tp - 1) >= config.vocab_size:
+        raise ValueError(
+            f"vocab_size={config.vocab_size} over tensor_model_parallel_size={tp} leaves no token to the last rank "
+            f"({rows} x {tp - 1} = {rows * (tp - 1)}): use fewer ranks"
+        )
+    _check_stages(
+        config.num_hidden_layers,
+        pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size or 1,
+        pipeline_split or PipelineSplit(),
+    )
+
+
+def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
+    """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
+    family = FAMILIES[config.model_type]
+    if family.expert_fields is None:
+        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+        for name, size, neutral in (("model", ep, 1), ("tensor", etp, tp)):
+            if size != neutral:
+                raise ValueError(
+                    f"expert_{name}_parallel_size={size}, but a {config.model_type} model has no experts: "
+                    "leave this setting out"
+                )
+        return
+    experts, width = family.expert_fields
+    if config.model_type == "deepseek_v3":  # its first layers are dense, and the shared experts are split like these
+        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+        shared = config.moe_intermediate_size * config.n_shared_experts
+        _check_divides("moe_intermediate_size x n_shared_experts", shared, "tensor_model_parallel_size", tp)
+    _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
+    _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
+    if etp > 1 and not family.expert_tensor_parallel:
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
+            "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"
+        )
+    if tp > 1 and not sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={tp} without sequence_parallel: in a model with experts all {tp} ranks would "
+            "route and compute every token again, which Megatron refuses: set sequence_parallel=True"
+        )
+
+
+def _check_stages(layers: int, pp: int, vpp: int, split: PipelineSplit) -> None:
+    """Every stage must get the same number of layers, apart from a first or last stage whose number is given."""
+    counted = {
+        "embedding": split.account_for_embedding_in_pipeline_split,
+        "loss": split.account_for_loss_in_pipeline_split,
+    }
+    extra = [name for name, is_counted in counted.items() if is_counted]
+    first, last = split.num_layers_in_first_pipeline_stage, split.num_layers_in_last_pipeline_stage
+    given = [count for count in (first, last) if count is not None]
+    if given and extra:
+        raise ValueError(
+            f"{' and '.join(map(str, given))} layers in the first or last pipeline stage, and"
+            f" account_for_{extra[0]}_in_pipeline_split: the one says how many layers, the other computes it: set one"
+        )
+    if not given:
+        total = layers + len(extra)
+        if total % (pp * vpp):
+            sum_of = f"num_hidden_layers={layers}" + "".join(f" + 1 for the {name}" for name in extra)
+            raise ValueError(
+                f"{sum_of} over pipeline_model_parallel_size={pp} x virtual_pipeline_model_parallel_size={vpp}: "
+                f"{total} % {pp * vpp} = {total % (pp * vpp)}: use sizes whose product divides {total}, or set "
+                "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+            )
+        return
+    stages = pp - len(given)
+    rest = layers - sum(given)
+    if stages < 0 or rest < 0 or (rest if stages == 0 else rest % stages):
+        raise ValueError(
+            f"num_hidden_layers={layers} with {' + '.join(map(str, given))} in the first or last stage leaves "
+            f"{rest} layers for {stages} of {pp} pipeline stages: they must divide evenly"
+        )
+    for count in (*given, *([rest // stages] if stages else [])):
+        if count % vpp:
+            raise ValueError(
+                f"a pipeline stage of {count} layers cannot be cut in virtual_pipeline_model_parallel_size={vpp} "
+                f"chunks: {count} % {vpp} = {count % vpp}"
+            )
+
+
+def _check_divides(what: str, value: int, size_name: str, size: int) -> None:
+    """`size` ranks must share `value` equally."""
+    if value % size:
+        raise ValueError(
+            f"{what}={value} over {size_name}={size}: {value} % {size} = {value % size}: {_remedy(value, size_name)}"
+        )
+
+
+def _remedy(value: int, size_name: str = "tensor_model_parallel_size") -> str:
+    divisors = [str(size) for size in range(1, min(value, 64) + 1) if value % size == 0]
+    article = "an" if size_name.startswith("e") else "a"
+    return f"use {article} {size_name} among {', '.join(divisors)}"

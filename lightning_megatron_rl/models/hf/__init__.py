@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: finding, checking, reading, converting and writing them."""

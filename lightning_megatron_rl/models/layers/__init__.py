@@ -1,0 +1,1 @@
+"""What models are made of, whatever their family: layers, experts, adapters, log-probs."""

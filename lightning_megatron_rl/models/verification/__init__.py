@@ -1,0 +1,1 @@
+"""Whether Megatron computes a model as Transformers does: shipped proofs, and the probe."""

@@ -1,0 +1,1 @@
+"""Whether a run fits: memory, by arithmetic, before anything is loaded."""

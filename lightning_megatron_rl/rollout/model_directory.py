@@ -1,0 +1,138 @@
+"""What a Hugging Face model directory says about its weights, read without loading them."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from lightning_megatron_rl.models.hf.files import weight_map
+from lightning_megatron_rl.utilities.text_files import read_json
+from lightning_megatron_rl.weights.views import WeightViews
+
+OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
+RECOMPUTED = ".rotary_emb.inv_freq"  # in the first Llama checkpoints: computed from the config, never trained
+
+
+class Shaped(Protocol):
+    """What has a shape: a tensor, or what stands for one."""
+
+    @property
+    def shape(self) -> Any:
+        """Sizes of the dimensions."""
+
+
+S = TypeVar("S", bound=Shaped)
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """The tensors that a complete set of weights must hold.
+
+    Example:
+        ``CheckpointLayout.read("Qwen3-0.6B").shapes["model.norm.weight"] == (1024,)``
+    """
+
+    shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
+    dtype: str  # dtype of the stored weights, such as "bfloat16"
+    is_tied: bool  # output embedding = input embedding
+    architectures: tuple[str, ...] = ()  # classes of transformers that the config names
+
+    @classmethod
+    def read(cls, model_path: str | Path) -> "CheckpointLayout":
+        """Read the names and shapes from the headers of the safetensors files.
+
+        Raises:
+            ValueError: The directory has no config.json or no safetensors weights.
+        """
+        from safetensors import safe_open
+
+        directory = Path(model_path)
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json")
+        config = read_json(directory / "config.json")
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(weight_map(directory).values()))
+        elif (directory / "model.safetensors").is_file():
+            files = ["model.safetensors"]
+        else:
+            raise ValueError(
+                f"{directory} has no model.safetensors and no model.safetensors.index.json; "
+                "save the model with `save_pretrained` of transformers, which writes them"
+            )
+        is_tied = bool(config.get("tie_word_embeddings", False))
+        shapes = {}
+        for file in files:
+            with safe_open(directory / file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no mapping: it has no __iter__)
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(RECOMPUTED)}
+        if is_tied:
+            shapes.pop(OUTPUT_EMBEDDING, None)
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return cls(shapes, dtype, is_tied, tuple(config.get("architectures") or ()))
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model; a tied output embedding counts once."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
+        """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.
+
+        vLLM keeps the old values of whatever an update leaves out, with a line in its log and no error.
+
+        Raises:
+            ValueError: A name is unknown, repeated or missing, or a shape differs.
+
+        Example:
+            ``for name, tensor in layout.check(model.state_dict().items()): ...``
+        """
+        seen: set[str] = set()
+        for name, tensor in weights:
+            if self._is_wanted(name, tensor.shape, seen):
+                yield name, tensor
+        self._check_complete(seen)
+
+    def check_whole(self, weights: Sequence[tuple[str, Tensor]]) -> WeightViews:
+        """Hold all weights to the layout, as `check` does, without a copy of those whose rows lie apart."""
+        views = WeightViews.of(weights)
+        found = [view for _, view in self.check((view.name, view) for view in views.views)]
+        return WeightViews(found, stays=views.stays)
+
+    def check_buckets(self, buckets: Iterable[WeightViews]) -> Iterator[WeightViews]:
+        """Pass buckets on one by one, holding their weights to the layout as `check` does.
+
+        One for each that comes, empty if nothing of it is wanted: whoever takes two has two made.
+        """
+        seen: set[str] = set()
+        for bucket in buckets:
+            wanted = [view for view in bucket.views if self._is_wanted(view.name, view.shape, seen)]
+            is_whole = len(wanted) == len(bucket.views)
+            yield bucket if is_whole else WeightViews(wanted, stays=bucket.stays, memory=bucket.memory)
+        self._check_complete(seen)
+
+    def _is_wanted(self, name: str, shape: Iterable[int], seen: set[str]) -> bool:
+        """Whether a weight is one of the layout's, which is added to `seen`; False of a tied output embedding."""
+        if self.is_tied and name == OUTPUT_EMBEDDING:
+            return False
+        if name not in self.shapes:
+            raise ValueError(f"weight {name!r} is not in the model's checkpoint; are these Hugging Face names?")
+        if name in seen:
+            raise ValueError(f"weight {name!r} was given twice")
+        if tuple(shape) != self.shapes[name]:
+            raise ValueError(
+                f"weight {name!r} has shape {tuple(shape)}, the model's checkpoint has {self.shapes[name]}; "
+                "was padding of the vocabulary or a tensor-parallel shard left in?"
+            )
+        seen.add(name)
+        return True
+
+    def _check_complete(self, seen: set[str]) -> None:
+        missing = sorted(self.shapes.keys() - seen)
+        if missing:
+            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise ValueError(f"{len(missing)} of {len(self.shapes)} weights are missing from the update: {names}")

@@ -1,0 +1,261 @@
+"""What a rollout engine takes and gives: token ids in, token ids and log-probs out, weights by name."""
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_megatron_rl.sample import Outcome, Turn
+from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
+
+LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
+MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
+_RANGES = {
+    "temperature": NOT_NEGATIVE.called("0 is greedy"),
+    "top_p": Range(above=0, most=1, note="1 keeps every token"),
+    "top_k": Range(least=-1, whole=True, note="-1 keeps every token"),
+    "max_tokens": COUNT,
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; one value for all requests of a call.
+
+    Args:
+        temperature: Divides the logits; 0 takes the most likely token, with log-probs of the plain softmax.
+        top_p: Keeps the smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: Keeps the k most likely tokens; -1 keeps all.
+        max_tokens: Upper limit of the response. # [tokens]
+        stop: Strings that end a response; the tokens that spell one stay in the response.
+        ignore_eos: Go on to `max_tokens` whatever is sampled.
+
+    Raises:
+        ValueError: A value is outside its range.
+
+    Example:
+        ``SamplingParams(temperature=0.7, max_tokens=128)``
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(_RANGES, vars(self), "sampling.")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}: "
+                "below that vLLM would sample at another temperature than the trainer assumes"
+            )
+        if self.top_k == 0:
+            raise ValueError("sampling.top_k=0 must be at least 1, or -1 to keep every token")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if "" in self.stop:
+            raise ValueError(f"stop={self.stop} contains an empty string, which would end every response at once")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the number of responses to draw for it.
+
+    The i-th response is drawn with `seed + i`: take seeds from `derive_seed`, not from a running number, or the second
+    response of one request repeats the noise of the first response of the next.
+
+    Example:
+        ``GenerationRequest(token_ids=[5, 9], seed=derive_seed(0, step, prompt_index), num_samples=8)``
+    """
+
+    token_ids: list[int]  # [prompt tokens]
+    seed: int
+    num_samples: int = 1
+    max_tokens: int | None = None  # of this request, below that of the sampling parameters; None: as there
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response as it was sampled.
+
+    Example:
+        ``Generation(token_ids=[7, 2], logprobs=[-0.1, -0.3], finish_reason="stop")``
+    """
+
+    token_ids: list[int]  # [response tokens], the end-of-sequence token included if it was sampled
+    logprobs: list[float]  # [response tokens], of the distribution they were drawn from (temperature, top-p, top-k)
+    finish_reason: str  # "stop", or "length" when cut by max_tokens
+    turns: tuple[Turn, ...] = ()  # of an episode that is replayed whole; its other tokens are the environment's
+    outcome: Outcome | None = None  # of such an episode
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one update of an engine's weights took.
+
+    Example:
+        ``report.num_bytes / report.seconds / 1e9`` is the rate in GB/s.
+    """
+
+    num_bytes: int  # of the weights as they came
+    seconds: float  # from the call to weights that sample
+    extra_bytes: int  # most memory of the trainer's device that the transfer itself held at one time
+    transport: str  # "shared memory", "CUDA IPC", "NCCL", "in process" or "none"
+    replayed: bool = False  # whether the engine replayed the copies that it recorded in an earlier update
+    peer_bytes: int = 0  # read in place out of the memory of other GPUs, by the worker that read most
+
+
+class WeightsLostError(RuntimeError):
+    """The engine has no weights to sample with: they went with its process or with a deep sleep, and nobody kept them.
+
+    `update_weights` with a full set makes the engine whole again.
+    """
+
+
+class RolloutEngine(Protocol):
+    """Samples from a policy whose weights can be replaced; every call has a deadline.
+
+    An engine that shares GPUs with the trainer can sleep while the trainer works. It wakes in two parts, because
+    weights and cache may not fit beside what the trainer still holds while it exports: ``wake(["weights"])``,
+    ``update_weights(...)``, ``wake(["kv_cache"])``.
+
+    Example:
+        ``engine.start(path); engine.update_weights(weights, version=1); engine.generate(requests, SamplingParams())``
+    """
+
+    weight_version: int  # version of the weights that sample; 0 is what `start` loaded
+    max_model_len: int  # longest prompt plus response. # [tokens]
+    sleep_level: int = 0  # between rollouts: 0 does not sleep, 1 moves weights to the host, 2 drops them
+    tensor_parallel_size: int = 1  # workers that share the model
+    num_restarts: int = 0  # replacements of its process since `start`
+    is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
+
+    def expect(self, num_tokens: int | None) -> None:
+        """Take note, before `start`, of how many tokens the run will sample at most; None: nobody knows."""
+        return
+
+    def describe(self) -> str:
+        """Return what the engine is, for the table at start."""
+        return type(self).__name__
+
+    def start(self, model_path: str | Path) -> None:
+        """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""
+
+    def wait_ready(self) -> None:
+        """Block until the engine can sample; the first call does so by itself."""
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Return `num_samples` responses for each request, in the order of the requests."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them.
+
+        Tensors of a sequence all exist at once and may be read where they are, those of `WeightViews` that stay until
+        `let_go`; tensors of an iterator are taken one by one.
+        """
+
+    def let_go(self) -> None:
+        """Read no memory of an earlier update any more: it may be freed. The engine keeps its own weights."""
+
+    def sleep(self, level: int = 1) -> int:
+        """Give the device's memory back, and return the bytes; asleep already, it does nothing."""
+        return 0
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take the memory of "weights", "kv_cache" or, with no tags, both; what is awake stays as it is."""
+
+    def close(self) -> None:
+        """End the engine and free what it holds; calling it twice is fine."""
+
+
+def derive_seed(base_seed: int, step: int, prompt_index: int, dataset: str = "") -> int:
+    """Return the 31-bit seed of one prompt at one step, the same in every process and on every machine.
+
+    Example:
+        ``derive_seed(0, step=3, prompt_index=17, dataset="train")``
+    """
+    key = f"{base_seed}/{step}/{prompt_index}/{dataset}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+
+
+def check_sleep(level: int, sleep_level: int) -> None:
+    """Refuse a level that there is not, and an engine that was built to stay awake.
+
+    Args:
+        level: Asked for.
+        sleep_level: The engine's own.
+
+    Raises:
+        ValueError: Either of them.
+    """
+    if level not in (1, 2):
+        raise ValueError(f"sleep(level={level}): 1 (weights to the host's memory) or 2 (weights dropped)")
+    if sleep_level == 0:
+        raise ValueError("an engine with sleep_level=0 cannot sleep: build it with sleep_level=1 or 2")
+
+
+def note_sleep(level: int, freed: int, expected: int) -> None:
+    """Log what an engine left when it fell asleep; less than it had is a warning.
+
+    Args:
+        level: Of its sleep.
+        freed: Bytes that came free on its GPUs.
+        expected: Bytes that it had of them.
+    """
+    log.info("asleep at level %d: freed %.3f of %.3f GB", level, freed / 1e9, expected / 1e9)
+    if freed < LEAST_FREED * expected:
+        log.warning(
+            "sleep(level=%d) freed %.2f GB of the %.2f GB that the engine had: another process took memory on its"
+            " GPU at that moment, or the memory did not come free, which the trainer will miss",
+            level,
+            freed / 1e9,
+            expected / 1e9,
+        )
+
+
+def check_requests(
+    requests: list[GenerationRequest], params: SamplingParams, *, vocab_size: int, max_model_len: int
+) -> None:
+    """Refuse requests that an engine would reject as a whole or shorten without a word.
+
+    Raises:
+        ValueError: The first bad request, by its index, with the value and the remedy.
+
+    Example:
+        ``check_requests([GenerationRequest([5], seed=1)], SamplingParams(), vocab_size=128, max_model_len=512)``
+    """
+    for index, request in enumerate(requests):
+        length = len(request.token_ids)
+        if length == 0:
+            raise ValueError(f"request {index}: the prompt is empty; give at least one token, such as the BOS token")
+        for position, token_id in enumerate(request.token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"request {index}: token id {token_id} at position {position} is outside the vocabulary of "
+                    f"{vocab_size}; was the prompt tokenised with another model's tokenizer?"
+                )
+        max_tokens = params.max_tokens if request.max_tokens is None else request.max_tokens
+        if not 1 <= max_tokens <= params.max_tokens:
+            raise ValueError(f"request {index}: max_tokens={max_tokens} must be in [1, {params.max_tokens}]")
+        if length + max_tokens > max_model_len:
+            raise ValueError(
+                f"request {index}: prompt ({length}) + max_tokens ({max_tokens}) = "
+                f"{length + max_tokens} > max_model_len ({max_model_len}); "
+                "shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        if request.num_samples < 1:
+            raise ValueError(f"request {index}: num_samples={request.num_samples} must be at least 1")
+        if request.num_samples > 1 and params.temperature == 0:
+            raise ValueError(
+                f"request {index}: num_samples={request.num_samples} at temperature=0 would be "
+                f"{request.num_samples} equal responses; use num_samples=1 or a positive temperature"
+            )
+        if not 0 <= request.seed < 2**62:
+            raise ValueError(f"request {index}: seed={request.seed} must be in [0, 2**62); take it from derive_seed")

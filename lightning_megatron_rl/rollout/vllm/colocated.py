@@ -1,0 +1,314 @@
+"""vLLM in the trainer's own processes: one worker per rank, weights copied in place, random numbers left alone."""
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.protocol import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+    WeightsLostError,
+    check_requests,
+    check_sleep,
+    note_sleep,
+)
+from lightning_megatron_rl.rollout.vllm.arguments import check_vllm_args
+from lightning_megatron_rl.rollout.vllm.installation import (
+    choose_device,
+    installed_packages,
+    require_library,
+    why_no_gpu,
+)
+from lightning_megatron_rl.rollout.vllm.process import named_memory
+from lightning_megatron_rl.rollout.vllm.settings import (
+    ENGINE_RANGES,
+    FP32_ENVIRONMENT,
+    engine_environment,
+    llm_arguments,
+)
+from lightning_megatron_rl.utilities.ranges import check_ranges
+from lightning_megatron_rl.weights.transports.cuda import InProcess, Part
+from lightning_megatron_rl.weights.views import WeightBuckets
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.rollout.vllm.worker import Worker
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Give back, at the end, random-number states and settings of torch as they were: vLLM seeds and sets all of them.
+
+    Example:
+        ``with isolated(): torch.manual_seed(0)`` leaves the next `torch.rand` what it would have been.
+    """
+    environment = dict(os.environ)
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    on_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    dtype, threads, matmul = (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+    )
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(matmul)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_cuda is not None:
+            torch.cuda.set_rng_state(on_cuda)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+class ColocatedVLLMEngine(RolloutEngine):
+    """Samples with vLLM inside the trainer's processes: each rank of a model replica is one tensor-parallel worker.
+
+    Nothing is sent anywhere: weights are copied on each rank's GPU, from the trainer's memory into the sampler's. In
+    return a failure of vLLM is one of the run, and its patches of torch stay in the process; `VLLMEngine` keeps both
+    apart. All ranks of a replica call it together, with the same requests.
+
+    Args:
+        tensor_parallel_size: Ranks that share the model: those of one model replica.
+        max_model_len: Longest prompt and response together. # [tokens]
+        dtype: "auto" is the dtype in the model's config; "float32", "bfloat16" or "float16".
+        kv_cache_memory_gb: Size of the key/value cache of each rank. # GiB
+        max_num_seqs: Most sequences that are sampled at a time.
+        enforce_eager: No compilation and no CUDA graphs.
+        sleep_level: Give the memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2 drops
+            them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
+        bucket_mb: Size of the buffer for weights that come one by one; a planned push has its own. # MiB
+        seed: vLLM's own seed; samples only depend on the seeds of their requests.
+        vllm_args: Other arguments of vLLM's own, as in `VLLMEngine`.
+
+    Example:
+        ``GRPOModule(..., engine=ColocatedVLLMEngine(sleep_level=2))``
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        max_model_len: int = 2048,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        kv_cache_memory_gb: float = 2.0,
+        max_num_seqs: int = 256,
+        enforce_eager: bool = True,
+        sleep_level: Literal[0, 1, 2] = 0,
+        bucket_mb: int = 512,
+        seed: int = 0,
+        vllm_args: dict[str, Any] | None = None,
+    ) -> None:
+        check_ranges(ENGINE_RANGES, locals(), "engine.")
+        check_vllm_args(vllm_args or {})
+        self.tensor_parallel_size = tensor_parallel_size
+        self.max_model_len = max_model_len
+        self.dtype = dtype
+        self.kv_cache_memory_gb = kv_cache_memory_gb
+        self.max_num_seqs = max_num_seqs
+        self.enforce_eager = enforce_eager
+        self.sleep_level = sleep_level
+        self.bucket_mb = bucket_mb
+        self.seed = seed
+        self.vllm_args = dict(vllm_args or {})
+        self.is_collective = True
+        self.weight_version = 0
+        self._worker: Worker | None = None
+        self._has_weights = False
+        self._awake: set[str] = set()
+        self._in_process = InProcess(bucket_mb * 2**20)
+
+    def start(self, model_path: str | Path) -> None:
+        """Load the model on this rank; a collective of all ranks of the run.
+
+        Raises:
+            ValueError: The directory has no config or no safetensors weights; ranks that do not divide into workers.
+            RuntimeError: vLLM is missing, the wrong one is installed, or the engine runs already.
+        """
+        if self._worker is not None:
+            raise RuntimeError("the engine is already started; close() it before another start()")
+        device = choose_device("auto", installed_packages(), no_gpu=why_no_gpu())
+        if device == "cpu":
+            require_library("libnuma.so.1", "apt-get install libnuma1")
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size % self.tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} of the engine does not divide the {world_size}"
+                " rank(s) of the run: it must be the number of ranks of one model replica"
+            )
+        self._layout = CheckpointLayout.read(model_path)
+        arguments = llm_arguments(
+            str(model_path),
+            device,
+            dtype=self._layout.dtype if self.dtype == "auto" else self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            enforce_eager=self.enforce_eager,
+            tensor_parallel_size=self.tensor_parallel_size,
+            seed=self.seed,
+            kv_cache_memory_gb=self.kv_cache_memory_gb,
+            gpu_memory_utilization=1.0,
+            sleeps=self.sleep_level > 0,
+            others=self.vllm_args,
+        )
+        if device == "cuda" and self.tensor_parallel_size > torch.cuda.device_count():
+            arguments["disable_custom_all_reduce"] = True  # vLLM's own reads the memory of GPUs of one node
+        with isolated():
+            # vLLM reads them where it is imported and where it starts; they are not the trainer's
+            environment = engine_environment(device, eager=self.enforce_eager, dtype=arguments["dtype"])
+            os.environ.update(environment | _ranks())
+            from lightning_megatron_rl.rollout.vllm.worker import Worker
+
+            worker = Worker(weights_fd=None)
+            try:
+                self._limits = worker.start({**arguments, "distributed_executor_backend": "external_launcher"})
+            except BaseException:
+                worker.stop()
+                raise
+            finally:
+                if device == "cpu":
+                    _drop_names()
+        self._worker = worker
+        self._device = device
+        # Triton reads them whenever it compiles a kernel
+        self._kernels = {name: environment[name] for name in FP32_ENVIRONMENT if name in environment}
+        self._awake, self._has_weights, self.weight_version = {WEIGHTS, KV_CACHE}, True, 0
+
+    def wait_ready(self) -> None:
+        """Ready when `start` returns."""
+        self._started()
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Sample `num_samples` responses for each request; all ranks of a replica with the same requests.
+
+        Raises:
+            ValueError: A request is refused; see `check_requests`.
+            WeightsLostError: It slept at level 2 and has no weights since.
+        """
+        worker = self._started()
+        if not requests:
+            return []
+        check_requests(requests, params, **self._limits)
+        if not self._has_weights:
+            raise WeightsLostError("the engine dropped its weights when it fell asleep; call update_weights")
+        self.wake()
+        with isolated():
+            os.environ.update(self._kernels)
+            return worker.generate(requests, params)[1]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Copy a full set of weights into the sampler's; on each rank its part.
+
+        Raises:
+            ValueError: The names or shapes differ from those of the model's directory.
+        """
+        began = time.perf_counter()
+        worker = self._started()
+        self.wake([WEIGHTS])
+        self._has_weights = False
+        num_bytes = 0
+        extra, replayed = 0, False
+        with isolated():
+            if self._device == "cpu":
+                named = list(self._layout.check(weights))
+                num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in named)
+                worker.reload(named, version)
+            else:
+                worker.begin()
+                for part in self._parts(weights):
+                    num_bytes += sum(place.num_bytes for place in part["placements"])
+                    extra = extra if part["keep"] else max(extra, part["blocks"][0].numel())
+                    worker.load(part)
+                replayed = worker.end(version)
+        self._has_weights, self.weight_version = True, version
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, "in process", replayed)
+        log.info("weights of version %d: %.3f GB in process in %.3f s", version, num_bytes / 1e9, report.seconds)
+        return report
+
+    def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[Part]:
+        if isinstance(weights, Sequence):
+            return self._in_process.parts([self._layout.check_whole(weights)], keep=True)
+        if isinstance(weights, WeightBuckets):
+            return self._in_process.parts(self._layout.check_buckets(weights.buckets()))
+        return self._in_process.bucket_parts(self._layout.check(weights))
+
+    def let_go(self) -> None:
+        """Read no memory of an earlier update any more."""
+        if self._worker is not None and self._device == "cuda":
+            self._worker.let_go()
+
+    def sleep(self, level: int = 1) -> int:
+        """Free this rank's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both."""
+        worker = self._started()
+        check_sleep(level, self.sleep_level)
+        if not self._awake:
+            return 0
+        with isolated():
+            freed, expected = worker.sleep(level)
+        self._awake = set()
+        self._has_weights = self._has_weights and level == 1
+        note_sleep(level, freed, expected)
+        return freed
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory again for "weights" and "kv_cache", both or one of them; the cache comes back empty."""
+        wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
+        if wanted - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"wake(tags={tags}): {WEIGHTS!r} and {KV_CACHE!r} can wake")
+        missing = sorted(wanted - self._awake, reverse=True)
+        if missing:
+            with isolated():
+                self._started().wake(missing)
+            self._awake |= wanted
+
+    def close(self) -> None:
+        """Let go of the model; its memory comes free, what vLLM changed in the process does not come back."""
+        if self._worker is not None:
+            try:
+                self.let_go()
+            finally:
+                self._worker.stop()
+                self._worker = None
+
+    def _started(self) -> "Worker":
+        if self._worker is None:
+            raise RuntimeError("the engine is not started; call start(model_path) first")
+        return self._worker
+
+
+def _drop_names() -> None:
+    """Unlink what vLLM's workers on a CPU talk through: all have opened it, and nothing would remove it at the end."""
+    for path in named_memory("self"):
+        if "-cpushm_" in path.name:
+            path.unlink(missing_ok=True)
+
+
+def _ranks() -> dict[str, str]:
+    """What torchrun would say, which is where vLLM looks."""
+    if not dist.is_initialized():
+        return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    local = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
+    ranks: dict[str, Any] = {"RANK": dist.get_rank(), "LOCAL_RANK": local, "WORLD_SIZE": dist.get_world_size()}
+    return {name: str(value) for name, value in ranks.items()}

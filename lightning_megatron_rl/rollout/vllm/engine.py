@@ -1,0 +1,244 @@
+"""vLLM as a rollout engine: what it is started with, on which devices, and how it gets its weights."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.vllm.arguments import check_vllm_args
+from lightning_megatron_rl.rollout.vllm.installation import (
+    choose_device,
+    installed_packages,
+    require_library,
+    why_no_gpu,
+)
+from lightning_megatron_rl.rollout.vllm.process import child_environment
+from lightning_megatron_rl.rollout.vllm.settings import (
+    ENGINE_RANGES,
+    compiles,
+    current_device,
+    engine_devices,
+    engine_environment,
+    llm_arguments,
+    visible_device,
+)
+from lightning_megatron_rl.rollout.vllm.supervision import SupervisedEngine
+from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_threads, usable_cpus
+from lightning_megatron_rl.utilities.masking import unmasked_environment
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
+from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
+from lightning_megatron_rl.weights.transports.cuda import IPCTransport, NCCLTransport
+from lightning_megatron_rl.weights.transports.host import SharedWeights
+
+log = logging.getLogger(__name__)
+
+
+class VLLMEngine(SupervisedEngine):
+    """Samples with vLLM in a process of its own, so that the trainer keeps its random numbers, patches and environment.
+
+    A call that finds the process dead, or that it does not answer before its deadline (a process that is stopped never
+    answers), starts another one, gives it the weights last pushed, and is repeated. Each such restart is a warning in
+    the log; after `max_restarts` of them the engine gives up. A call that fails inside vLLM raises at once (an update
+    is repeated), and the next call starts the new process.
+
+    On CUDA weights go from GPU to GPU and nobody keeps a copy: a process that is replaced, or that slept at level 2,
+    has none, and `generate` raises `WeightsLostError` until the next `update_weights`.
+
+    Args:
+        max_model_len: Longest prompt and response together. # [tokens]
+        dtype: "auto" is the dtype in the model's config; "float32", "bfloat16" or "float16".
+        device: "cpu", "cuda", or "auto" for whichever vLLM is installed.
+        kv_cache_memory_gb: Size of the key/value cache; unset: 0.5 on CPU, from `gpu_memory_utilization` on CUDA. # GiB
+        gpu_memory_utilization: Share of the GPU's memory for weights and cache, if `kv_cache_memory_gb` is unset; the
+            rest is the trainer's.
+        max_num_seqs: Most sequences that are sampled at a time.
+        enforce_eager: No compilation and no CUDA graphs; unset: eager on CPU (starts much faster), graphs on CUDA.
+        num_threads: CPU threads of each of the engine's processes; unset: OMP_NUM_THREADS if it is set, else one for
+            every 10 million parameters, at most this rank's share of the CPUs that the process may use.
+        compilation: Of the model on CUDA: "full" compiles it and records CUDA graphs, "graphs" records graphs alone,
+            which starts some 25 s sooner and decodes a few percent slower (a small model: as fast). "auto" takes
+            "graphs" for models below 500 million parameters and for runs that sample too little to win that back.
+        tensor_parallel_size: GPUs (on CPU: processes) that share the model.
+        devices: GPUs as the trainer numbers them; unset: the trainer's own and those behind it.
+        sleep_level: Give the GPU's memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2
+            drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
+        weight_transfer: "ipc" (the trainer's GPU is one of the engine's), "nccl" (it is none of them), "shared_memory"
+            (through the host; a restarted process finds its weights there), or "auto" for what the devices ask for.
+        bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
+            workers; a planned push of a split model has its own. # MiB
+        start_timeout_s: Deadline of a start. # seconds
+        call_timeout_s: Deadline of each call to generate or update, after which the process is replaced. # seconds
+        max_restarts: Replacements of a failed process before the engine gives up.
+        seed: vLLM's own seed; samples only depend on the seeds of their requests.
+        env: Environment variables of the process, over all others. Values that look like secrets are written down as
+            "***", which stands for the value that this process's environment has.
+        vllm_args: Other arguments of vLLM's own, by their names in `vllm.EngineArgs`, such as
+            ``{"max_num_batched_tokens": 8192}``; those that the engine sets itself are refused.
+        echo_output: Show the process's output.
+
+    Example:
+        ``engine = VLLMEngine(max_model_len=512); engine.start("Qwen3-0.6B"); engine.generate(requests, params)``
+    """
+
+    def __init__(
+        self,
+        max_model_len: int = 2048,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        kv_cache_memory_gb: float | None = None,
+        gpu_memory_utilization: float = 0.5,
+        max_num_seqs: int = 256,
+        enforce_eager: bool | None = None,
+        compilation: Literal["auto", "full", "graphs"] = "auto",
+        num_threads: int | None = None,
+        tensor_parallel_size: int = 1,
+        devices: list[int] | None = None,
+        sleep_level: Literal[0, 1, 2] = 0,
+        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] = "auto",
+        bucket_mb: int = 512,
+        start_timeout_s: float = 300,
+        call_timeout_s: float = 600,
+        max_restarts: int = 2,
+        seed: int = 0,
+        env: dict[str, str] | None = None,
+        vllm_args: dict[str, Any] | None = None,
+        echo_output: bool = False,
+    ) -> None:
+        ranges = {
+            **ENGINE_RANGES,
+            "num_threads": COUNT.called("unset, it follows from the size of the model"),
+            "gpu_memory_utilization": Range(above=0, most=1),
+            "devices": COUNT_OR_NONE.called("it is the number of a GPU"),
+            "start_timeout_s": POSITIVE,
+            "call_timeout_s": POSITIVE,
+            "max_restarts": COUNT_OR_NONE,
+        }
+        check_ranges(ranges, locals(), "engine.")
+        if compilation not in ("auto", "full", "graphs"):
+            raise ValueError(f"compilation={compilation!r} is none of 'auto', 'full', 'graphs'")
+        check_vllm_args(vllm_args or {})
+        self.compilation = compilation
+        self.num_tokens: int | None = None  # that the run will sample, if that is known
+        self.is_collective = False
+        self.devices = devices
+        self.sleep_level = sleep_level
+        self.weight_transfer = weight_transfer
+        self.bucket_mb = bucket_mb
+        self.max_model_len = max_model_len
+        self.dtype = dtype
+        self.device = device
+        self.kv_cache_memory_gb = kv_cache_memory_gb
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.max_num_seqs = max_num_seqs
+        self.enforce_eager = enforce_eager
+        self.num_threads = num_threads
+        self.tensor_parallel_size = tensor_parallel_size
+        self.start_timeout_s = start_timeout_s
+        self.call_timeout_s = call_timeout_s
+        self.max_restarts = max_restarts
+        self.seed = seed
+        self.env = unmasked_environment(env or {})
+        self.vllm_args = dict(vllm_args or {})
+        self.echo_output = echo_output
+        self._forget()
+
+    def start(self, model_path: str | Path) -> None:
+        """Start the process and return while it loads; `wait_ready`, or the first call, waits for it.
+
+        Raises:
+            ValueError: The directory has no config or no safetensors weights; OMP_NUM_THREADS is no number of threads.
+            RuntimeError: vLLM or a library of the system is missing, the wrong vLLM is installed, or it runs already.
+        """
+        if self._shared is not None:
+            raise RuntimeError("the engine is already started; close() it before another start()")
+        device = choose_device(self.device, installed_packages(), no_gpu=why_no_gpu())
+        if device == "cpu":
+            require_library("libnuma.so.1", "apt-get install libnuma1")
+        self._layout = CheckpointLayout.read(model_path)
+        eager = self.enforce_eager if self.enforce_eager is not None else device == "cpu"
+        self._compiles = not eager and compiles(self.compilation, self._layout.num_parameters, self.num_tokens)
+        self._llm_arguments = llm_arguments(
+            str(model_path),
+            device,
+            dtype=self._layout.dtype if self.dtype == "auto" else self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            enforce_eager=eager,
+            tensor_parallel_size=self.tensor_parallel_size,
+            seed=self.seed,
+            kv_cache_memory_gb=self.kv_cache_memory_gb,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            sleeps=self.sleep_level > 0,
+            graphs_only=not (eager or self._compiles),
+            others=self.vllm_args,
+        )
+        visible = self._choose_devices() if device == "cuda" else None
+        self._threads = self._choose_threads() if device == "cpu" else None
+        environment = engine_environment(
+            device,
+            self._layout.architectures,
+            eager=eager,
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_threads=self._threads,
+            visible_devices=visible,
+            dtype=self._llm_arguments["dtype"],
+        )
+        self._environment = child_environment(dict(os.environ), openmp_defaults() | environment | self.env)
+        self._shared = SharedWeights()
+        self._launch()
+
+    def _choose_threads(self) -> int:
+        """Return the threads of each process on the CPU; more than there are CPUs is a warning."""
+        by_size = sampler_threads(self._layout.num_parameters, self.tensor_parallel_size, {**os.environ, **self.env})
+        threads = self.num_threads or by_size
+        cpus = usable_cpus()
+        if threads * self.tensor_parallel_size > cpus.count:
+            log.warning(
+                "the sampler has %d process(es) with %d threads each for %d CPUs (%s), which will wait for each other:"
+                " lower num_threads or OMP_NUM_THREADS",
+                self.tensor_parallel_size,
+                threads,
+                cpus.count,
+                cpus.source,
+            )
+        return threads
+
+    def expect(self, num_tokens: int | None) -> None:
+        """Take note of how many tokens the run will sample at most; None: nobody knows."""
+        self.num_tokens = num_tokens
+
+    def describe(self) -> str:
+        """Return what the engine is, for the table at start."""
+        if self._shared is None:  # another rank has it
+            return "vLLM in a process of its own"
+        how = "eager" if self._llm_arguments["enforce_eager"] else "compiled" if self._compiles else "CUDA graphs alone"
+        count = "" if self._threads is None else f", {self._threads} thread(s)"
+        return f"vLLM in a process of its own, {self._llm_arguments['dtype']}, {how}{count}"
+
+    def _choose_devices(self) -> str:
+        """Decide on GPUs and transport; return what the process is to see."""
+        own, count = current_device(), torch.cuda.device_count()
+        devices = engine_devices(self.devices, self.tensor_parallel_size, own, count)
+        wanted = self.weight_transfer
+        if wanted == "auto":
+            wanted = "ipc" if own in devices else "nccl"
+        if (wanted == "ipc" and own not in devices) or (wanted == "nccl" and own in devices):
+            raise ValueError(
+                f"weight_transfer={wanted!r} with the trainer on device {own} and the engine on {devices}: CUDA IPC is"
+                " for an engine that shares the trainer's GPU, NCCL for one that does not; use weight_transfer='auto'"
+            )
+        if wanted == "ipc":
+            gpus = [str(identity(torch.device("cuda", device))) for device in devices]
+            self._transport = IPCTransport(
+                devices.index(own),
+                len(devices),
+                self.bucket_mb * 2**20,
+                gpus=gpus if reach_each_other(devices) else (),
+            )
+        elif wanted == "nccl":
+            self._transport = NCCLTransport(len(devices), self.call_timeout_s, self.bucket_mb * 2**20)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ",".join(visible_device(device, visible) for device in devices)

@@ -1,0 +1,431 @@
+"""The life of vLLM's process: started, given the newest weights, put to sleep and woken, replaced when it fails."""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.protocol import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+    WeightsLostError,
+    check_requests,
+    check_sleep,
+    note_sleep,
+)
+from lightning_megatron_rl.rollout.vllm.process import (
+    EngineCallError,
+    EngineDiedError,
+    EngineTimeoutError,
+    WorkerProcess,
+)
+from lightning_megatron_rl.rollout.vllm.sockets import SocketDirectory
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.weights.transports.cuda import Ask, IPCTransport, NCCLTransport, Part
+from lightning_megatron_rl.weights.transports.host import SharedWeights, Slot
+from lightning_megatron_rl.weights.views import WeightBuckets, WeightViews
+
+WORKER_MODULE = "lightning_megatron_rl.rollout.vllm.worker"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+LET_GO_S = 30.0  # it is an instant's work; more at the end of a run would be a hang
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class SupervisedEngine(RolloutEngine):
+    """vLLM in a child process; `VLLMEngine` says what it is started with."""
+
+    call_timeout_s: float
+    start_timeout_s: float
+    max_restarts: int
+    echo_output: bool
+    _layout: CheckpointLayout
+    _llm_arguments: dict[str, Any]
+    _environment: dict[str, str]
+
+    def _forget(self) -> None:
+        self.weight_version = 0
+        self.num_restarts = 0
+        self._worker: WorkerProcess | None = None
+        self._limits: dict[str, int] | None = None  # of the worker; None until it has said that it is ready
+        self._shared: SharedWeights | None = None
+        self._failures: list[Exception] = []
+        self._sockets: SocketDirectory | None = None
+        # Pushes are numbered from 1; 0 stands for the weights in the model's directory.
+        self._num_pushes = 0
+        self._wanted_push = 0  # what should sample
+        self._wanted_version = 0
+        self._shared_push: int | None = None  # what the shared memory holds; None: nothing whole
+        self._worker_push: int | None = 0  # what the worker has loaded; None: nothing whole
+        self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
+        self._transport: IPCTransport | NCCLTransport | None = None  # None: shared memory
+        self._connected_pid: int | None = None  # the worker that is in the transport's group
+        self._worker_plan: list[Slot] | None = None  # what the worker knows of the shared memory's layout
+        self._checked: tuple[weakref.ref[WeightViews], WeightViews] | None = None  # what was given, and its weights
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine's process, if there is one."""
+        return None if self._worker is None or self._worker.is_gone else self._worker.pid
+
+    def wait_ready(self) -> None:
+        """Block until the process can sample with the weights last pushed.
+
+        Raises:
+            RuntimeError: It cannot start, did not start in time, or failed more often than `max_restarts`.
+        """
+        self._retrying(lambda worker: None)
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Sample `num_samples` responses for each request.
+
+        Raises:
+            ValueError: A request is refused; see `check_requests`.
+            RuntimeError: The call failed in vLLM, or the process failed or outlasted `call_timeout_s` too often.
+        """
+
+        def call(worker: WorkerProcess) -> tuple[int, list[list[Generation]]]:
+            assert self._limits is not None
+            check_requests(requests, params, **self._limits)
+            self._wake(worker, {WEIGHTS, KV_CACHE})
+            return worker.request("generate", ("generate", requests, params), self.call_timeout_s)
+
+        if not requests:
+            return []
+        version, generations = self._retrying(call)
+        if version != self.weight_version:
+            raise RuntimeError(f"the engine sampled with weights of version {version}, not {self.weight_version}")
+        return generations
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Push a full set of weights and clear the prefix cache; the version counts from the moment they are loaded.
+
+        The tensors are copied into shared memory as they come. If the iterable raises or the set is not the model's,
+        the old weights go on sampling; should the process then have to be replaced, they are gone with it, and
+        `generate` asks for a new update.
+
+        Args:
+            weights: Hugging Face names and whole tensors, on CPU or CUDA, in any dtype.
+            version: Becomes `weight_version`.
+
+        Raises:
+            ValueError: The names or shapes differ from those of the model's directory.
+            RuntimeError: The process failed, or outlasted `call_timeout_s`, more often than `max_restarts`.
+        """
+        began = time.perf_counter()
+        self._started()
+        on_gpu, checked = _peek(self._check(weights))
+        self._shared_push = None
+        transport = self._transport if on_gpu else None
+        if isinstance(checked, WeightBuckets) and not isinstance(transport, IPCTransport):
+            checked = self._layout.check(checked)  # tensor by tensor
+        if transport is None:
+            num_bytes, extra, replayed = self._update_through_host(checked, version), 0, False
+            name = "shared memory"
+        else:
+            num_bytes, extra, replayed = self._update_on_device(checked, version)
+            name = transport.name
+        peer_bytes = transport.peer_bytes if isinstance(transport, IPCTransport) else 0
+        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed, peer_bytes)
+        log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
+        return report
+
+    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        if isinstance(weights, WeightBuckets):
+            return weights
+        if not isinstance(weights, Sequence):
+            return self._layout.check(weights)
+        # all of them are right before the first is sent; the same ones are right every time
+        if not isinstance(weights, WeightViews):
+            return self._layout.check_whole(weights)
+        if self._checked is None or self._checked[0]() is not weights:
+            self._checked = weakref.ref(weights), self._layout.check_whole(weights)
+        return self._checked[1]
+
+    def _update_through_host(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        plan = self._started().write(weights)
+        self._num_pushes += 1
+        self._shared_push = self._wanted_push = self._num_pushes
+        self._wanted_version = version
+        self.wait_ready()
+        return plan[-1].end
+
+    def _update_on_device(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int, bool]:
+        while True:
+            try:
+                return self._transfer(self._running_worker(), weights, version)
+            except (EngineDiedError, EngineTimeoutError) as error:
+                self._failures.append(error)
+                if not isinstance(weights, Sequence):
+                    raise WeightsLostError(
+                        f"the engine's process was lost during the update to version {version}, and the weights came"
+                        f" one by one: update_weights again with all of them. {error}"
+                    ) from error
+
+    def _transfer(
+        self, worker: WorkerProcess, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> tuple[int, int, bool]:
+        transport = self._transport
+        assert transport is not None
+
+        def ask(message: tuple[Any, ...], meanwhile: Callable[[], None] | None = None) -> Any:
+            worker.send("update_weights", message, self.call_timeout_s)
+            if meanwhile is not None:
+                meanwhile()
+            return worker.receive("update_weights", self.call_timeout_s)
+
+        self._num_pushes += 1
+        self._worker_push, self._wanted_push, self._wanted_version = None, self._num_pushes, version
+        try:
+            self._wake(worker, {WEIGHTS})
+            if isinstance(transport, NCCLTransport) and self._connected_pid != worker.pid:
+                transport.connect(
+                    lambda info: worker.send("connect", ("connect", info), self.call_timeout_s),
+                    lambda: worker.receive("connect", self.call_timeout_s),
+                )
+                self._connected_pid = worker.pid
+            num_bytes, extra, replayed = self._send(transport, weights, ask, version)
+            transport.finish()
+        except EngineCallError as error:
+            raise EngineDiedError(str(error)) from error
+        except BaseException:
+            worker.kill()  # it has a part of the weights
+            raise
+        self._worker_push, self.weight_version = self._wanted_push, version
+        return num_bytes, extra, replayed
+
+    def _send(
+        self, transport: IPCTransport | NCCLTransport, weights: Iterable[tuple[str, Tensor]], ask: Ask, version: int
+    ) -> tuple[int, int, bool]:
+        """Hand the weights over in the quickest way there is."""
+
+        def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
+            ask(("load", part), meanwhile)
+
+        if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, WeightViews):
+            part, num_bytes = transport.whole(weights)
+            return num_bytes, 0, ask(("replace", part, version))
+        if isinstance(transport, IPCTransport) and isinstance(weights, WeightBuckets):
+            done = transport.send_lent(weights, ask, version)
+            if done is not None:
+                return done
+            buckets, first = self._layout.check_buckets(weights.buckets()), list[WeightViews]()
+            ask(("begin",), lambda: first.extend(islice(buckets, 1)))
+            sizes = transport.send_buckets(chain(first, buckets), post)
+        else:
+            ask(("begin",))
+            sizes = transport.send(weights, post)
+        return *sizes, ask(("end", version))
+
+    def let_go(self) -> None:
+        """Take memory back that the process keeps open from one update to the next; it has its own weights."""
+        self._checked = None
+        if not isinstance(self._transport, IPCTransport) or not self._transport.is_open:
+            return
+        if self._worker is not None and not self._worker.is_gone:
+            try:
+                self._worker.request("update_weights", ("let_go",), LET_GO_S)
+                self._transport.forget()
+                self._transport.finish()
+                return
+            except (EngineDiedError, EngineCallError, EngineTimeoutError) as error:  # the next call starts another
+                self._failures.append(error)
+        self._transport.forget(workers_are_gone=True)
+        self._transport.finish()
+
+    def sleep(self, level: int = 1) -> int:
+        """Free the GPU's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both.
+
+        Returns:
+            Bytes that were freed on the engine's GPUs; 0 on CPU, where vLLM keeps its memory, and if it is asleep.
+
+        Raises:
+            ValueError: `level` is neither, or the engine was built with ``sleep_level=0``.
+            RuntimeError: The call failed in vLLM. A process that is lost is asleep: the next call starts another.
+        """
+        self._started()
+        check_sleep(level, self.sleep_level)
+        if not self._awake:
+            return 0
+        if isinstance(self._transport, IPCTransport) and self._transport.copies_peers:
+            self.let_go()  # the copies would stay on the GPU
+        try:
+            freed, expected = self._running_worker().request("sleep", ("sleep", level), self.call_timeout_s)
+        except (EngineDiedError, EngineTimeoutError) as error:
+            self._failures.append(error)
+            freed, expected = 0, 0
+        self._awake = set()
+        if level == 2:
+            self._worker_push = None
+        note_sleep(level, freed, expected)
+        return int(freed)
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory again for "weights" and "kv_cache", both or one of them; the cache comes back empty.
+
+        Raises:
+            ValueError: Another tag.
+            RuntimeError: As `generate`; out of memory among the reasons.
+        """
+        self._started()
+        wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
+        if wanted - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"wake(tags={tags}): {WEIGHTS!r} and {KV_CACHE!r} can wake")
+        self._retrying(lambda worker: self._wake(worker, wanted), self._running_worker)
+
+    def _wake(self, worker: WorkerProcess, tags: set[str]) -> None:
+        missing = sorted(tags - self._awake, reverse=True)  # weights first
+        if missing:
+            worker.request("wake", ("wake", missing), self.call_timeout_s)
+            self._awake |= tags
+
+    def close(self) -> None:
+        """End the process and free the shared memory; the engine can be started again."""
+        self.let_go()
+        if self._worker is not None:
+            self._worker.close(grace_s=5.0 if self._limits else 0.0)  # while it loads it does not listen
+        if self._shared is not None:
+            self._shared.close()
+        if self._sockets is not None:
+            self._sockets.close()
+        self._forget()
+
+    def _retrying(
+        self, call: Callable[[WorkerProcess], T], find_worker: Callable[[], WorkerProcess] | None = None
+    ) -> T:
+        """Run `call` on a worker, on a new one whenever the process has died, or has not answered in time.
+
+        Args:
+            call: What is asked of the worker.
+            find_worker: Returns the worker; one that has the wanted weights if not given.
+
+        Raises:
+            RuntimeError: The call failed in vLLM, the process did not start in time, or it was lost too often.
+        """
+        self._started()
+        while True:
+            try:
+                return call((find_worker or self._ready_worker)())
+            except EngineDiedError as error:
+                self._failures.append(error)
+            except EngineTimeoutError as error:
+                self._failures.append(error)
+                if self._limits is None:  # a start that takes too long takes as long again
+                    raise
+            except EngineCallError as error:
+                self._failures.append(error)
+                raise
+
+    def _ready_worker(self) -> WorkerProcess:
+        """A worker with the wanted weights."""
+        lost = self._wanted_push not in (0, self._shared_push)
+        if lost and (self._worker is None or self._worker.is_gone):
+            raise WeightsLostError(
+                f"the weights of version {self._wanted_version} went with the engine's process, and nobody has a copy"
+                " of them; call update_weights with a full set of weights"
+            )
+        worker = self._running_worker()
+        if self._worker_push != self._wanted_push:
+            if self._shared_push != self._wanted_push:
+                raise WeightsLostError(
+                    "the engine dropped its weights when it fell asleep at level 2; call update_weights with a full set"
+                    " of weights"
+                )
+            self._push(worker)
+        return worker
+
+    def _running_worker(self) -> WorkerProcess:
+        """A worker that answers, whatever its weights."""
+        if self._worker is None or self._worker.is_gone:
+            self._relaunch()
+        assert self._worker is not None
+        if self._limits is None:
+            remaining = self._worker.launched_at + self.start_timeout_s - time.monotonic()
+            self._limits = self._worker.receive("start", remaining)
+        return self._worker
+
+    def _push(self, worker: WorkerProcess) -> None:
+        assert self._shared is not None
+        plan = list(self._shared.plan)
+        try:
+            self._wake(worker, {WEIGHTS})
+            news = None if plan == self._worker_plan else plan
+            worker.request("update_weights", ("update", news, self._wanted_version), self.call_timeout_s)
+        except EngineCallError as error:  # a failed reload leaves layers without weights: only a new process helps
+            raise EngineDiedError(str(error)) from error
+        self._worker_plan = plan
+        self._worker_push = self._wanted_push
+        self.weight_version = self._wanted_version
+
+    def _launch(self) -> None:
+        assert self._shared is not None
+        self._limits = None
+        self._worker_push, self._worker_plan = 0, None
+        if isinstance(self._transport, IPCTransport):
+            self._transport.forget(workers_are_gone=True)
+        self._awake = {WEIGHTS, KV_CACHE}
+        if self._sockets is None:
+            self._sockets = SocketDirectory()
+        environment = {SOCKETS_VARIABLE: str(self._sockets.path)} | self._environment
+        self._worker = WorkerProcess(
+            WORKER_MODULE, environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
+        )
+        self._worker.send("start", ("start", self._llm_arguments), self.start_timeout_s)
+
+    def _relaunch(self) -> None:
+        last = self._failures[-1] if self._failures else None  # None: it was interrupted
+        if self.num_restarts >= self.max_restarts:
+            raise RuntimeError(
+                f"the vLLM engine needs restart {self.num_restarts + 1} of max_restarts={self.max_restarts} and gives "
+                f"up; raise max_restarts if what ended it was an accident; the last failure: {last}"
+            ) from last
+        why = "a call was interrupted" if last is None else str(last).split("; last lines")[0].splitlines()[0]
+        self._check_directory(why)
+        self.num_restarts += 1
+        tell_loss(
+            f"the vLLM engine's process is replaced (restart {self.num_restarts} of max_restarts={self.max_restarts}):"
+            f" {why}"
+        )
+        self._launch()
+
+    def _check_directory(self, why: str) -> None:
+        """Refuse to start another process from a model directory that is not what it was at the start."""
+        directory = self._llm_arguments["model"]
+        try:
+            changed = CheckpointLayout.read(directory).shapes != self._layout.shapes
+            problem = "it holds other tensors than at the start" if changed else ""
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        except Exception as error:  # safetensors has an error of its own for files that are cut off
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise RuntimeError(
+                f"the vLLM engine's process must be replaced ({why}), but its model directory {directory} has vanished"
+                f" or changed since the start: {problem}. Put it back, and go on from the last checkpoint."
+            )
+
+    def _started(self) -> SharedWeights:
+        if self._shared is None:
+            raise RuntimeError("the engine is not started; call start(model_path) first")
+        return self._shared
+
+
+def _peek(weights: Iterable[tuple[str, Tensor]]) -> tuple[bool, Iterable[tuple[str, Tensor]]]:
+    """Return whether the first tensor is on a GPU, and all of them."""
+    if isinstance(weights, WeightBuckets):
+        return weights.device.type == "cuda", weights
+    if isinstance(weights, Sequence):
+        return weights[0][1].is_cuda, weights
+    stream = iter(weights)
+    first = next(stream)
+    return first[1].is_cuda, chain([first], stream)

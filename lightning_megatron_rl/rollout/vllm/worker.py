@@ -1,0 +1,247 @@
+"""The engine's own process (`python -m`): vLLM in it, one call at a time from the trainer."""
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_megatron_rl.rollout.protocol import Generation, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm import LLM, RequestOutput
+    from vllm.logprobs import FlatLogprobs
+
+    from lightning_megatron_rl.weights.cuda_memory import Handle
+    from lightning_megatron_rl.weights.lent import LentWeight
+    from lightning_megatron_rl.weights.transports.host import Slot
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT_CHECK_S = 1.0
+
+
+def die_with_parent(parent_pid: int, *, by_signal: bool) -> None:
+    """Make sure that this process group ends when the trainer does, however that is, and whatever runs here.
+
+    End of file on the connection is not enough: it is only seen between calls, and a data-loader worker that the
+    trainer forked keeps the trainer's end open.
+    """
+    if by_signal:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_CHECK_S)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Worker:
+    """Answers the trainer's messages; the state is vLLM's and the plan of the shared weights."""
+
+    def __init__(self, weights_fd: int | None) -> None:
+        # By process id, not /proc/self: with tensor parallelism other processes open it, too.
+        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process nobody opens it
+        self._plan: list[Slot] = []
+        self._llm: LLM | None = None
+        self._version = 0
+
+    def start(self, arguments: dict[str, Any]) -> dict[str, int]:
+        """Load the model; return what requests are checked against."""
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        config = self._llm.model_config
+        return {"vocab_size": config.get_vocab_size(), "max_model_len": config.max_model_len}
+
+    def update(self, plan: "list[Slot] | None", version: int) -> None:
+        """Load the shared weights (`None`: laid out as last time) and forget everything computed with the old ones."""
+        assert self._llm is not None
+        if plan is not None:
+            self._plan = plan
+        self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
+        self._forget_prefixes()
+        self._version = version
+
+    def reload(self, weights: "list[tuple[str, Tensor]]", version: int) -> None:
+        """Load weights of the same process layer by layer, as `update` does."""
+        assert self._llm is not None
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._forget_prefixes()
+        self._version = version
+
+    def connect(self, info: dict[str, Any]) -> None:
+        """Meet the trainer in a group of NCCL."""
+        assert self._llm is not None
+        self._llm.init_weight_transfer_engine({"init_info": info})
+
+    def begin(self) -> None:
+        """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
+        assert self._llm is not None
+        self._forget_prefixes()
+        self._llm.start_weight_update()
+
+    def load(self, part: dict[str, Any]) -> None:
+        """Load one part; when this returns, the trainer may use its memory for the next."""
+        assert self._llm is not None
+        self._llm.update_weights({"update_info": part})
+
+    def end(self, version: int) -> bool:
+        """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
+        assert self._llm is not None
+        self._llm.finish_weight_update()
+        self._version = version
+        return all(self._llm.collective_rpc("was_replayed"))
+
+    def replace(self, part: dict[str, Any], version: int) -> bool:
+        """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
+        assert self._llm is not None
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": part})
+        self._forget_prefixes()
+        self._llm.finish_weight_update()
+        self._version = version
+        return all(self._llm.collective_rpc("was_replayed"))
+
+    def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[int | None]:
+        """Open the memory that weights lie in, of which each worker has handles; return what each says of it."""
+        assert self._llm is not None
+        return self._llm.collective_rpc("borrow", args=(weights, handles))
+
+    def let_go(self) -> None:
+        """Hold none of the trainer's memory any more."""
+        assert self._llm is not None
+        self._llm.collective_rpc("let_go")
+
+    def _forget_prefixes(self) -> None:
+        assert self._llm is not None
+        # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self, level: int) -> tuple[int, int]:
+        """Free the GPU's memory; return the bytes that came free on all GPUs, and those that should have."""
+        assert self._llm is not None
+        before = self._memory_facts()
+        self._llm.sleep(level)
+        after = self._memory_facts()
+        freed = sum(late["free"] - early["free"] for early, late in zip(before, after, strict=True))
+        return freed, sum(facts["pooled"] for facts in before)
+
+    def wake(self, tags: list[str]) -> None:
+        """Take the GPU's memory again, in the order of `tags`."""
+        assert self._llm is not None
+        for tag in tags:
+            self._llm.wake_up([tag])
+
+    def stop(self) -> None:
+        """Free the model in this process, and the groups and shared memory of several workers."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self._llm = None
+        destroy_model_parallel()
+        gc.collect()
+
+    def _memory_facts(self) -> list[dict[str, int]]:
+        assert self._llm is not None
+        return self._llm.collective_rpc("memory_facts")
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> tuple[int, list[list[Generation]]]:
+        """Sample, token ids in and token ids out; the version of the weights comes with them."""
+        import vllm
+
+        assert self._llm is not None
+        outputs = self._llm.generate(
+            [vllm.TokensPrompt(prompt_token_ids=request.token_ids) for request in requests],
+            [
+                vllm.SamplingParams(
+                    n=request.num_samples,
+                    seed=request.seed,
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    top_k=params.top_k,
+                    max_tokens=params.max_tokens if request.max_tokens is None else request.max_tokens,
+                    stop=list(params.stop),
+                    ignore_eos=params.ignore_eos,
+                    logprobs=0,  # of the sampled token alone
+                    flat_logprobs=True,  # lists of numbers; a dictionary per token takes longer to collect than to fill
+                    detokenize=bool(params.stop),
+                )
+                for request in requests
+            ],
+            use_tqdm=False,
+        )
+        return self._version, [to_generations(output) for output in outputs]
+
+
+def to_generations(output: "RequestOutput") -> list[Generation]:
+    """Return the responses to one request."""
+    generations = []
+    for sample in output.outputs:
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended request {output.request_id} with {sample.finish_reason!r}")
+        token_ids = list(sample.token_ids)
+        flat = cast("FlatLogprobs", sample.logprobs)  # asked for, so never None
+        if flat.token_ids != token_ids:  # one entry per position: the sampled token
+            raise RuntimeError(f"vLLM gave request {output.request_id} log-probs of other tokens than it sampled")
+        generations.append(Generation(token_ids, list(flat.logprobs), sample.finish_reason))
+    return generations
+
+
+def serve(connection: Connection, calls: dict[str, Callable[..., Any]]) -> None:
+    """Answer messages, one at a time, until the other end is closed.
+
+    Nothing of a message is held while the next is waited for: to drop the tokens of a rollout takes some 10 ms, by
+    which the weight sync after it would be longer.
+    """
+    while True:
+        try:
+            name, *values = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer = ("ok", calls[name](*values))
+        except Exception:
+            answer = ("error", traceback.format_exc())
+        connection.send(answer)
+        del answer, values
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the trainer until it closes the connection."""
+    connection_fd, parent_pid, by_signal, weights_fd = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the trainer's to answer
+    die_with_parent(parent_pid, by_signal=bool(by_signal))
+    for fd in (connection_fd, weights_fd):
+        os.set_inheritable(fd, False)
+    connection = Connection(connection_fd)
+    worker = Worker(weights_fd)
+    names = [
+        "start",
+        "update",
+        "connect",
+        "begin",
+        "load",
+        "end",
+        "replace",
+        "borrow",
+        "let_go",
+        "sleep",
+        "wake",
+        "generate",
+    ]
+    serve(connection, {name: getattr(worker, name) for name in names})
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own shutdown takes seconds and holds nothing that the kernel does not free
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The command `schema`: a JSON schema of the YAML files."""

@@ -1,0 +1,1 @@
+"""Small tools that every folder may use: files, errors, ranges, versions, CPUs."""

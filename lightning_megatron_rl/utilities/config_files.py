@@ -1,0 +1,170 @@
+"""YAML files of the command line: looked at before anything heavy is imported, with file, line and column in errors."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_megatron_rl.utilities.text_files import read_lines
+
+# an installed package has configs/ inside, a checkout beside it
+CONFIG_ROOTS = (Path(__file__).parents[1], Path(__file__).parents[2])
+_INPUTS = {"model", "tokenizer", "init_from"}  # settings that may name what an earlier run has written
+_SUFFIXES = (".yaml", ".yml")
+_PLAIN_TAG = "tag:yaml.org,2002:"
+_KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value"}
+
+
+def shipped_configs(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which a `--config configs/...` that is not there is the file that came with the package.
+
+    Example:
+        ``shipped_configs(["fit", "--config", "configs/lora.yaml"])`` in an empty directory
+    """
+    found = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, path = argument.rpartition("=") if argument.startswith("--config=") else ("", "", argument)
+        is_config = bool(equals) or before in ("--config", "-c")
+        if is_config and path.startswith("configs/") and not Path(path).exists():
+            path = next((str(root / path) for root in CONFIG_ROOTS if (root / path).is_file()), path)
+        found.append(f"{option}{equals}{path}")
+    return found
+
+
+def check_configs(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Check every YAML file that a command line or its environment variables name.
+
+    Args:
+        arguments: Of the command, such as ``["fit", "--config", "grpo.yaml"]``.
+        environment: Variables such as ``PL_FIT__CONFIG``.
+
+    Raises:
+        ValueError: As `check_config`.
+    """
+    for path in _named_files(arguments, environment):
+        check_config(path)
+
+
+def _named_files(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Files that exist, or are named as configs; what else is wrong with an argument the parser says."""
+    follows_config = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        is_config = (equals and name in ("--config", "-c")) or follows_config
+        value = value if equals and name.startswith("-") else argument
+        follows_config = argument in ("--config", "-c")
+        if (is_config or value.endswith(_SUFFIXES)) and Path(value).expanduser().exists():
+            yield value
+    for name, value in environment.items():
+        if name.startswith("PL_") and name.endswith("__CONFIG") and Path(value).expanduser().exists():
+            yield value
+
+
+def check_config(path: str | Path) -> None:
+    """Refuse a YAML file that does not hold settings, each given once.
+
+    Raises:
+        ValueError: With the file and, where there is one, line, column and what is wrong there.
+
+    Example:
+        ``check_config("configs/demo/grpo.yaml")``
+    """
+    text = "".join(line for _, line in read_lines(path))
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise ValueError(f"{path} is empty: it has no settings. Leave it out, or write some")
+        if not isinstance(root, yaml.MappingNode):
+            raise ValueError(
+                f"{_at(path, root.start_mark)}: the file holds {_KINDS[type(root)]}, not settings (`name: value`)"
+            )
+        _check_node(path, root, ())
+        try:
+            loader.construct_document(root)
+        except ValueError as error:  # a date that there is not
+            raise ValueError(f"{path}: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        said = " ".join(part for part in (error.context, error.problem) if part)
+        raise ValueError(f"{_at(path, error.problem_mark or error.context_mark)}: {said}") from error
+    except yaml.YAMLError as error:  # a character that YAML does not have
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep to be read") from error
+
+
+def _check_node(path: str | Path, node: Any, owners: tuple[Any, ...]) -> None:
+    if any(node is owner for owner in owners):
+        raise ValueError(f"{_at(path, node.start_mark)}: an anchor that refers to itself")
+    if not node.tag.startswith(_PLAIN_TAG) or node.tag.startswith(f"{_PLAIN_TAG}python"):
+        raise ValueError(f"{_at(path, node.start_mark)}: the tag {node.tag} is not part of plain YAML")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_node(path, item, (*owners, node))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, Any] = {}
+    for key, value in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        if name and name != "<<" and name in seen:
+            raise ValueError(
+                f"{_at(path, key.start_mark)}: {name} is given twice, first in line {seen[name].line + 1}: the second"
+                " would replace the first"
+            )
+        seen[name] = key.start_mark
+        _check_node(path, value, (*owners, node))
+
+
+def _at(path: str | Path, mark: Any) -> str:
+    return f"{path}, line {mark.line + 1}, column {mark.column + 1}"
+
+
+def check_stages(settings: Any, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a run whose model, tokenizer or checkpoint is what another config of the same folder writes, and has not.
+
+    Args:
+        settings: Parsed: dictionaries, lists and values.
+        arguments: Of the command.
+        environment: As for `check_configs`.
+
+    Raises:
+        ValueError: With the path that is not there, and the command that makes it.
+    """
+    missing = [path for path in _inputs(settings) if "/" in path and not Path(path).expanduser().exists()]
+    if not missing:
+        return
+    own = {Path(name).expanduser() for name in _named_files(arguments, environment)}
+    for folder in sorted({path.parent for path in own}):
+        for config in sorted(folder.glob("*.y*ml")):
+            for directory in [] if config in own else _outputs(config):
+                for path in missing:
+                    if Path(directory) in Path(path).parents:
+                        failed = Path(path).with_name(f"{Path(path).name}.failed")
+                        why = f"that stage's export failed: {failed}" if failed.exists() else "that stage has not run"
+                        raise ValueError(
+                            f"{path} is not there. {config} writes it, and {why}. Run it first:"
+                            f" lightning-megatron-rl fit --config {config}"
+                        )
+
+
+def _inputs(settings: Any, key: str = "") -> Iterator[str]:
+    """What a run reads, wherever it stands in its settings."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            yield from _inputs(value, str(name).rpartition(".")[2])
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _inputs(value, key)
+    elif isinstance(settings, str) and key in _INPUTS:
+        yield settings
+
+
+def _outputs(config: Path) -> Iterator[str]:
+    """Directories that the callbacks of a config write into; none if it cannot be read."""
+    try:
+        callbacks = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
+        for callback in callbacks:
+            yield callback["init_args"]["dirpath"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return

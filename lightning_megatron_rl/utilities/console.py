@@ -1,0 +1,142 @@
+"""What of a run's messages the console shows, and the log file that has the rest."""
+
+import io
+import logging
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+log = logging.getLogger(__name__)
+PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
+# what stands between whoever has something to say and the handler of it
+_MESSENGERS = ("logging", "warnings", "lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero")
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_BUFFERED = 10_000  # records before the file is known
+
+_current: "MessageLog | None" = None
+
+
+class MessageLog(logging.Handler):
+    """Takes all log records and warnings of this process: some to the console, all to a file once there is one.
+
+    The console shows what this package and the user's own code say, and errors. What libraries say is in the file: the
+    banners, hints and deprecations of a dozen of them.
+
+    Args:
+        console: Where the shown ones go.
+    """
+
+    def __init__(self, console: TextIO) -> None:
+        super().__init__(logging.DEBUG)
+        self.console = console
+        self.setFormatter(logging.Formatter(_FORMAT))
+        self._plain = logging.Formatter("%(message)s")
+        self._waiting: list[logging.LogRecord] = []
+        self._file: logging.FileHandler | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record where it belongs."""
+        if is_shown(record.levelno, sys._getframe()):
+            self.console.write(self._plain.format(record) + "\n")
+            self.console.flush()
+        self._keep(record)
+
+    def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        """Take the place of `warnings.showwarning`."""
+        if is_shown(logging.WARNING, sys._getframe()) and not issubclass(category, DeprecationWarning):
+            self.console.write(f"{category.__name__}: {message}\n")
+            self.console.flush()
+        text = f"{filename}:{lineno}: {category.__name__}: {message}"
+        record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, None, None)
+        self._keep(record)
+
+    def _keep(self, record: logging.LogRecord) -> None:
+        if self._file is not None:
+            self._file.handle(record)
+        elif len(self._waiting) < _BUFFERED:
+            self._waiting.append(record)
+
+    def write_to(self, path: Path) -> None:
+        """Write everything said so far, and from now on, to a file; lines are added to one that is there."""
+        if self._file is not None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = logging.FileHandler(path, delay=True, encoding="utf-8")
+        self._file.setFormatter(self.formatter)
+        for record in self._waiting:
+            self._file.handle(record)
+        self._waiting.clear()
+
+    def take_over(self) -> None:
+        """Be the only handler: of the root logger, and of libraries' loggers that have had handlers of their own."""
+        loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+        for logger in [logging.root, *loggers]:
+            for handler in list(logger.handlers):
+                if type(handler) is logging.StreamHandler and logger is not logging.root:
+                    logger.removeHandler(handler)
+                    logger.propagate = True
+        if self not in logging.root.handlers:
+            logging.root.addHandler(self)
+
+
+def is_shown(level: int, frame: FrameType | None) -> bool:
+    """Whether the console shows a message, by its level and by who says it: the first caller that is no messenger."""
+    if level >= logging.ERROR:
+        return True
+    while frame is not None and _is_messenger(frame):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = os.path.realpath(frame.f_code.co_filename)
+    if file.startswith(f"{PACKAGE}{os.sep}"):
+        return True
+    return os.path.isfile(file) and not file.startswith(_LIBRARIES)
+
+
+def _is_messenger(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name == __name__ or name.startswith(_MESSENGERS) or name.endswith("rank_zero")
+
+
+class _ToLog(io.TextIOBase):
+    """A stream whose lines are log records."""
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in filter(str.strip, lines):
+            log.info(line.rstrip())
+        return len(text)
+
+
+@contextmanager
+def prints_to_log() -> Iterator[None]:
+    """Make log records of what libraries print and of the bars that they draw on the standard output."""
+    with redirect_stdout(_ToLog()):
+        yield
+
+
+def begin() -> MessageLog:
+    """Take this process's records and warnings from now on, once."""
+    global _current
+    if _current is None:
+        _current = MessageLog(sys.stderr)
+        warnings.showwarning = _current.warn  # type: ignore[assignment]
+        # bars of libraries, for data that is read before the first step
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    _current.take_over()
+    return _current
+
+
+def current() -> MessageLog | None:
+    """Return what `begin` has made; None in programs that are not the command line."""
+    return _current

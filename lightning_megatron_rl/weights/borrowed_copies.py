@@ -1,0 +1,125 @@
+"""Copies that were recorded out of whole weights, done out of the pieces that these consist of, wherever they lie."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from lightning_megatron_rl.weights.copy_plan import CopyPlan
+from lightning_megatron_rl.weights.lent import LentPiece, LentWeight
+from lightning_megatron_rl.weights.placement import Placement
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """A part of a matrix."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    def common(self, other: "_Rectangle") -> "_Rectangle | None":
+        """What lies in both."""
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return _Rectangle(row, column, rows, columns) if rows > 0 and columns > 0 else None
+
+
+def gather_copies(
+    plans: Sequence[CopyPlan], weights: Mapping[str, LentWeight]
+) -> tuple[list[Tensor], list[Placement]] | None:
+    """Return targets and sources that do what the plans do; None if one copies something else than a rectangle.
+
+    Args:
+        plans: Recorded with whole weights, each contiguous in one block.
+        weights: The pieces that they consist of, by name.
+
+    Example:
+        Rows 2 to 5 of a weight that lies in halves of 4 rows: two copies, of two rows each.
+    """
+    targets: list[Tensor] = []
+    sources: list[Placement] = []
+    for plan in plans:
+        if {place.block for place in [*plan.placements, *plan.sources]} - {0}:
+            return None
+        wholes = sorted(plan.placements, key=lambda whole: whole.offset)
+        starts = [whole.offset for whole in wholes]
+        for target, source in zip(plan.targets, plan.sources, strict=True):
+            whole = wholes[bisect_right(starts, source.offset) - 1]
+            weight = weights.get(whole.name)
+            if weight is None or (weight.shape, weight.dtype) != (whole.shape, whole.dtype):
+                return None
+            rectangle = _rectangle(source, whole)
+            if rectangle is None:
+                return None
+            try:
+                matrix = target.view(rectangle.rows, rectangle.columns)
+            except RuntimeError:  # its rows lie apart
+                return None
+            covered = 0
+            for part, place in _pieces(rectangle, weight):
+                rows = matrix.narrow(0, part.row - rectangle.row, part.rows)
+                targets.append(rows.narrow(1, part.column - rectangle.column, part.columns))
+                sources.append(place)
+                covered += part.size
+            if covered != rectangle.size:
+                return None
+    return targets, sources
+
+
+def _rectangle(source: Placement, whole: Placement) -> _Rectangle | None:
+    """Return what part of a weight, as a matrix, was copied; None if it is no rectangle."""
+    columns = prod(whole.shape[1:])
+    row, column = divmod((source.offset - whole.offset) // source.dtype.itemsize, columns)
+    dimensions = _merged(source.shape, source.stride)
+    width, step = dimensions.pop() if dimensions else (1, 1)
+    if step != 1:
+        return None
+    if not dimensions and column == 0 and width % columns == 0:
+        return _Rectangle(row, 0, width // columns, columns)
+    rows, between = dimensions.pop() if dimensions else (1, columns)
+    if dimensions or between != columns or column + width > columns:
+        return None
+    return _Rectangle(row, column, rows, width)
+
+
+def _merged(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sizes and steps of as few dimensions as there can be; none of one element."""
+    merged: list[tuple[int, int]] = []
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * step:
+            size *= merged.pop()[0]
+        merged.append((size, step))
+    return merged
+
+
+def _pieces(rectangle: _Rectangle, weight: LentWeight) -> Iterator[tuple[_Rectangle, Placement]]:
+    """Yield the parts of a rectangle that lie in one block of rows each, and where they lie."""
+    for piece in weight.pieces:
+        for block in range(piece.blocks):
+            rows = _Rectangle(piece.row + block * piece.size, piece.column, piece.size, piece.width)
+            part = rectangle.common(rows)
+            if part is not None:
+                yield part, _place(piece, block, part, rows, weight)
+
+
+def _place(piece: LentPiece, block: int, part: _Rectangle, rows: _Rectangle, weight: LentWeight) -> Placement:
+    first = block * piece.step + (part.row - rows.row) * piece.stride + part.column - rows.column
+    return Placement(
+        "",
+        piece.memory,
+        weight.dtype,
+        (part.rows, part.columns),
+        (piece.stride, 1),
+        piece.offset + first * weight.dtype.itemsize,
+    )

@@ -1,0 +1,203 @@
+"""A split model's parameters, lent to samplers: all ranks agree on it, and say where theirs lie."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl.weights import cuda_memory
+from lightning_megatron_rl.weights.cuda_memory import Handle, whole_storage
+from lightning_megatron_rl.weights.lent import LentMemory, LentPiece, LentWeight, LentWeights, Readiness
+from lightning_megatron_rl.weights.pieces import Piece, TensorPlan, matrix_shape
+
+# Of one rank's memory. Parameters of Megatron's distributed optimizer lie in a few; without it each has its own.
+MOST_BLOCKS = 1024
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank has."""
+
+    rank: int  # global
+    gpu: str
+    readers: int
+    places: dict[int, tuple[int, int, int]]  # by number of the task: block, bytes from its start, columns
+
+
+class Lending:
+    """Agreements between the ranks that share a model, or its experts.
+
+    Args:
+        plans: What each tensor consists of.
+        parameters: This rank's, by number of the conversion task.
+        groups: The ranks that share a model without its experts, and those that share its experts.
+        identify: What tells a parameter's device from others; None: others cannot read it.
+        share: Makes what one reader opens a block of memory with.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[TensorPlan],
+        parameters: Sequence[Tensor | None],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        identify: Callable[[torch.device], str | None] = cuda_memory.identity,
+        share: Callable[[Tensor, int], Handle] = cuda_memory.lend,
+    ) -> None:
+        self._plans = plans
+        self._parameters = parameters
+        self._groups = groups
+        self._share = share
+        self._device = next(parameter.device for parameter in parameters if parameter is not None)
+        self._gpu = identify(self._device)
+        self.gpus, self._all = self._meet()
+        self._places: list[int] = []
+        self._lent: LentWeights | None = None
+
+    def _meet(self) -> tuple[frozenset[str], dist.ProcessGroup | None]:
+        """Return whose memory the parameters lie in, and all ranks concerned; nothing if any rank cannot lend its own.
+
+        A collective of the world. The group is one of gloo: a rank that waits for others by NCCL keeps its GPU busy,
+        which its sampler is about to read with.
+        """
+        ranks = [set(dist.get_process_group_ranks(group)) for group in self._groups]
+        nested = ranks[0] <= ranks[1] or ranks[1] <= ranks[0]
+        concerned = sorted(ranks[0] | ranks[1])
+        mine = self._gpu if nested else None
+        world: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(world, (mine, concerned))
+        if any(gpu is None for gpu, _ in world):
+            return frozenset(), None
+        own, timeout = None, _timeout(self._groups[0], self._device)
+        for members in sorted({tuple(members) for _, members in world}):
+            group = dist.new_group(list(members), timeout, backend="gloo", group_desc="WEIGHTS_GROUP_GLOO")
+            own = group if list(members) == concerned else own
+        return frozenset(world[rank][0] for rank in concerned), own
+
+    def agree(self, readiness: Readiness, readers: int, places: list[int]) -> tuple[bool, LentWeights | None]:
+        """Return whether weights are lent, and to this rank's readers what they need.
+
+        Args:
+            readiness: Of this rank's sampler.
+            readers: Its processes.
+            places: Where this rank's parameters are.
+        """
+        if not self.gpus:
+            return False, None
+        if places != self._places:
+            few = len(self._blocks()) <= MOST_BLOCKS
+            readiness = min(readiness, Readiness.NEEDS_PLACES) if few else Readiness.CANNOT
+        least = self._least(readiness)
+        if least == Readiness.CANNOT:
+            return False, None
+        if least == Readiness.NEEDS_PLACES:
+            self._places = places if self._describe(readers) else []
+        return bool(self._places), self._lent
+
+    def settle(self, loaded: bool) -> bool:
+        """Return whether all have what they were lent; until then no rank goes on."""
+        return bool(self._least(int(loaded)))
+
+    def let_go(self) -> None:
+        """Forget what was lent."""
+        self._places, self._lent = [], None
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _least(self, value: int) -> int:
+        """The least that any rank says; all that the ranks' GPUs were given before is done then."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        box = torch.tensor([value])
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._all)
+        return int(box)
+
+    def _describe(self, readers: int) -> bool:
+        """Tell all ranks where this one's parameters lie; returns whether every rank could, and if not, never again."""
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # of what was lent before
+        blocks = self._blocks()
+        assert self._gpu is not None
+        held = self._gather(_Held(dist.get_rank(), self._gpu, readers, self._find(blocks)))
+        mine: dict[int, list[list[Handle]]] | None = None
+        try:
+            mine = {
+                other.rank: [[self._share(block, 0) for _ in range(other.readers)] for block in blocks.values()]
+                for other in held.values()
+            }
+        except (RuntimeError, OSError) as error:
+            log.warning("this rank's memory cannot be lent, so that weights are pushed in buckets: %s", error)
+        handles = self._gather(mine)
+        self._lent = None
+        if None in handles.values():
+            self.gpus = frozenset()
+            return False
+        if not readers:
+            return True
+        memories: list[LentMemory] = []
+        first: dict[int, int] = {}
+        for rank, other in held.items():
+            first[rank] = len(memories)
+            memories += [LentMemory(other.gpu, tuple(block)) for block in handles[rank][dist.get_rank()]]
+        weights = {
+            plan.name: LentWeight(
+                plan.shape, plan.dtype, tuple(self._piece(plan, piece, held, first) for piece in plan.pieces)
+            )
+            for plan in self._plans
+        }
+        self._lent = LentWeights(weights, memories)
+        return True
+
+    def _piece(self, plan: TensorPlan, piece: Piece, held: dict[int, _Held], first: dict[int, int]) -> LentPiece:
+        owner = dist.get_global_rank(self._groups[plan.is_expert], piece.source)
+        block, offset, columns = held[owner].places[plan.task]
+        rows = piece.rows
+        return LentPiece(
+            memory=first[owner] + block,
+            offset=offset + (rows.start * columns + piece.first_column) * plan.dtype.itemsize,
+            blocks=rows.count,
+            size=rows.size,
+            step=rows.step * columns,
+            stride=columns,
+            width=piece.width,
+            row=piece.row,
+            column=piece.column,
+        )
+
+    def _blocks(self) -> dict[int, Tensor]:
+        """The memory that parameters lie in, by its address."""
+        storages: dict[int, Tensor] = {}
+        for parameter in self._parameters:
+            if parameter is not None:
+                storages.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        return {address: whole_storage(parameter.detach()) for address, parameter in storages.items()}
+
+    def _find(self, blocks: dict[int, Tensor]) -> dict[int, tuple[int, int, int]]:
+        numbers = {address: number for number, address in enumerate(blocks)}
+        places = {}
+        for task, parameter in enumerate(self._parameters):
+            if parameter is not None:
+                block = numbers[parameter.untyped_storage().data_ptr()]
+                offset = int(parameter.storage_offset()) * parameter.itemsize
+                places[task] = block, offset, matrix_shape(parameter.shape)[1]
+        return places
+
+    def _gather(self, value: Any) -> dict[int, Any]:
+        """What all ranks concerned say, by global rank."""
+        assert self._all is not None
+        values: list[Any] = [None] * self._all.size()
+        dist.all_gather_object(values, (dist.get_rank(), value), group=self._all)
+        return dict(values)
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long a group waits for its ranks; None: nobody knows, and torch's default is taken."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found

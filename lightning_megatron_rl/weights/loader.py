@@ -1,0 +1,139 @@
+"""Weights into a vLLM model on CUDA: by vLLM's own loader the first time, by the copies recorded there after that."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron_rl.weights.borrowed_copies import gather_copies
+from lightning_megatron_rl.weights.copies import Copies
+from lightning_megatron_rl.weights.copy_plan import CopyPlan, record_copies
+from lightning_megatron_rl.weights.lent import LentWeight
+from lightning_megatron_rl.weights.placement import Placement, view_all
+
+# How vLLM names what keeps weights as they were loaded; everything else works on them after loading.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that take experts as they come
+_LATENT_ATTENTION = "MLAAttention"  # keeps products of its weights
+
+
+def processed_layers(model: nn.Module) -> list[str]:
+    """Return the layers of a vLLM model that change their weights after loading: copies alone do not update them.
+
+    Example:
+        ``processed_layers(qwen3) == []``; of DeepSeek-V3 its attention layers.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        method: Any = getattr(layer, "quant_method", None)  # vLLM's layers with weights have one, others have not
+        kind = type(method).__name__
+        plain = method is None or kind in _PLAIN_METHODS
+        if kind == _EXPERTS_METHOD:
+            plain = method.unquantized_backend.name in _PLAIN_EXPERTS
+        if not plain or type(layer).__name__ == _LATENT_ATTENTION:
+            found.append(name)
+    return found
+
+
+class WeightLoader:
+    """Updates one vLLM model in place, part by part.
+
+    A model that keeps its weights as they were loaded takes copies into its parameters: those of the first update are
+    recorded, and replayed as long as the parts come laid out alike. One that works on its weights after loading takes
+    vLLM's layerwise reload, in each update.
+
+    Args:
+        model: The model.
+        model_config: vLLM's `ModelConfig`.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._reloads = bool(processed_layers(model))
+        self._plans: list[CopyPlan | None] = []
+        self._part = 0
+        self._borrowed: Copies | None = None
+        self.was_replayed = False  # whether all parts of the last update were copies recorded before
+
+    def begin(self) -> None:
+        """Start an update."""
+        self._part, self.was_replayed = 0, not self._reloads
+        if self._reloads:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self._model)
+
+    def load(self, blocks: Sequence[Tensor], placements: list[Placement], *, keep: bool, stays: bool = False) -> None:
+        """Load one part of the weights.
+
+        Args:
+            blocks: Memory on the model's device.
+            placements: The tensors in it.
+            keep: Whether the memory stays as it is until the update ends.
+            stays: Whether it stays where it is until `let_go`.
+        """
+        if self._reloads:
+            # vLLM holds what came until it has a whole layer
+            tensors = ((place.name, place.tensor(blocks)) for place in placements)
+            self._model.load_weights([(name, tensor if keep else tensor.clone()) for name, tensor in tensors])  # type: ignore[operator]
+            return
+        plan = self._plans[self._part] if self._part < len(self._plans) else None
+        if plan is not None and (plan.placements is placements or plan.placements == placements):
+            plan.run(blocks, stays=stays)
+        else:
+            self.was_replayed, self._borrowed = False, None
+            del self._plans[self._part :]
+            recorded = record_copies(self._model.load_weights, blocks, placements, self._tensors())  # type: ignore[arg-type]
+            self._plans.append(recorded)
+        self._part += 1
+
+    def borrow(self, weights: Mapping[str, LentWeight], blocks: Sequence[Tensor]) -> list[int] | None:
+        """Prepare to copy all weights out of memory that they lie scattered in.
+
+        Args:
+            weights: What of them lies where.
+            blocks: The memory, on the model's device.
+
+        Returns:
+            Bytes that are read out of each block; None: copies alone do not load the model.
+        """
+        self._borrowed = None
+        plans = [plan for plan in self._plans if plan is not None]
+        if self._reloads or not plans or len(plans) < len(self._plans):
+            return None
+        found = gather_copies(plans, weights)
+        if found is None:
+            return None
+        targets, sources = found
+        self._borrowed = Copies(targets, view_all(sources, blocks))
+        read = [0] * len(blocks)
+        for source in sources:
+            read[source.block] += source.num_bytes
+        return read
+
+    def load_borrowed(self) -> None:
+        """Load all weights out of the memory that was borrowed."""
+        assert self._borrowed is not None
+        self._borrowed.run()
+
+    def end(self) -> None:
+        """Finish the update; the device has done all copies."""
+        if self._reloads:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self._model, self._model_config)
+        torch.accelerator.synchronize()
+
+    def let_go(self) -> None:
+        """Hold no memory of an update any more."""
+        self._borrowed = None
+        for plan in self._plans:
+            if plan is not None:
+                plan.let_go()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()

@@ -1,0 +1,65 @@
+"""What a Hugging Face tensor of a split model consists of: rectangles of parameters on several ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_megatron_rl.weights.export_views import RowBlocks
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a tensor: its first dimension, and all others as one; a vector has one column.
+
+    Example:
+        ``matrix_shape((6, 2, 4)) == (6, 8)``
+    """
+    return prod(shape[:1]), prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a Hugging Face tensor, and of the parameter that it comes from; both as matrices."""
+
+    source: int  # who has the parameter: number of the rank in its group
+    rows: RowBlocks  # of the parameter
+    first_column: int  # of the parameter
+    width: int  # columns
+    row: int  # of the tensor, where the rectangle starts
+    column: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Blocks of rows, rows of each, columns."""
+        return self.rows.count, self.rows.size, self.width
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape has such a rectangle."""
+        rows, columns = matrix_shape(shape)
+        within = self.rows.start >= 0 and self.rows.step >= 0 and self.rows.end <= rows
+        return within and self.first_column >= 0 and self.first_column + self.width <= columns
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return the rectangle of a contiguous parameter, as it lies there: `shape`."""
+        columns = matrix_shape(parameter.shape)[1]
+        start = int(parameter.storage_offset()) + self.rows.start * columns + self.first_column
+        return parameter.as_strided(self.shape, (self.rows.step * columns, columns, 1), start)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A Hugging Face tensor and the rectangles that it consists of."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    task: int  # number of the conversion task, the same on all ranks of a group
+    is_expert: bool  # which ranks share it: those of the experts, or those of everything else
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
