@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_megatron_rl.compat.bucket_padding import keep_bucket_padding
 from lightning_megatron_rl.compat.ddp import ddp_class
 from lightning_megatron_rl.compat.fused_gradients import fuse_weight_gradients
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -91,8 +90,6 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
     from megatron.core.utils import get_model_config
 
     optimizer = get_megatron_optimizer(config, list(chunks))
-    for part in optimizer.chained_optimizers:
-        keep_bucket_padding(part)
     for group in optimizer.param_groups:
         # Megatron's own scheduler would do this in every step: no weight decay of norms and biases, and another
         # learning rate of embeddings with `decoupled_lr`; Lightning's schedulers scale each group's own rate

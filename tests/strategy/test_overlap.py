@@ -223,10 +223,7 @@ def fit_with_readers(model: Path, directory: Path, ddp: dict[str, Any], force: b
 
 @pytest.mark.slow
 def test_readers_between_steps_see_the_gathered_weights(worker_pool, qwen3_dir, tmp_path):
-    """Validation, weight sync and a checkpoint right after the step: each as without overlap, on each rank.
-
-    The resumed step fails without `keep_bucket_padding`.
-    """
+    """Validation, weight sync and a checkpoint right after the step: each as without overlap, on each rank."""
     found = {}
     for name, ddp in (("overlap", BOTH), ("none", {})):
         directory = tmp_path / name
