@@ -66,18 +66,6 @@ def _gather_before_output(ddp: "DistributedDataParallel") -> None:
     model.decoder.register_forward_hook(gather)
 
 
-def gather_parameters(chunks: Sequence[nn.Module]) -> None:
-    """Wait for parameters that the last optimizer step has not gathered yet; a collective of all replicas.
-
-    Under `overlap_param_gather` each replica has new values of its own shard only until the next forward pass.
-    """
-    from megatron.core.distributed import DistributedDataParallel
-
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
-
-
 def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> MegatronOptimizer:
     """Make Megatron's optimizer for wrapped chunks and tell each chunk's config how gradients become final.
 
