@@ -18,8 +18,8 @@ from torch import distributed as dist
 from lightning_megatron_rl.checkpoints.directories import is_linked, remove, remove_unfinished, switch_link
 from lightning_megatron_rl.checkpoints.format import PendingCheckpoint
 from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, previous_checkpoints, read_manifest
-from lightning_megatron_rl.checkpoints.resuming import run_arguments
 from lightning_megatron_rl.checkpoints.save_queue import SaveQueue
+from lightning_megatron_rl.compat.lightning import run_arguments
 from lightning_megatron_rl.parallel.collectives import broadcast
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.utilities.files import Lock, check_writable

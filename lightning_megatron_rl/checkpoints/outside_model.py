@@ -7,11 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_megatron_rl.compat.torch_names import own_state
+
 
 def state_outside_model(module: "pl.LightningModule") -> dict[str, Any]:
     """The module's own parameters and persistent buffers, and the state of its submodules other than `model`."""
-    state: dict[str, Any] = {}
-    module._save_to_state_dict(state, "", keep_vars=False)  # torch's hook for a module without its submodules
+    state = own_state(module)
     untrained = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
     for name, child in module.named_children():
         if name != "model":

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from lightning_megatron_rl.checkpoints.keeping import CheckpointKeeper, is_fitting
 from lightning_megatron_rl.checkpoints.outside_model import state_outside_model
-from lightning_megatron_rl.checkpoints.resuming import note_due_validation, run_arguments
+from lightning_megatron_rl.checkpoints.resuming import note_due_validation
 from lightning_megatron_rl.checkpoints.saving import CheckpointSaver, Contents, RunFacts, check_checkpoint
+from lightning_megatron_rl.compat.lightning import run_arguments
 from lightning_megatron_rl.parallel.collectives import broadcast
 from lightning_megatron_rl.utilities.files import check_local
 from lightning_megatron_rl.utilities.notices import tell_loss

@@ -17,12 +17,12 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.compat.lightning import has_layer_sync
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -88,7 +88,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
     check_optimisation(trainer)
     check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     check_checkpoint_places(trainer)
-    if isinstance(trainer.strategy, ParallelStrategy) and trainer.strategy._layer_sync is not None:
+    if has_layer_sync(trainer.strategy):
         raise ValueError(
             "sync_batchnorm (or another LayerSync plugin): Megatron's models have no batch normalisation, and the"
             " strategy converts no layers. Remove it."

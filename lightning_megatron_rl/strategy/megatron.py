@@ -520,7 +520,7 @@ class MegatronStrategy(ParallelStrategy):
         return collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a tensor over all ranks ("mean" or "sum"); anything else is returned as it is."""
+        """Reduce a tensor over all ranks; see `collectives.reduce`."""
         return collectives.reduce(tensor, group, reduce_op)
 
     def union(self, names: Sequence[str]) -> list[str]:
