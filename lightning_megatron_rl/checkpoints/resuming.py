@@ -12,21 +12,13 @@ _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_
 
 
 def starting_checkpoint(trainer: "pl.Trainer") -> Path | None:
-    """Return the checkpoint that the run which calls this, in a hook, starts from, if there is one and it can be told.
-
-    Example:
-        ``if (path := starting_checkpoint(trainer)) is not None: read_manifest(path)``
-    """
+    """Return the checkpoint that the run which calls this, in a hook, starts from, if there is one and it can be told."""
     path = (run_arguments(trainer) or {}).get("ckpt_path")
     return None if path is None else Path(path)
 
 
 def resumes(trainer: "pl.Trainer") -> bool | None:
-    """Whether the run that calls this, in a hook, starts from a checkpoint; None if that cannot be told.
-
-    Example:
-        ``if resumes(trainer) is False: refuse()``
-    """
+    """Whether the run that calls this, in a hook, starts from a checkpoint; None if that cannot be told."""
     arguments = run_arguments(trainer)
     return None if arguments is None else arguments["ckpt_path"] is not None
 

@@ -1,7 +1,7 @@
 """`CheckpointSaver`: a run's weights, optimizer and random-number states, as distributed checkpoints of any layout."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,21 +48,13 @@ class StatefulOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds beside Lightning's part, as it is on this rank.
+    """What a checkpoint holds beside Lightning's part, as it is on this rank."""
 
-    Args:
-        chunks: Of the module's model.
-        optimizers: By their names in the checkpoint; none: weights only.
-        trained_on_top_of: What adapters were added to; None: the whole model is saved.
-        others: Chunks of other models that change while the module trains, by a name.
-        beside: Small files, by their path in the checkpoint.
-    """
-
-    chunks: Sequence[nn.Module]
-    optimizers: Mapping[str, StatefulOptimizer]
-    trained_on_top_of: dict[str, Any] | None
-    others: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
-    beside: Mapping[str, bytes] = field(default_factory=dict)
+    chunks: Sequence[nn.Module]  # of the module's model
+    optimizers: Mapping[str, StatefulOptimizer]  # by their names in the checkpoint; none: weights only
+    trained_on_top_of: dict[str, Any] | None  # what adapters were added to; None: the whole model is saved
+    others: Mapping[str, Sequence[nn.Module]]  # chunks of other models that change while the module trains, by a name
+    beside: Mapping[str, bytes]  # small files, by their path in the checkpoint
 
     @property
     def all_chunks(self) -> list[nn.Module]:
@@ -126,23 +118,14 @@ class Contents:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run that saves or loads.
-
-    Args:
-        layout: Its layout.
-        world_size: Number of its ranks.
-        run_id: See `CheckpointKeeper.run_id`.
-        use_distributed_optimizer: Whether its optimizer is sharded.
-        verify: Whether it compares the checksum of each file that it loads.
-        fall_back: Whether it takes the checkpoint before one that is damaged or unfinished.
-    """
+    """The run that saves or loads."""
 
     layout: ParallelLayout
     world_size: int
-    run_id: str
+    run_id: str  # see `CheckpointKeeper.run_id`
     use_distributed_optimizer: bool
-    verify: bool
-    fall_back: bool
+    verify: bool  # compare the checksum of each file that is loaded
+    fall_back: bool  # take the checkpoint before one that is damaged or unfinished
 
 
 @dataclass(frozen=True)

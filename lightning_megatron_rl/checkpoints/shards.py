@@ -167,9 +167,6 @@ def plan_save(sharded: dict[str, Any], staged: StagedShards, content_metadata: d
 class SavedShards:
     """The shards in a directory, opened for reading; what is in them is data and is never executed.
 
-    Example:
-        ``SavedShards(checkpoint / "sharded").shapes["embedding.word_embeddings.weight"]``
-
     Raises:
         ValueError: Its metadata hold anything but metadata.
     """

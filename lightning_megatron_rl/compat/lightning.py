@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-__all__ = ["ScriptLauncher", "has_layer_sync", "run_arguments", "validation_is_due"]
+ScriptLauncher = _SubprocessScriptLauncher
 
 
 def run_arguments(trainer: "pl.Trainer") -> dict[str, Any] | None:

@@ -7,23 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-__all__ = [
-    "TorchDispatchMode",
-    "assert_on_device",
-    "copy_all",
-    "count_cuda_devices",
-    "group_timeout",
-    "nccl_options",
-    "own_state",
-    "record_memory",
-    "release_reader",
-    "storage_at",
-    "tree_leaves",
-    "write_memory_record",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

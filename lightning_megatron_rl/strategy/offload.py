@@ -39,9 +39,6 @@ class Offloader:
 
     Args:
         device: What is to be emptied; tensors elsewhere stay.
-
-    Example:
-        ``offloader.offload("optimizer", optimizer_tensors(optimizer))``, …, ``offloader.reload()``
     """
 
     device: torch.device
