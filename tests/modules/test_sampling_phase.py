@@ -40,7 +40,7 @@ class SleepingEngine(ReplayEngine):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         assert "weights" in self.awake
-        assert "parameters" not in self.strategy._offloader.away
+        assert "parameters" not in self.strategy.memory.away
         self.calls.append("update")
         self.has_let_go = False
         if self.calls.count("update") == self.break_at:
@@ -71,7 +71,7 @@ class SleepingEngine(ReplayEngine):
         self.calls.extend(f"wake {tag}" for tag in sorted(new))
         self.awake |= new
         if "kv_cache" in new:
-            self.trainer_parts.append(self.strategy._offloader.away)
+            self.trainer_parts.append(self.strategy.memory.away)
 
 
 def fit(
@@ -106,7 +106,7 @@ def fit(
     trainer = make_trainer({**parts, **strategy}, world_size, max_steps=2, val_check_interval=1, limit_val_batches=1)
     engine.strategy = trainer.strategy
     trainer.fit(policy, SequenceDataModule(prompts(8), 4))
-    assert engine.strategy._offloader.away == ()
+    assert engine.strategy.memory.away == ()
     assert engine.has_let_go  # of the trainer's memory, which goes after this
     return engine.calls, engine.versions, engine.trainer_parts
 
