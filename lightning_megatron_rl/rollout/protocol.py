@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.sample import Outcome, Turn
 from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 
@@ -144,6 +145,10 @@ class RolloutEngine(Protocol):
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""
         return type(self).__name__
+
+    def describe_needs(self) -> EngineNeeds | None:
+        """Return what it takes of GPUs, to refuse a run that does not fit; None: nothing is planned for it."""
+        return None
 
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -48,6 +49,10 @@ class ReplayEngine(RolloutEngine):
                 sample.outcome,
             )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
+
+    def describe_needs(self) -> EngineNeeds:
+        """It takes no GPU."""
+        return EngineNeeds(device="cpu")
 
     def start(self, model_path: str | Path) -> None:
         """Nothing to load."""
