@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from lightning_megatron_rl.models.families import (
@@ -43,6 +44,14 @@ def add_family(module: str) -> Family:
 def bridges() -> tuple[str, ...]:
     """Return the modules that register the converters of all families, for `compat.bridge.import_auto_bridge`."""
     return tuple(module for family in FAMILIES.values() for module in family.bridges)
+
+
+def added_files() -> list[str]:
+    """Return the files of the families of other packages, and of their converters."""
+    added = _added()
+    modules = [*added, *(bridge for name in added for bridge in import_module(name).FAMILY.bridges)]
+    specs = [find_spec(module) for module in modules if not module.startswith("megatron.")]
+    return [spec.origin for spec in specs if spec is not None and spec.origin is not None]
 
 
 def num_experts(config: Any) -> int:
