@@ -9,6 +9,14 @@ from torch import distributed as dist
 
 from lightning_megatron_rl.parallel.distributed import ReplicaGroup, data_parallel_all_reduce
 
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
 
 class CollectiveStrategy(ParallelStrategy):
     """A strategy whose ranks are joined by torch.distributed."""
@@ -39,14 +47,24 @@ class CollectiveStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a tensor over all ranks ("mean" or "sum"); anything else is returned as it is."""
+        """Reduce a tensor over all ranks; anything else is returned as it is.
+
+        Args:
+            tensor: The same shape on every rank.
+            group: Of ranks; all of them by default.
+            reduce_op: "mean", "sum", "max", "min", or one of torch's `ReduceOp`.
+
+        Raises:
+            ValueError: Another name.
+        """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else None
+        if name is not None and name not in _OPERATIONS:
+            raise ValueError(f"reduce_op={reduce_op!r} is none of {', '.join(_OPERATIONS)}.")
         tensor = tensor.clone()
-        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        op = dist.ReduceOp.SUM if is_mean or isinstance(reduce_op, str) else reduce_op
-        dist.all_reduce(tensor, op=op, group=group)
-        return tensor / dist.get_world_size(group) if is_mean else tensor
+        dist.all_reduce(tensor, op=reduce_op if name is None else _OPERATIONS[name], group=group)
+        return tensor / dist.get_world_size(group) if name in ("mean", "avg") else tensor
 
     def data_parallel_all_reduce(
         self, tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False
