@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.sample import Outcome, Turn
 from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
 from lightning_megatron_rl.weights.source import WeightSource
@@ -128,6 +129,10 @@ class RolloutEngine(Protocol):
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""
         return type(self).__name__
+
+    def describe_needs(self) -> EngineNeeds | None:
+        """Return what it takes of GPUs, to refuse a run that does not fit; None: nothing is planned for it."""
+        return None
 
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""

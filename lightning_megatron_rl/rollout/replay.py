@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -46,6 +47,10 @@ class ReplayEngine(RolloutEngine):
                 sample.outcome,
             )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
+
+    def describe_needs(self) -> EngineNeeds:
+        """It takes no GPU."""
+        return EngineNeeds(device="cpu")
 
     def start(self, model_path: str | Path) -> None:
         """Nothing to load."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
@@ -135,6 +136,16 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._has_weights = False
         self._awake: set[str] = set()
         self._in_process = InProcess(bucket_mb * 2**20)
+
+    def describe_needs(self) -> EngineNeeds:
+        """Return what its worker takes of each trainer's GPU."""
+        return EngineNeeds(
+            dtype=self.dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+            kv_cache_memory_gb=self.kv_cache_memory_gb,
+            own_process=False,
+            vllm=True,
+        )
 
     def start(self, model_path: str | Path) -> None:
         """Load the model on this rank; a collective of all ranks of the run.
