@@ -39,7 +39,7 @@ class SleepingEngine(ReplayEngine):
 
     def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         assert "weights" in self.awake
-        assert "parameters" not in self.strategy._offloader.away
+        assert "parameters" not in self.strategy.memory.away
         self.calls.append("update")
         self.has_let_go = False
         if self.calls.count("update") == self.break_at:
@@ -70,7 +70,7 @@ class SleepingEngine(ReplayEngine):
         self.calls.extend(f"wake {tag}" for tag in sorted(new))
         self.awake |= new
         if "kv_cache" in new:
-            self.trainer_parts.append(self.strategy._offloader.away)
+            self.trainer_parts.append(self.strategy.memory.away)
 
 
 def fit(
@@ -105,7 +105,7 @@ def fit(
     trainer = make_trainer({**parts, **strategy}, world_size, max_steps=2, val_check_interval=1, limit_val_batches=1)
     engine.strategy = trainer.strategy
     trainer.fit(policy, SequenceDataModule(prompts(8), 4))
-    assert engine.strategy._offloader.away == ()
+    assert engine.strategy.memory.away == ()
     assert engine.has_let_go  # of the trainer's memory, which goes after this
     return engine.calls, engine.versions, engine.trainer_parts
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.compat.torch_names import nccl_options
 from lightning_megatron_rl.parallel.rendezvous import LOOPBACK, local_store
 from lightning_megatron_rl.weights.placement import fill_buckets
 from lightning_megatron_rl.weights.source import WeightSource
@@ -79,6 +80,5 @@ class NCCLTransport(Transport):
 def join_group(port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a group of NCCL that is none of the default group's: trainer and workers belong to different worlds."""
     store = local_store(rank, world_size, port, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)  # type: ignore[return-value]
+    prefixed = dist.PrefixStore("weights", store)
+    return dist.ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(timeout))  # type: ignore[return-value]

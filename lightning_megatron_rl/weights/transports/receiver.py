@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from lightning_megatron_rl.compat.torch_names import copy_all
 from lightning_megatron_rl.weights.copy_kernels import warm_up
 from lightning_megatron_rl.weights.cuda_memory import DEVICE, Handle, on_device
 from lightning_megatron_rl.weights.lent import LentWeight
@@ -111,7 +112,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         copies = self._copies.get(info.memory)
         if copies is None:
             copies = self._copies[info.memory] = [torch.empty_like(block, device=self.device) for block in lent]
-        torch._foreach_copy_(copies, lent)
+        copy_all(copies, lent)
         return copies
 
     def borrow(self, weights: dict[str, LentWeight], handles: list[Handle]) -> int | None:
