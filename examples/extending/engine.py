@@ -10,15 +10,14 @@ With ``PYTHONPATH=examples/extending`` and this overlay:
 """
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.protocol import SyncReport, check_requests
+from lightning_megatron_rl.weights.source import WeightSource
 
 
 class TransformersEngine(RolloutEngine):
@@ -73,11 +72,11 @@ class TransformersEngine(RolloutEngine):
         return Generation(tokens, logprobs, "length")
 
     @torch.no_grad()
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Copy the trainer's weights, which come under their Hugging Face names."""
         assert self._model is not None
         began, own, num_bytes = time.perf_counter(), self._model.state_dict(keep_vars=True), 0
-        for name, tensor in weights:
+        for name, tensor in source.tensors():
             own[name].copy_(tensor)
             num_bytes += tensor.nbytes
         self.weight_version = version
