@@ -59,7 +59,7 @@ INNER = {
     "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Reply", "SamplesResponses", "SequenceCost",
     "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
-    "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "CollectiveStrategy", "ServiceReward",
+    "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
 

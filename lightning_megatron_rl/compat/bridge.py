@@ -50,6 +50,27 @@ def _import_conversion() -> Any:
         return importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge").AutoBridge
 
 
+def model_bridge(auto_bridge: Any) -> Any:
+    """Return a new converter for the model of an `AutoBridge`, as the bridge makes one for itself."""
+    import transformers
+    from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+    from megatron.bridge.models.conversion.utils import get_causal_lm_class_name_via_auto_map
+
+    config = auto_bridge.hf_pretrained.config
+    remote = get_causal_lm_class_name_via_auto_map(config=config)
+    kind = remote if remote is not None else getattr(transformers, config.architectures[0])
+    converter = get_model_bridge(kind, hf_config=config)
+    converter.export_weight_dtype = auto_bridge.export_weight_dtype
+    return converter
+
+
+def set_weights(auto_bridge: Any, source: Any) -> None:
+    """Let an `AutoBridge` read the weights of a `StateSource`, in place of the files that it would open."""
+    from megatron.bridge.models.hf_pretrained.state import StateDict
+
+    auto_bridge.hf_pretrained._state_dict_accessor = StateDict(source)
+
+
 @contextlib.contextmanager
 def _root_logger_kept() -> Iterator[None]:
     """Leave the root logger, which is the user's, as it is: `megatron.training` shows every library's INFO by it."""

@@ -232,7 +232,7 @@ class PPOModule(GRPOModule):
 
     def save_critic(self, directory: Any) -> None:
         """Write the critic as a Hugging Face sequence classifier, which scores the last token; a collective."""
-        from lightning_megatron_rl.strategy.wrapping import gather_parameters
+        from lightning_megatron_rl.parallel.collectives import gather_parameters
 
         gather_parameters(self._critic.chunks)
         self._critic.hf_model.save_pretrained(self._critic.chunks, directory)

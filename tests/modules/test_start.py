@@ -54,8 +54,8 @@ class Plans(pl.Callback):
         pushed: Any = pl_module.weights_to_push()
         if not pl_module.strategy.layout.is_whole:
             assert len(list(pushed.buckets())) > 0
-            room = pl_module._planned_views[1]._room
-            self.found["push"] = sum(tensor.nbytes for tensor in (*room._buckets.values(), room.message()))
+            buffers = pl_module._planned_views[1]._memory
+            self.found["push"] = sum(tensor.nbytes for tensor in (*buffers._buckets.values(), buffers.message()))
         self.found["parameters"] = sum(parameter.numel() for parameter in pl_module.model.parameters())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.compat.bridge import import_auto_bridge
+from lightning_megatron_rl.compat.bridge import import_auto_bridge, model_bridge, set_weights
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models.families import layout as layout_check
@@ -230,11 +230,9 @@ class HFModel(SavesFiles):
         bridge = auto_bridge.from_hf_pretrained(
             str(self.path), trust_remote_code=trusts_remote_code(), architectures=self.config.architectures
         )
-        from megatron.bridge.models.hf_pretrained.state import StateDict
-
         fp8 = self.quantisation == "fp8"
         source = dequantised_source(self.path, self.config) if fp8 else source_class()(self.path)
-        bridge.hf_pretrained._state_dict_accessor = StateDict(source)
+        set_weights(bridge, source)
         return bridge
 
     def build_chunks(
@@ -389,7 +387,7 @@ class HFModel(SavesFiles):
     @cached_property
     def _padded_names(self) -> set[str]:
         """Hugging Face names of the weights that have one row per token of the vocabulary."""
-        mappings = self._bridge._model_bridge.mapping_registry()
+        mappings = model_bridge(self._bridge).mapping_registry()
         found = [mappings.megatron_to_hf_lookup(name) for name in SHARED_WITH_OUTPUT]
         return {mapping.hf_param for mapping in found if mapping is not None}  # Gemma has no output layer of its own
 

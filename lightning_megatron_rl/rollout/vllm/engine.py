@@ -31,8 +31,9 @@ from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_thread
 from lightning_megatron_rl.utilities.masking import unmasked_environment
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
-from lightning_megatron_rl.weights.transports.cuda import IPCTransport, NCCLTransport
 from lightning_megatron_rl.weights.transports.host import SharedWeights
+from lightning_megatron_rl.weights.transports.ipc import IPCTransport
+from lightning_megatron_rl.weights.transports.nccl import NCCLTransport
 
 log = logging.getLogger(__name__)
 
