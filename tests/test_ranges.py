@@ -70,8 +70,8 @@ def settings() -> list[tuple[type, str, bool]]:
     for name in (*(f"lightning_megatron_rl.{folder}" for folder in FOLDERS), "examples.environments"):
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if module.name.endswith(("_worker", "_launcher", "_kernels", "vllm_receiver")):
-                continue  # scripts that are run by their paths, and what imports vLLM
+            if module.name.endswith(("_worker", "_launcher", "_kernels", "_bridge", ".receiver")):
+                continue  # scripts that are run by their paths, and what imports vLLM or all of Megatron-Bridge
             for name, cls in vars(importlib.import_module(module.name)).items():
                 public = inspect.isclass(cls) and not name.startswith("_") and cls.__module__ == module.name
                 if public and name not in INNER:
