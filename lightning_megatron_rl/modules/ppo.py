@@ -14,7 +14,7 @@ from lightning_megatron_rl.algorithms.whitening import whiten
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.families.layout import PipelineSplit
-from lightning_megatron_rl.models.families.table import num_experts
+from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.models.layers.value_head import value_processor

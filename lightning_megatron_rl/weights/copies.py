@@ -23,9 +23,6 @@ class Copies:
     Args:
         targets: Where to; they stay where they are.
         sources: Where from; each has its target's shape, and stays as well.
-
-    Example:
-        ``Copies(parameters, views).run()`` after each change of what the views look at.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

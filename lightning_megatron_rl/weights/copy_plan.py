@@ -23,9 +23,6 @@ class CopyPlan:
         placements: The tensors.
         targets: Views of the model's parameters.
         sources: What is copied there, as parts of the same blocks.
-
-    Example:
-        ``plan.run(blocks)`` does what ``model.load_weights(...)`` did with the same blocks.
     """
 
     def __init__(self, placements: list[Placement], targets: list[Tensor], sources: list[Placement]) -> None:

@@ -13,7 +13,7 @@ from lightning_megatron_rl.compat.torch_names import group_timeout
 from lightning_megatron_rl.weights import cuda_memory
 from lightning_megatron_rl.weights.cuda_memory import Handle, whole_storage
 from lightning_megatron_rl.weights.lent import LentMemory, LentPiece, LentWeight, LentWeights, Readiness
-from lightning_megatron_rl.weights.pieces import Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
 
 # Of one rank's memory. Parameters of Megatron's distributed optimizer lie in a few; without it each has its own.
 MOST_BLOCKS = 1024
@@ -46,7 +46,7 @@ class Lending:
         self,
         plans: Sequence[TensorPlan],
         parameters: Sequence[Tensor | None],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: Groups,
         identify: Callable[[torch.device], str | None] = cuda_memory.identity,
         share: Callable[[Tensor, int], Handle] = cuda_memory.lend,
     ) -> None:

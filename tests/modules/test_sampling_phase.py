@@ -1,12 +1,10 @@
 """The order in which trainer and sampler hand over memory, with an engine that refuses any other."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
@@ -15,6 +13,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SyncReport,
     WeightsLostError,
 )
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, length, prompts
 from tests.tiny_models import save_tiny_model
 from tests.training import SequenceDataModule, make_trainer
@@ -38,16 +37,16 @@ class SleepingEngine(ReplayEngine):
     def let_go(self) -> None:
         self.has_let_go = True
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         assert "weights" in self.awake
         assert "parameters" not in self.strategy.memory.away
         self.calls.append("update")
         self.has_let_go = False
         if self.calls.count("update") == self.break_at:
-            next(iter(weights))
+            next(source.tensors())
             raise WeightsLostError("gone")
         self.has_weights = True
-        return super().update_weights(weights, version)
+        return super().update_weights(source, version)
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         assert self.awake == {"weights", "kv_cache"}
