@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
@@ -43,7 +44,7 @@ class Offloader:
 
     device: torch.device
     _away: dict[str, list[_Moved]] = field(default_factory=dict)
-    _hosts: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by part, and place in it
+    _hosts: dict[int, Tensor] = field(default_factory=dict)  # by the storage's identity
 
     def offload(self, part: str, tensors: Iterable[Tensor], *, keep: bool = True) -> OffloadReport:
         """Free the memory of `tensors`; a part that is away already stays away.
@@ -57,9 +58,9 @@ class Offloader:
         if part in self._away:
             return OffloadReport(0, 0.0)
         moved = []
-        for place, storage in enumerate(_storages(tensors, self.device)):
+        for storage in _storages(tensors, self.device):
             size = storage.nbytes()
-            moved.append(_Moved(storage, size, self._copy_to_host(storage, (part, place)) if keep else None))
+            moved.append(_Moved(storage, size, self._copy_to_host(storage) if keep else None))
         self._wait()
         for move in moved:
             move.storage.resize_(0)
@@ -88,11 +89,11 @@ class Offloader:
         """The parts that are in the host's memory."""
         return tuple(self._away)
 
-    def _copy_to_host(self, storage: torch.UntypedStorage, key: tuple[str, int]) -> Tensor:
-        host = self._hosts.get(key)
+    def _copy_to_host(self, storage: torch.UntypedStorage) -> Tensor:
+        host = self._hosts.get(_identity(storage))
         if host is None or host.numel() != storage.nbytes():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            self._hosts[key] = host
+            self._hosts[_identity(storage)] = host
         return host.copy_(_as_bytes(storage), non_blocking=True)
 
     def _wait(self) -> None:
@@ -185,7 +186,7 @@ def gradient_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
 def optimizer_tensors(optimizers: Iterable[MegatronOptimizer], chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Yield main parameters, states and averages of optimizers, except what lies in the chunks' own memory."""
     models = {
-        storage.data_ptr() for storage in _storages([*parameter_tensors(chunks), *gradient_tensors(chunks)], None)
+        _identity(storage) for storage in _storages([*parameter_tensors(chunks), *gradient_tensors(chunks)], None)
     }
     for optimizer in optimizers:
         for average in optimizer.averages.values():
@@ -194,7 +195,7 @@ def optimizer_tensors(optimizers: Iterable[MegatronOptimizer], chunks: Sequence[
             if part.is_stub_optimizer:  # of a rank without parameters
                 continue
             for tensor in _tensors([part.param_groups, list(part.optimizer.state.values())]):
-                if tensor.untyped_storage().data_ptr() not in models:
+                if _identity(tensor.untyped_storage()) not in models:
                     yield tensor
 
 
@@ -240,8 +241,13 @@ def _storages(tensors: Iterable[Tensor], device: torch.device | None) -> list[to
         if device is None or tensor.device.type == device.type:
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                found[storage.data_ptr()] = storage
+                found[_identity(storage)] = storage
     return list(found.values())
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    """What stays while a storage is emptied and filled again."""
+    return StorageWeakRef(storage).cdata
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
