@@ -52,8 +52,8 @@ def describe_run(module: Any, proof: str) -> RunFacts:
         "exported": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "verified": proof,
     }
-    if module.lora is not None:
-        run["adapters"] = module.lora.describe()
+    if module.train_settings.lora is not None:
+        run["adapters"] = module.train_settings.lora.describe()
     # not the x axis
     metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items()) if "/" in name}
     return RunFacts(
