@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.ppo import PPOModule
     from lightning_megatron_rl.modules.reward_model import RewardModule
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
     from lightning_megatron_rl.sample import Prompt, Sample
@@ -47,6 +48,7 @@ _HOMES = {
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
     "Sample": "sample",
+    "TrainingSettings": "modules.training",
     "VLLMEngine": "rollout.vllm.engine",
     "WeightAverage": "callbacks.weight_average",
     "WeightSync": "callbacks.weight_sync",
@@ -71,6 +73,7 @@ __all__ = [
     "SFTDataModule",
     "SFTModule",
     "Sample",
+    "TrainingSettings",
     "VLLMEngine",
     "WeightAverage",
     "WeightSync",

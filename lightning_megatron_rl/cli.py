@@ -329,13 +329,11 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
     if not (match := _UNKNOWN_KEY.match(text)):
         return f"{path}: {text}" if path else text
-    if match["option"] or match["member"]:
-        key, group = match["option"] or match["member"], match["group"]
+    if match["option"] or match["member"] or (match["argument"] and cls):
+        key, group = match["option"] or match["member"] or match["argument"], match["group"]
         where = ".".join(part for part in (path, group, key) if part)
         return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
     key = match["key"] or match["argument"]
-    if moved := _explain_moved(key, ""):
-        return moved
     parent = key.rpartition(".")[0]
     siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"
@@ -343,11 +341,10 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
 
 def _explain_moved(key: str, cls: str) -> str:
     """Say where an old flat key of a module is now, such as `model.optimizer.lr`; nothing of other keys."""
-    name = key.removeprefix("model.").removeprefix("init_args.")
+    name = key.removeprefix("model.")
     moved = describe_moved([name.partition(".")[0]])
-    if not moved or (cls and "train" not in _parameters(cls, None)):
-        return ""
-    return f"unknown key {key}: {moved} Write model.train.{name}, or nest it in YAML."
+    is_ours = bool(moved) and "train" in _parameters(cls, None)
+    return f"unknown key {key}: {moved} Write model.train.{name}." if is_ours else ""
 
 
 def _explain_protocol(target_path: str, name: str) -> str:

@@ -63,7 +63,7 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         self.train_settings = train or TrainingSettings()
         if init_from is not None and self.train_settings.lora is not None:
             raise ValueError(
-                f"init_from={init_from!r} with train.lora: adapters belong to the weights of a model directory. Export"
+                f"init_from={init_from!r} with lora: adapters belong to the weights of a model directory. Export"
                 " the checkpoint's model (HFExport) and give the directory as `model`."
             )
         self.model_path = model

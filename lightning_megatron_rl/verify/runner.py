@@ -23,8 +23,9 @@ from lightning_megatron_rl.verify.report import Report, Row, describe_environmen
 _PARTS = 4  # micro-batches that the batch is cut into, about
 _SINGLE = parse_layout("single")
 _BALANCE_NOTE = (
-    "note: the load-balancing loss is on (moe.aux_loss_coeff={:g}); it is defined by the micro-batch (docs/moe.md), so"
-    " every layout with other micro-batches than the single process departs. Verify with --model.moe.aux_loss_coeff 0."
+    "note: the load-balancing loss is on (train.moe.aux_loss_coeff={:g}); it is defined by the micro-batch"
+    " (docs/moe.md), so every layout with other micro-batches than the single process departs. Verify with"
+    " --model.train.moe.aux_loss_coeff 0."
 )
 _LAYOUT_ARGUMENTS = set(ParallelLayout.__dataclass_fields__)
 
