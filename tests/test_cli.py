@@ -492,3 +492,22 @@ def test_classes_are_built_for_a_caller_who_runs_them(tmp_path, monkeypatch, cap
             with pytest.raises(SystemExit):
                 CommandLine(["--config", str(tmp_path / "config.yaml"), *arguments], run=False)
         assert said in capsys.readouterr().err
+
+
+def test_old_flat_key_is_refused_with_its_new_place(capsys, tmp_path):
+    """In YAML and on the command line, in the long spelling and the short one."""
+    expected = "`{0}` is now `train.{0}`. Write model.train.{1}."
+    for key, value in (("optimizer", {"lr": 1.0}), ("max_tokens_per_microbatch", 64), ("lora", {"rank": 4})):
+        inner = next(iter(value), None) if isinstance(value, dict) else None
+        written = f"{key}.{inner}" if inner else key
+        message = expected.format(key, written)
+        config = changed(GRPO, tmp_path / "config.yaml", f"model.init_args.{key}", value)
+        assert message in refusal(capsys, "fit", "--config", config)
+        for start in ("--model", "--model.init_args"):
+            assert message in refusal(capsys, "fit", "--config", GRPO, f"{start}.{written}", "4")
+
+
+def test_null_reaches_a_setting_inside_train():
+    built = build("fit", "--config", SFT, "--model.train.lr_scheduler", "null", "--model.train.optimizer=null")
+    assert built.model.train_settings.lr_scheduler is None
+    assert built.model.train_settings.optimizer is None

@@ -60,6 +60,8 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         init_from: str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(train, TrainingSettings | None):
+            raise TypeError(f"{type(self).__name__}: train is a TrainingSettings, not a {type(train).__name__}.")
         self.train_settings = train or TrainingSettings()
         if init_from is not None and self.train_settings.lora is not None:
             raise ValueError(

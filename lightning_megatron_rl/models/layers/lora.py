@@ -66,8 +66,8 @@ class LoRASettings:
         if self.dora:
             raise ValueError(
                 "train.lora.dora=True: Megatron-Bridge 0.6.2 leaves DoRA's magnitudes out of merged and of exported"
-                " weights, and takes norms over one tensor-parallel rank's part of a row; sampler and trainer would differ. Use"
-                " LoRA (dora=False)."
+                " weights, and takes norms over one tensor-parallel rank's part of a row; sampler and trainer would"
+                " differ. Use LoRA (dora=False)."
             )
 
     def identity(self, base: str) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def resolve_moe_settings(
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             if getattr(settings, name):
                 raise ValueError(
-                    f"train.moe.freeze_router=True with train.moe.{name}={getattr(settings, name)}: the loss would act on"
-                    f" a router that does not learn. Set {name}=0 or freeze_router=False."
+                    f"train.moe.freeze_router=True with train.moe.{name}={getattr(settings, name)}: the loss would act"
+                    f" on a router that does not learn. Set {name}=0 or freeze_router=False."
                 )
         coeff = 0.0
     return replace(settings, aux_loss_coeff=default_aux_loss_coeff if coeff is None else coeff)
