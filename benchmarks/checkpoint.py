@@ -69,7 +69,7 @@ class Saves(pl.Callback):
         self.blocked.append(timed(lambda: trainer.save_checkpoint(path), self.device))
         strategy: Any = trainer.strategy
         note = lambda: self._written.append(time.perf_counter())  # noqa: E731
-        strategy._queue.submit(note) if strategy.saves_later else note()
+        strategy.checkpoints.keeper.when_saved(note)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,8 @@ Usage, with a small model whose tokenizer knows the characters of all games::
 import argparse
 
 import lightning as L
+from environments.grid import GridGame, GridRows
+from environments.guessing import GuessingRows, NumberGuessing
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
@@ -30,10 +32,6 @@ from lightning_megatron_rl.environments import (
     Environment,
     Episode,
     EpisodeSettings,
-    GridGame,
-    GridRows,
-    GuessingRows,
-    NumberGuessing,
     Reply,
 )
 from lightning_megatron_rl.rollout.protocol import SamplingParams

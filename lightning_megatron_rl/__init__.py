@@ -8,27 +8,28 @@ from lightning_megatron_rl.parallel.leader import watch
 from lightning_megatron_rl.utilities.versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lightning_megatron_rl.callbacks.hf_export import HFExport
-    from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
-    from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
-    from lightning_megatron_rl.callbacks.run_progress import RunProgress
-    from lightning_megatron_rl.callbacks.weight_average import WeightAverage
-    from lightning_megatron_rl.callbacks.weight_sync import WeightSync
-    from lightning_megatron_rl.data.preference import PreferenceDataModule
-    from lightning_megatron_rl.data.prompts import PromptDataModule
-    from lightning_megatron_rl.data.sft import SFTDataModule
-    from lightning_megatron_rl.modules.dpo import DPOModule
-    from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.modules.policy import PolicyModule
-    from lightning_megatron_rl.modules.ppo import PPOModule
-    from lightning_megatron_rl.modules.reward_model import RewardModule
-    from lightning_megatron_rl.modules.sft import SFTModule
-    from lightning_megatron_rl.modules.training import TrainingSettings
-    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
-    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
-    from lightning_megatron_rl.sample import Prompt, Sample
-    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
-    from lightning_megatron_rl.verify.runner import verify_layouts
+    from lightning_megatron_rl.callbacks.hf_export import HFExport as HFExport
+    from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot as MemorySnapshot
+    from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples as RolloutSamples
+    from lightning_megatron_rl.callbacks.run_progress import RunProgress as RunProgress
+    from lightning_megatron_rl.callbacks.weight_average import WeightAverage as WeightAverage
+    from lightning_megatron_rl.callbacks.weight_sync import WeightSync as WeightSync
+    from lightning_megatron_rl.data.preference import PreferenceDataModule as PreferenceDataModule
+    from lightning_megatron_rl.data.prompts import PromptDataModule as PromptDataModule
+    from lightning_megatron_rl.data.sft import SFTDataModule as SFTDataModule
+    from lightning_megatron_rl.modules.dpo import DPOModule as DPOModule
+    from lightning_megatron_rl.modules.grpo import GRPOModule as GRPOModule
+    from lightning_megatron_rl.modules.policy import PolicyModule as PolicyModule
+    from lightning_megatron_rl.modules.ppo import PPOModule as PPOModule
+    from lightning_megatron_rl.modules.reward_model import RewardModule as RewardModule
+    from lightning_megatron_rl.modules.sft import SFTModule as SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings as TrainingSettings
+    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine as ColocatedVLLMEngine
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine as VLLMEngine
+    from lightning_megatron_rl.sample import Prompt as Prompt
+    from lightning_megatron_rl.sample import Sample as Sample
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy as MegatronStrategy
+    from lightning_megatron_rl.verify.runner import verify_layouts as verify_layouts
 
 _HOMES = {
     "ColocatedVLLMEngine": "rollout.vllm.colocated",
@@ -55,30 +56,7 @@ _HOMES = {
     "verify_layouts": "verify.runner",
 }
 
-__all__ = [
-    "ColocatedVLLMEngine",
-    "DPOModule",
-    "GRPOModule",
-    "HFExport",
-    "MegatronStrategy",
-    "MemorySnapshot",
-    "PPOModule",
-    "PolicyModule",
-    "PreferenceDataModule",
-    "Prompt",
-    "PromptDataModule",
-    "RewardModule",
-    "RolloutSamples",
-    "RunProgress",
-    "SFTDataModule",
-    "SFTModule",
-    "Sample",
-    "TrainingSettings",
-    "VLLMEngine",
-    "WeightAverage",
-    "WeightSync",
-    "verify_layouts",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The records that travel through every room: a prompt on its way in, a sample on its way out, turn by turn."""
+"""The records that travel through everything: a prompt on its way in, a sample on its way out, turn by turn."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, replace

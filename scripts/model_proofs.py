@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from lightning_megatron_rl.models.verification.signature import LIBRARIES, PROOFS, Signature, signature
 from lightning_megatron_rl.utilities.versions import installed_versions
 from tests.tiny_models import tiny_config
@@ -133,7 +133,7 @@ def signature_of(raw: dict[str, Any]) -> Signature:
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(raw))
-        provider = import_auto_bridge().from_hf_pretrained(directory).to_megatron_provider(load_weights=False)
+        provider = import_auto_bridge(bridges()).from_hf_pretrained(directory).to_megatron_provider(load_weights=False)
         return signature(AutoConfig.from_pretrained(directory), provider)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_megatron_rl.models.families.table import table
+from lightning_megatron_rl.models.families.registry import table
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"

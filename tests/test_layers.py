@@ -10,8 +10,8 @@ import lightning_megatron_rl
 PACKAGE = "lightning_megatron_rl"
 ROOT = Path(lightning_megatron_rl.__file__).parent
 LAYERS = (  # from the lowest; a folder imports from lower layers only, and none of its own layer
-    ("sample", "utilities"),
-    ("algorithms", "rewards", "compat", "parallel", "planner"),
+    ("sample", "utilities", "compat"),
+    ("algorithms", "rewards", "parallel", "planner"),
     ("environments", "weights"),
     ("devices", "checkpoints"),
     ("strategy", "models"),

@@ -277,7 +277,8 @@ class Methods(OurModule):
             "trainable": all(parameter.requires_grad for parameter in self.parameters()),
         }
         self.log("mean", rank, sync_dist=True)
-        self.log_dict({"sum": rank}, sync_dist=True, reduce_fx="sum")
+        for name in ("sum", "max", "min"):
+            self.log_dict({name: rank + 1}, sync_dist=True, reduce_fx=name)
         self.print("once", end="")
         return loss
 
@@ -286,7 +287,7 @@ def call_methods(model: Path, world_size: int) -> dict[str, Any]:
     module = Methods(model)
     trainer = make_trainer({"use_distributed_optimizer": False}, world_size, max_steps=1)
     trainer.fit(module, Sequences())
-    metrics = {name: float(trainer.callback_metrics[name]) for name in ("mean", "sum")}
+    metrics = {name: float(trainer.callback_metrics[name]) for name in ("mean", "sum", "max", "min")}
     module.freeze()
     frozen = [parameter.requires_grad for parameter in module.parameters()]
     module.unfreeze()
@@ -304,7 +305,7 @@ def test_methods_that_a_module_offers(worker_pool, qwen3_dir):
     ranks = worker_pool.run(call_methods, qwen3_dir, 2, world_size=2, init_process_group=False)
     for found in ranks:
         assert found["gathered"] == [0.0, 1.0]
-        assert (found["mean"], found["sum"]) == (0.5, 1.0)
+        assert (found["mean"], found["sum"], found["max"], found["min"]) == (0.5, 3.0, 2.0, 1.0)
         assert found["rate"] == pytest.approx(0.05)
         assert found["step"] == (0, 0)
         assert found["automatic"]

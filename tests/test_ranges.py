@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
+from examples.environments.grid import GridRows
+from examples.environments.guessing import GuessingRows
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
@@ -16,8 +18,6 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.data.sources import DataSource
 from lightning_megatron_rl.environments.calculator import CalculatorRows
-from lightning_megatron_rl.environments.grid import GridRows
-from lightning_megatron_rl.environments.guessing import GuessingRows
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -51,7 +51,7 @@ NEEDED: dict[type, dict[str, Any]] = {
     HFExport: {"dirpath": "hf"},
     MemorySnapshot: {"directory": "memory"},
 }
-ROOMS = ("algorithms", "callbacks", "data", "environments", "models", "modules", "rewards", "rollout", "strategy")
+FOLDERS = ("algorithms", "callbacks", "data", "environments", "models", "modules", "rewards", "rollout", "strategy")
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
     "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment", "HoldsReference",
@@ -59,7 +59,7 @@ INNER = {
     "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Reply", "SamplesResponses", "SequenceCost",
     "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
-    "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "CollectiveStrategy", "ServiceReward",
+    "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
 
@@ -67,9 +67,9 @@ INNER = {
 def settings() -> list[tuple[type, str, bool]]:
     """Every public class with a parameter that is a number and has a default: class, parameter, whether it is whole."""
     found = []
-    for room in ROOMS:
-        package = importlib.import_module(f"lightning_megatron_rl.{room}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for name in (*(f"lightning_megatron_rl.{folder}" for folder in FOLDERS), "examples.environments"):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if module.name.endswith(("_worker", "_launcher", "_kernels", "vllm_receiver")):
                 continue  # scripts that are run by their paths, and what imports vLLM
             for name, cls in vars(importlib.import_module(module.name)).items():

@@ -86,6 +86,7 @@ def main() -> None:
     )
     parser.add_argument("--sft-steps", type=int, help="fewer steps, for a quick look")
     parser.add_argument("--grpo-steps", type=int, help="fewer steps, for a quick look")
+    parser.add_argument("--seed", type=int, help="of the model's first weights, the data's order and sampling")
     options = parser.parse_args()
     if options.gpu:
         options.config.insert(0, str(CONFIGS / "gpu.yaml"))
@@ -96,14 +97,15 @@ def main() -> None:
     memory.start()
     started = time.perf_counter()
 
-    build_model(out / "model")
+    build_model(out / "model", **({} if options.seed is None else {"seed": options.seed}))
+    seed = [] if options.seed is None else [f"--seed_everything={options.seed}"]
     sft_steps = [f"--trainer.max_steps={options.sft_steps}"] if options.sft_steps else []
-    fit("sft", out, options.config, sft_steps)
+    fit("sft", out, options.config, seed + sft_steps)
     grpo_steps = []
     if options.grpo_steps:  # validated at their end, whatever the config's interval
         steps = options.grpo_steps
         grpo_steps = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"]
-    fit("grpo", out, options.config, grpo_steps)
+    fit("grpo", out, options.config, seed + grpo_steps)
 
     steps = read_metrics(out / "grpo" / "metrics.csv")
     results = Results(

@@ -79,15 +79,6 @@ class Tally:
         counted, count = self._counted(values, mask)
         self.add(name, _ratio, {"numerator": counted.sum(), "denominator": count})
 
-    def add_ratio(self, name: str, numerator: Values, denominator: Values) -> None:
-        """Add to a ratio of two sums, Σ numerator / Σ denominator; nan while the denominators sum to zero.
-
-        Example:
-            Adding (1, 2) and then (3, 2) computes 1.0.
-        """
-        parts = {"numerator": self._counted(numerator, None)[0].sum()}
-        self.add(name, _ratio, parts | {"denominator": self._counted(denominator, None)[0].sum()})
-
     def add_max(self, name: str, values: Values, mask: Tensor | None = None) -> None:
         """Add to a maximum over all values.
 

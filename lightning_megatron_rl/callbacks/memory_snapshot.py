@@ -3,9 +3,9 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch import Callback
 
+from lightning_megatron_rl.compat.torch_names import record_memory, write_memory_record
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
 from lightning_megatron_rl.utilities.text_files import user_path
 
@@ -44,7 +44,7 @@ class MemorySnapshot(Callback):
                 f"MemorySnapshot records allocations on a GPU, this run is on {device.type!r}: leave it out, or use"
                 " Trainer(accelerator='cuda')."
             )
-        torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
+        record_memory(self.max_entries)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the step that ends, if it was asked for."""
@@ -59,8 +59,8 @@ class MemorySnapshot(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record no more."""
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record_memory(None)
 
     def _write(self, trainer: pl.Trainer, name: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(self.directory / f"{name}.rank={trainer.global_rank}.pickle"))
+        write_memory_record(str(self.directory / f"{name}.rank={trainer.global_rank}.pickle"))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.compat.optimizer_state import get_state, set_state
+
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -61,7 +63,7 @@ def make_states(optimizer: Any) -> None:
 
 def whole_state(part: "DistributedOptimizer", parameter: Tensor) -> dict[str, Tensor]:
     """Return what this rank has of a model parameter's main parameter and moments, the main one whole."""
-    state = part._get_main_param_and_optimizer_states(parameter)
+    state = get_state(part, parameter)
     if not _keeps_main_parameters(part):
         return state
     shard = _shard(part, parameter)
@@ -76,7 +78,7 @@ def give_state(part: "DistributedOptimizer", parameter: Tensor, state: dict[str,
         shard = _shard(part, parameter)
         if _keeps_half(part.optimizer, shard):
             state = {**state, MAIN: split(state[MAIN], shard)}
-    part._set_main_param_and_optimizer_states(parameter, state)
+    set_state(part, parameter, state)
 
 
 def _keeps_main_parameters(part: "MegatronOptimizer") -> bool:

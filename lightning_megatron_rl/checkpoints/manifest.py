@@ -34,11 +34,7 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file to write once, front to back; `record` has its size and checksum when it is closed and on the disk.
-
-    Example:
-        ``with HashedFile(path) as file: torch.save(state, file)``
-    """
+    """A file to write once, front to back; `record` has its size and checksum when it is closed and on the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)  # a buffer would be written again when a full disk has failed us

@@ -9,9 +9,6 @@ class SaveQueue:
 
     A thread, not a process: it copies nothing, starts nothing, and ends with its process however that is ended. The
     work is hashing and writing, which need not hold Python's lock.
-
-    Example:
-        ``queue.submit(checkpoint.write); ...; queue.wait()``
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ class StagedShards(FileSystemWriterAsync):
                 else:
                     torch.save(data if self._copy else self._copied(data), file)  # type: ignore[arg-type]
                 length = file.tell() - start
-                results.append(WriteResult(item.index, length, dcp_files._StorageInfo(name, start, length)))
+                results.append(written_at(item, name, start, length))
         return WrittenShards(results, {name: file.record})
 
     @staticmethod
@@ -119,6 +119,11 @@ class StagedShards(FileSystemWriterAsync):
         fsync(self.directory / _CONFIG_FILE)
         files = {name: record for shards in written for name, record in shards.files.items()}
         return {**files, **{name: record_file(self.directory / name) for name in (METADATA_FILE, _CONFIG_FILE)}}
+
+
+def written_at(item: WriteItem, file: str, start: int, length: int) -> WriteResult:
+    """Return the index's entry of an item: its file, and the bytes in it."""
+    return WriteResult(item.index, length, dcp_files._StorageInfo(file, start, length))
 
 
 class _Staging(torch_dist.TorchDistSaveShardedStrategy):
@@ -161,9 +166,6 @@ def plan_save(sharded: dict[str, Any], staged: StagedShards, content_metadata: d
 
 class SavedShards:
     """The shards in a directory, opened for reading; what is in them is data and is never executed.
-
-    Example:
-        ``SavedShards(checkpoint / "sharded").shapes["embedding.word_embeddings.weight"]``
 
     Raises:
         ValueError: Its metadata hold anything but metadata.

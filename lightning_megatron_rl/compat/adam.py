@@ -16,9 +16,6 @@ class Adam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015) or, with `adam_w_mode`, AdamW (Loshchilov & Hutter 2019), with the fused ones' layout.
 
     The update is torch's own multi-tensor implementation, so the values are those of `torch.optim.Adam` and `AdamW`.
-
-    Example:
-        ``Adam([weight], lr=1e-3, weight_decay=0.1).step()`` leaves ``param_groups[0]["step"] == 1``.
     """
 
     def __init__(

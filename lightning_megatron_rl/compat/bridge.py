@@ -11,35 +11,29 @@ import importlib.util
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 _BRIDGES = "megatron.bridge.models"
-# Architecture in config.json -> module that registers its bridge; add a line to support another.
-FAMILIES = {
-    "LlamaForCausalLM": f"{_BRIDGES}.llama.llama_bridge",
-    "MistralForCausalLM": f"{_BRIDGES}.mistral.mistral_bridge",
-    "Qwen2ForCausalLM": f"{_BRIDGES}.qwen.qwen2_bridge",
-    "Qwen3ForCausalLM": f"{_BRIDGES}.qwen.qwen3_bridge",
-    "Qwen3MoeForCausalLM": f"{_BRIDGES}.qwen.qwen3_moe_bridge",
-    "MixtralForCausalLM": "lightning_megatron_rl.models.families.mixtral_bridge",
-    "DeepseekV3ForCausalLM": f"{_BRIDGES}.deepseek.deepseek_v3_bridge",
-    "Gemma3ForCausalLM": f"{_BRIDGES}.gemma.gemma3_bridge",
-    "GptOssForCausalLM": f"{_BRIDGES}.gpt_oss.gpt_oss_bridge",
-}
-_ORIENTED = "lightning_megatron_rl.models.families.gpt_oss_bridge"  # takes the place of Bridge's own
+
+
+def import_auto_bridge(bridges: Iterable[str]) -> Any:
+    """Return Megatron-Bridge's `AutoBridge` class, with the converters that the modules `bridges` register.
+
+    A `megatron.bridge` that somebody imported whole before is used as it is. Takes seconds: call it late.
+    """
+    auto_bridge = _import_conversion()
+    with _root_logger_kept():
+        for module in bridges:
+            if module.startswith(_BRIDGES):
+                _add_bare_package(module.rpartition(".")[0])
+            importlib.import_module(module)
+    return auto_bridge
 
 
 @functools.cache
-def import_auto_bridge() -> Any:
-    """Return Megatron-Bridge's `AutoBridge` class with the bridges of `FAMILIES` registered.
-
-    A `megatron.bridge` that somebody imported whole before is used as it is. Takes seconds: call it late.
-
-    Example:
-        ``import_auto_bridge().from_hf_pretrained("path/to/qwen3")``
-    """
+def _import_conversion() -> Any:
     with _root_logger_kept():
         # Megatron-core must look for Transformer Engine before the stand-in below exists, or it would find that.
         importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -49,15 +43,32 @@ def import_auto_bridge() -> Any:
                 "Megatron-Bridge, which converts Hugging Face models, is not installed: pip install --no-deps"
                 " megatron-bridge==0.6.2 (docs/install.md says why without its dependencies)"
             )
-        packages = {module.rpartition(".")[0] for module in FAMILIES.values() if module.startswith(_BRIDGES)}
-        for package in ("megatron.bridge", _BRIDGES, *sorted(packages)):
+        for package in ("megatron.bridge", _BRIDGES):
             _add_bare_package(package)
         with _transformer_engine_names():
             importlib.import_module("megatron.bridge.peft.lora_layers")
-        auto_bridge = importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge")
-        for module in (*FAMILIES.values(), _ORIENTED):
-            importlib.import_module(module)
-        return auto_bridge.AutoBridge
+        return importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge").AutoBridge
+
+
+def model_bridge(auto_bridge: Any) -> Any:
+    """Return a new converter for the model of an `AutoBridge`, as the bridge makes one for itself."""
+    import transformers
+    from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+    from megatron.bridge.models.conversion.utils import get_causal_lm_class_name_via_auto_map
+
+    config = auto_bridge.hf_pretrained.config
+    remote = get_causal_lm_class_name_via_auto_map(config=config)
+    kind = remote if remote is not None else getattr(transformers, config.architectures[0])
+    converter = get_model_bridge(kind, hf_config=config)
+    converter.export_weight_dtype = auto_bridge.export_weight_dtype
+    return converter
+
+
+def set_weights(auto_bridge: Any, source: Any) -> None:
+    """Let an `AutoBridge` read the weights of a `StateSource`, in place of the files that it would open."""
+    from megatron.bridge.models.hf_pretrained.state import StateDict
+
+    auto_bridge.hf_pretrained._state_dict_accessor = StateDict(source)
 
 
 @contextlib.contextmanager
@@ -80,7 +91,7 @@ def import_lora() -> Any:
     Example:
         ``import_lora()(target_modules=["linear_qkv"], dim=8, alpha=16)``
     """
-    import_auto_bridge()
+    _import_conversion()
     utils = importlib.import_module("megatron.bridge.peft.utils")
     if importlib.util.find_spec("transformer_engine") is None:
         # without it Megatron-core's classes on top of it are None, which Bridge takes for types

@@ -47,9 +47,6 @@ def install_cpu_support(device: torch.device) -> None:
 
     Raises:
         RuntimeError: `device` is a CUDA device, and Megatron runs on the CPU in this process already.
-
-    Example:
-        ``install_cpu_support(torch.device("cpu"))`` before the process groups are created.
     """
     installed = any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path)
     if installed and device.type == "cuda":

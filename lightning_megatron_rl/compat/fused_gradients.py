@@ -18,9 +18,6 @@ def fuse_weight_gradients(ddp: nn.Module) -> None:
 
     Args:
         ddp: A chunk in Megatron's DDP, which has made the buffers.
-
-    Example:
-        ``fuse_weight_gradients(ddp)`` after ``ddp = DistributedDataParallel(config, ddp_config, chunk)``.
     """
     for module in ddp.modules():
         if not hasattr(module, "fuse_wgrad_accumulation"):

@@ -18,11 +18,7 @@ _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable: names, separated by 
 
 @functools.cache
 def install_shared_gloo(device: torch.device) -> None:
-    """Let gloo groups that are made from now on share their devices if `device` is the CPU; later calls do nothing.
-
-    Example:
-        ``install_shared_gloo(torch.device("cpu"))`` before ``init_process_group("gloo")``.
-    """
+    """Let gloo groups that are made from now on share their devices if `device` is the CPU; later calls do nothing."""
     if device.type != "cpu":
         return
     from torch.distributed import distributed_c10d

@@ -16,11 +16,7 @@ from torch import Tensor
 
 @functools.cache
 def install_packed_rope() -> None:
-    """Let Megatron rotate packed sequences all at once; later calls do nothing.
-
-    Example:
-        ``install_packed_rope()`` before a forward pass with `PackedSeqParams`.
-    """
+    """Let Megatron rotate packed sequences all at once; later calls do nothing."""
     from megatron.core.models.common.embeddings import rope_utils
 
     original = rope_utils._apply_rotary_pos_emb_thd

@@ -13,9 +13,6 @@ def install_recompute(*, transformer_engine: bool) -> None:
 
     Args:
         transformer_engine: Whether the layers are Transformer Engine's.
-
-    Example:
-        ``install_recompute(transformer_engine=False)`` before a forward pass with ``recompute_modules=["layernorm"]``.
     """
     if transformer_engine:
         return

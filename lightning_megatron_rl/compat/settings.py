@@ -45,10 +45,6 @@ def check_settings(
 
     Raises:
         ValueError: A setting that would do nothing here, although it changes numbers or memory.
-
-    Example:
-        ``check_settings("model_config", {"fp8": "hybrid"}, {}, {"fp8": Rule("transformer_engine", "...")}, ...)``
-        raises on a CPU.
     """
     has = {"cuda": device.type == "cuda", "transformer_engine": transformer_engine, "never": False}
     kept = {}

@@ -11,11 +11,7 @@ from lightning_megatron_rl.compat.cpu import install_cpu_support
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Have Megatron's process groups inside, of this process alone, on the CPU.
-
-    Example:
-        ``with single_process(): chunks = model.build_chunks(...)``
-    """
+    """Have Megatron's process groups inside, of this process alone, on the CPU."""
     install_cpu_support(torch.device("cpu"))
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron_rl.checkpoints.format import content_metadata
 from lightning_megatron_rl.models.hf.tensors import HFWeights
@@ -153,7 +154,7 @@ def _piece(tensor: Any) -> Piece:
 
 def _storage(tensor: Tensor) -> int:
     """What a tensor has in common with its views, on the meta device too."""
-    return int(tensor.untyped_storage()._cdata)
+    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def _stand_in(chunk: nn.Module) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import WriteItem
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_megatron_rl.checkpoints.format import content_metadata
 from lightning_megatron_rl.checkpoints.manifest import FileRecord, HashedFile
-from lightning_megatron_rl.checkpoints.shards import StagedShards, WrittenShards, plan_save
+from lightning_megatron_rl.checkpoints.shards import StagedShards, WrittenShards, plan_save, written_at
 
 FILE_SIZE = 4_000_000_000  # bytes of a file, but for its last tensor
 
@@ -53,7 +53,7 @@ class StreamedShards(StagedShards):
                         # a copy: of a view, torch would save all that it is a view of
                         torch.save(self._make(data).clone(memory_format=torch.contiguous_format), file)  # type: ignore[arg-type]
                     length = file.tell() - start
-                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                    results.append(written_at(item, name, start, length))
             files[name] = file.record
         return WrittenShards(results, files)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_megatron_rl.compat.torch_names import count_cuda_devices
 from lightning_megatron_rl.devices.commands import capture
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
@@ -62,7 +63,7 @@ def count_gpus() -> int:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about the driver
-        return torch._C._cuda_getDeviceCount() if torch.cuda.is_available() else 0
+        return count_cuda_devices() if torch.cuda.is_available() else 0
 
 
 def measure_gpu(index: int) -> GPU:

@@ -1,4 +1,4 @@
-"""Environments: the protocol of episodes with several turns, its guard, and three that are built in."""
+"""Environments: the protocol of episodes with several turns, its guard, and a calculator."""
 
 from lightning_megatron_rl.environments.base import (
     Action,
@@ -10,9 +10,7 @@ from lightning_megatron_rl.environments.base import (
     Reply,
 )
 from lightning_megatron_rl.environments.calculator import Calculator, CalculatorRows
-from lightning_megatron_rl.environments.grid import GridGame, GridRows
 from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvironment
-from lightning_megatron_rl.environments.guessing import GuessingRows, NumberGuessing
 
 __all__ = [
     "Action",
@@ -24,10 +22,6 @@ __all__ = [
     "EnvironmentSetupError",
     "Episode",
     "EpisodeSettings",
-    "GridGame",
-    "GridRows",
     "GuardedEnvironment",
-    "GuessingRows",
-    "NumberGuessing",
     "Reply",
 ]

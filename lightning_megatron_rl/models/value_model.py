@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.hf.check import check_weights
 from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.models.layers.value_head import new_weight, put_value_head, untie_output_layer

@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf.model import HFModel
@@ -49,19 +50,19 @@ class ExportsWeights(pl.LightningModule):
         self.strategy.gather_parameters()
         return self.hf_model.export_weights(list(self.model), dtype)
 
-    def weights_to_push(self) -> Iterable[tuple[str, Tensor]]:
+    def weights_to_push(self) -> WeightSource:
         """Return the policy's weights for an engine, which takes them in any precision: in that of training.
 
-        Where this rank has the whole model, `WeightViews` of its parameters. Otherwise `WeightBuckets`, a collective:
-        all ranks run through them. Both are planned at the first call, a collective of the world; what cannot be
-        planned, and adapters, take the iterator of `export_weights`. Biases that balance experts are in fp32 in any
-        case.
+        Where this rank has the whole model, views of its parameters; otherwise a push that all ranks take part in.
+        Both are planned at the first call, a collective of the world; what cannot be planned, and adapters, come as
+        `export_weights` yields them. Biases that balance experts are in fp32 in any case.
         """
         self.strategy.gather_parameters()
         chunks = list(self.model)
         views = None if self.train_settings.lora is not None else self._plan_views(chunks)
         if views is None:
-            return self.hf_model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
+            exported = self.hf_model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
+            return WeightSource.streamed(exported, next(self.model.parameters()).device)
         return views.weights(stays="parameters" not in self.strategy.offloads)
 
     def _plan_views(self, chunks: list[nn.Module]) -> "ExportViews | ShardedViews | None":

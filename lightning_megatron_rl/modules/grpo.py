@@ -26,6 +26,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
 )
 from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
+from lightning_megatron_rl.modules.start import describe_unplanned
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
 from lightning_megatron_rl.rewards.base import Reward
@@ -261,6 +262,7 @@ class GRPOModule(SamplesResponses):
             self._microbatch_row,
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             ("sampler", self.engine.describe()),
+            *describe_unplanned(self.engine, self.strategy),
             *self.describe_episodes(),
             *self.loss.config.describe(),
             ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),

@@ -13,7 +13,7 @@ from lightning_megatron_rl.algorithms.whitening import whiten
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.families.layout import PipelineSplit
-from lightning_megatron_rl.models.families.table import num_experts
+from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.models.layers.value_head import value_processor
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
@@ -201,7 +201,7 @@ class PPOModule(GRPOModule):
 
     def save_critic(self, directory: Any) -> None:
         """Write the critic as a Hugging Face sequence classifier, which scores the last token; a collective."""
-        from lightning_megatron_rl.strategy.wrapping import gather_parameters
+        from lightning_megatron_rl.parallel.collectives import gather_parameters
 
         gather_parameters(self._critic.chunks)
         self._critic.hf_model.save_pretrained(self._critic.chunks, directory)

@@ -2,12 +2,11 @@
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -27,7 +26,7 @@ from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
-from lightning_megatron_rl.weights.views import WeightBuckets
+from lightning_megatron_rl.weights.source import WeightSource
 
 _DEFAULT_SEED = 1234
 
@@ -335,8 +334,7 @@ class SamplesResponses(HoldsReference):
         self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted
-                weights = self.weights_to_push()
-                report = self._push(weights, version)
+                report = self._push(self.weights_to_push(), version)
                 if not self._lost_anywhere(report is None):
                     break
         self.last_sync, self.synced_version = report, version
@@ -347,13 +345,14 @@ class SamplesResponses(HoldsReference):
             return lost
         return any(data_parallel_gather(lost))
 
-    def _push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport | None:
-        """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank."""
+    def _push(self, source: WeightSource, version: int) -> SyncReport | None:
+        """Hand the weights to the engine; None if its process was replaced meanwhile, on every rank; a collective."""
         if self.engine.is_collective:
-            return self.engine.update_weights(weights, version)
+            return self.engine.update_weights(source, version)
         assert self.strategy.replica is not None
-        others = weights.follow() if isinstance(weights, WeightBuckets) else _collectives(weights)
-        return self.strategy.replica.run_on_leader(lambda: _push(self.engine, weights, version), others=others)
+        return self.strategy.replica.run_on_leader(
+            lambda: update_if_possible(self.engine, source, version), others=source.run_collectives
+        )
 
 
 def check_episodes(
@@ -389,18 +388,11 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
-def _push(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport | None:
+def update_if_possible(engine: RolloutEngine, source: WeightSource, version: int) -> SyncReport | None:
+    """Hand weights to an engine while the other ranks run the collectives of `source`; None if it lost them."""
     try:
-        return engine.update_weights(weights, version)
+        return engine.update_weights(source, version)
     except WeightsLostError:
         return None
     finally:
-        for _ in _collectives(weights):  # the other ranks are in the middle of the export's
-            pass
-
-
-def _collectives(weights: Iterable[tuple[str, Tensor]]) -> Iterable[Any]:
-    """What is left to run through together with other ranks."""
-    if isinstance(weights, WeightBuckets):
-        return weights.buckets()
-    return weights if isinstance(weights, Iterator) else ()
+        source.finish_collectives()

@@ -21,12 +21,11 @@ from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
-from lightning_megatron_rl.planner.memory import ModelSize, Split, StateBytes, sampler_parts, trainer_parts
-from lightning_megatron_rl.planner.moments import MemoryPlan, Part
+from lightning_megatron_rl.planner.memory import Split, StateBytes, trainer_parts
+from lightning_megatron_rl.planner.moments import MemoryPlan
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
-from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
-from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.installation import check_for_gpu, installed_packages
 from lightning_megatron_rl.strategy.products import check_products
 from lightning_megatron_rl.strategy.state_size import has_fused_adam, state_size
@@ -86,15 +85,17 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
         checks.check_transformer_engine(replace(facts, transformer_engine=import_engine()))
     if precision.precision == "32-true":
         run_on_all_ranks(partial(check_products, device, transformer_engine=has_engine))
-    if isinstance(engine, VLLMEngine):
-        check_for_gpu(engine.device, installed_packages())
+    needs = _needs_of(engine)
     plans: list[MemoryPlan] = []
     samplers: tuple[GPU, ...] = ()
-    if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
-        checks.check_vllm(facts)
-        others = _gpus_of_samplers(engine, strategy)
-        samplers = (*others.values(), gpu) if engines_on(engine, strategy)[device.index] else tuple(others.values())
+    if engine is not None and needs is not None:
+        if needs.vllm:
+            check_for_gpu(needs.device, installed_packages())
+            checks.check_vllm(facts)
+        others = _gpus_of_samplers(engine, strategy) if needs.on_gpu else {}
         plans += [plan_sampler(module, engine, number, other) for number, other in others.items()]
+        shared = needs.on_gpu and engines_on(engine, strategy)[device.index]
+        samplers = (*others.values(), gpu) if shared else tuple(others.values())
     plan = make_plan(
         module,
         training=training,
@@ -105,9 +106,9 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     )
 
     def check() -> None:
-        if isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
+        if needs is not None and samplers:
             stored = CheckpointLayout.read(module.hf_model.path).dtype
-            checks.check_engine_precision(replace(facts, gpus=samplers), _dtype(engine, stored))
+            checks.check_engine_precision(replace(facts, gpus=samplers), needs.dtype_of(stored))
         for found in (plan, *plans):
             found.check()
 
@@ -141,7 +142,8 @@ def make_plan(
     )
     sleeps = engine is not None and engine.sleep_level > 0
     engines = engines_on(engine, strategy)[_numbers(strategy)[strategy.local_rank]]
-    sampler = _sampler(engine, engines, size, checkpoint.dtype, total)
+    needs = _needs_of(engine)
+    sampler = needs.parts(size, engines=engines, stored=checkpoint.dtype, total=total) if needs else ()
     return MemoryPlan(parts, sampler, free=free, apart=sleeps, offloads=strategy.offloads)
 
 
@@ -150,16 +152,23 @@ def plan_sampler(module: Starts, engine: RolloutEngine, number: int, gpu: GPU) -
     checkpoint = CheckpointLayout.read(module.hf_model.path)
     size = model_size(module.hf_model.config, checkpoint.shapes)
     engines = engines_on(engine, module.strategy)[number]
-    sampler = _sampler(engine, engines, size, checkpoint.dtype, gpu.total_bytes)
+    needs = engine.describe_needs()
+    assert needs is not None
+    sampler = needs.parts(size, engines=engines, stored=checkpoint.dtype, total=gpu.total_bytes)
     apart = engine.sleep_level > 0
     return MemoryPlan((), sampler, free=gpu.free_bytes, apart=apart, gpu=f"a GPU (number {number}, the sampler's)")
+
+
+def _needs_of(engine: RolloutEngine | None) -> EngineNeeds | None:
+    return None if engine is None else engine.describe_needs()
 
 
 def _puts_together(module: Starts, engine: RolloutEngine | None) -> bool:
     """Whether weights are put together from several ranks for a sampler on a GPU."""
     if module.train_settings.lora is not None or module.strategy.layout.is_whole:
         return False
-    return isinstance(engine, ColocatedVLLMEngine) or (isinstance(engine, VLLMEngine) and engine.device != "cpu")
+    needs = _needs_of(engine)
+    return needs is not None and needs.on_gpu
 
 
 def _split(strategy: "MegatronStrategy") -> Split:
@@ -210,28 +219,6 @@ def _backend(module: Starts) -> LayerBackend:
     )
 
 
-def _sampler(engine: RolloutEngine | None, engines: int, size: ModelSize, stored: str, total: int) -> tuple[Part, ...]:
-    """What vLLM takes of a GPU that so many `engines` are on; `stored` is the checkpoint's dtype."""
-    if not engines or not isinstance(engine, VLLMEngine | ColocatedVLLMEngine):
-        return ()
-    cache_gb = engine.kv_cache_memory_gb
-    return sampler_parts(
-        size,
-        tensor=engine.tensor_parallel_size,
-        total=total,
-        utilization=engine.gpu_memory_utilization if isinstance(engine, VLLMEngine) else 0.0,  # its cache has a size
-        cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
-        element_bytes=4 if _dtype(engine, stored) == "float32" else 2,
-        own_process=isinstance(engine, VLLMEngine),
-        engines=engines,
-    )
-
-
-def _dtype(engine: VLLMEngine | ColocatedVLLMEngine, stored: str) -> str:
-    """The dtype that the engine samples in, of a checkpoint that is `stored` in one."""
-    return stored if engine.dtype == "auto" else engine.dtype
-
-
 def _numbers(strategy: "MegatronStrategy") -> list[int]:
     """The GPU of each rank of this machine."""
     assert strategy.parallel_devices is not None
@@ -241,18 +228,23 @@ def _numbers(strategy: "MegatronStrategy") -> list[int]:
 def engines_on(engine: RolloutEngine | None, strategy: "MegatronStrategy") -> Counter[int]:
     """Return how many engines of the run have a worker on each GPU of this machine, by the GPU's number.
 
-    The first rank of each replica starts one, on its own GPU and those behind it unless `devices` names others.
+    The first rank of each replica starts one, on its own GPU and those behind it unless the engine names others.
     """
-    numbers = _numbers(strategy)
-    if isinstance(engine, ColocatedVLLMEngine):
-        return Counter(numbers)
-    if not isinstance(engine, VLLMEngine) or engine.device == "cpu":
+    needs = _needs_of(engine)
+    if needs is None or not needs.on_gpu:
         return Counter()
+    numbers = _numbers(strategy)
     assert strategy.replica is not None
     before = strategy.global_rank - strategy.local_rank  # ranks of the nodes before this one
-    here = [numbers[leader - before] for leader in strategy.replica.leaders if 0 <= leader - before < len(numbers)]
-    size = engine.tensor_parallel_size
-    return Counter(device for first in here for device in (engine.devices or range(first, first + size)))
+    places = (leader - before for leader in strategy.replica.leaders)
+    return needs.engines_on(numbers, [numbers[place] for place in places if 0 <= place < len(numbers)])
+
+
+def describe_unplanned(engine: RolloutEngine, strategy: "MegatronStrategy") -> list[tuple[str, str]]:
+    """Return a row for the table at start that says if nothing is planned for an engine beside GPUs."""
+    if strategy.root_device.type == "cpu" or engine.describe_needs() is not None:
+        return []
+    return [("sampler's memory", f"not planned: {type(engine).__name__} has no describe_needs()")]
 
 
 def _gpus_of_samplers(engine: RolloutEngine, strategy: "MegatronStrategy") -> dict[int, GPU]:

@@ -3,7 +3,7 @@
 import logging
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -58,13 +58,12 @@ class ReplicaGroup:
         if len(self.ranks) > 1:
             dist.barrier(group=self._group)
 
-    def run_on_leader(self, function: Callable[[], T], others: Iterable[Any] = ()) -> T:
+    def run_on_leader(self, function: Callable[[], T], others: Callable[[], None] | None = None) -> T:
         """Call `function` on the leader and return its result on every rank of the replica.
 
         Args:
             function: What the leader does.
-            others: What the other ranks run through meanwhile: an iterator with collectives that `function` consumes
-                on the leader.
+            others: What the other ranks do meanwhile: their part of the collectives that `function` calls.
 
         Raises:
             Exception: On every rank what the leader raised, so that no rank waits for one that is gone.
@@ -76,9 +75,8 @@ class ReplicaGroup:
                 result = function()
             except Exception as caught:
                 error = caught
-        else:
-            for _ in others:
-                pass
+        elif others is not None:
+            others()
         portable = None if error is None else _portable(error)
         result, portable = self.broadcast_object((result, portable))
         if portable is not None:

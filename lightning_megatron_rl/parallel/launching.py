@@ -4,12 +4,12 @@ import os
 import socket
 
 from lightning.pytorch.plugins import ClusterEnvironment
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from lightning_megatron_rl.compat.lightning import ScriptLauncher
 from lightning_megatron_rl.parallel.leader import LEADER
 
 
-class RankLauncher(_SubprocessScriptLauncher):
+class RankLauncher(ScriptLauncher):
     """Lightning's launcher, for ranks that end with the one that starts them and meet on a port that stays theirs.
 
     Lightning looks for a free port before it starts the others, and rank 0 listens there when all have imported what

@@ -1,8 +1,13 @@
-"""Where processes of one machine meet: a store that other machines cannot reach."""
+"""Where processes meet: those of one machine at a store that other machines cannot reach."""
 
+import atexit
+import os
+import signal
 import socket
 from datetime import timedelta
 
+import torch
+from lightning.pytorch.plugins import ClusterEnvironment
 from torch import distributed as dist
 
 LOOPBACK = "127.0.0.1"
@@ -28,3 +33,48 @@ def local_store(rank: int, world_size: int, port: int, timeout: timedelta) -> di
         return dist.TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
     descriptor = socket.create_server((LOOPBACK, port)).detach()  # the store closes it
     return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+
+
+def join(environment: ClusterEnvironment, num_processes: int, device: torch.device, timeout: timedelta) -> None:
+    """Start this rank's default process group, unless there is one.
+
+    Args:
+        environment: Knows the ranks.
+        num_processes: Of this machine.
+        device: Of this rank.
+        timeout: Of the group's collectives, and of waiting for the other ranks.
+
+    Raises:
+        RuntimeError: The port is in use.
+    """
+    if dist.is_initialized():
+        return
+    address, port = environment.main_address, environment.main_port
+    rank, world_size = environment.global_rank(), environment.world_size()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        is_local = not served_by_torchrun and world_size == num_processes
+        store = local_store(rank, world_size, port, timeout) if is_local else None
+        # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
+        # once, with 388 MiB of the GPU's memory
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)
+    except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        raise RuntimeError(
+            f"the rendezvous port of this run is in use: {address}:{port}. Another run on this machine may hold it:"
+            " unset MASTER_PORT so that a free one is chosen, or set it to another port. Original error:"
+            f" {error}"
+        ) from error
+    if backend == "nccl":
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End the process group with the process, as NCCL asks for, whatever Ctrl-C says."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,16 +1,15 @@
 """What a Hugging Face model directory says about its weights, read without loading them."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
-from lightning_megatron_rl.models.hf.files import weight_map
+from lightning_megatron_rl.models.hf.files import stored_tensors
 from lightning_megatron_rl.utilities.text_files import read_json
-from lightning_megatron_rl.weights.views import WeightViews
+from lightning_megatron_rl.weights.source import WeightSource, WeightViews
 
 OUTPUT_EMBEDDING = "lm_head.weight"  # absent, or a copy of the input embedding, where the two are tied
 RECOMPUTED = ".rotary_emb.inv_freq"  # in the first Llama checkpoints: computed from the config, never trained
@@ -29,11 +28,7 @@ S = TypeVar("S", bound=Shaped)
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The tensors that a complete set of weights must hold.
-
-    Example:
-        ``CheckpointLayout.read("Qwen3-0.6B").shapes["model.norm.weight"] == (1024,)``
-    """
+    """The tensors that a complete set of weights must hold."""
 
     shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
     dtype: str  # dtype of the stored weights, such as "bfloat16"
@@ -45,31 +40,20 @@ class CheckpointLayout:
         """Read the names and shapes from the headers of the safetensors files.
 
         Raises:
-            ValueError: The directory has no config.json or no safetensors weights.
+            ValueError: The directory has no config.json or no safetensors weights, or its files are damaged.
         """
-        from safetensors import safe_open
-
         directory = Path(model_path)
         if not (directory / "config.json").is_file():
             raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json")
         config = read_json(directory / "config.json")
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted(set(weight_map(directory).values()))
-        elif (directory / "model.safetensors").is_file():
-            files = ["model.safetensors"]
-        else:
+        stored = stored_tensors(directory)
+        if not stored:
             raise ValueError(
                 f"{directory} has no model.safetensors and no model.safetensors.index.json; "
                 "save the model with `save_pretrained` of transformers, which writes them"
             )
         is_tied = bool(config.get("tie_word_embeddings", False))
-        shapes = {}
-        for file in files:
-            with safe_open(directory / file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping: it has no __iter__)
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(RECOMPUTED)}
+        shapes = {name: tensor.shape for name, tensor in stored.items() if not name.endswith(RECOMPUTED)}
         if is_tied:
             shapes.pop(OUTPUT_EMBEDDING, None)
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -87,9 +71,6 @@ class CheckpointLayout:
 
         Raises:
             ValueError: A name is unknown, repeated or missing, or a shape differs.
-
-        Example:
-            ``for name, tensor in layout.check(model.state_dict().items()): ...``
         """
         seen: set[str] = set()
         for name, tensor in weights:
@@ -97,11 +78,29 @@ class CheckpointLayout:
                 yield name, tensor
         self._check_complete(seen)
 
-    def check_whole(self, weights: Sequence[tuple[str, Tensor]]) -> WeightViews:
+    def check_source(self, source: WeightSource) -> WeightSource:
+        """Return a source of the same weights that are held to the layout: whole ones now, others as they are taken.
+
+        Raises:
+            ValueError: As `check`; of weights that come one by one, the first is looked at, which may be a collective.
+        """
+        if source.whole is not None:
+            return WeightSource.of_views(self.check_whole(source.whole))
+        buckets = source.buckets
+        if buckets is not None:
+            return replace(
+                source,
+                tensors=lambda: self.check(source.tensors()),
+                buckets=lambda: self.check_buckets(buckets()),
+            )
+        tensors = self.check(source.tensors())
+        all_of_them = chain(list(islice(tensors, 1)), tensors)
+        return replace(source, tensors=lambda: all_of_them)
+
+    def check_whole(self, weights: WeightViews) -> WeightViews:
         """Hold all weights to the layout, as `check` does, without a copy of those whose rows lie apart."""
-        views = WeightViews.of(weights)
-        found = [view for _, view in self.check((view.name, view) for view in views.views)]
-        return WeightViews(found, stays=views.stays)
+        found = [view for _, view in self.check((view.name, view) for view in weights.views)]
+        return WeightViews(found, stays=weights.stays)
 
     def check_buckets(self, buckets: Iterable[WeightViews]) -> Iterator[WeightViews]:
         """Pass buckets on one by one, holding their weights to the layout as `check` does.

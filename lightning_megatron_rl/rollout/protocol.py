@@ -2,15 +2,14 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.sample import Outcome, Turn
 from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
+from lightning_megatron_rl.weights.source import WeightSource
 
 LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
@@ -38,9 +37,6 @@ class SamplingParams:
 
     Raises:
         ValueError: A value is outside its range.
-
-    Example:
-        ``SamplingParams(temperature=0.7, max_tokens=128)``
     """
 
     temperature: float = 1.0
@@ -70,9 +66,6 @@ class GenerationRequest:
 
     The i-th response is drawn with `seed + i`: take seeds from `derive_seed`, not from a running number, or the second
     response of one request repeats the noise of the first response of the next.
-
-    Example:
-        ``GenerationRequest(token_ids=[5, 9], seed=derive_seed(0, step, prompt_index), num_samples=8)``
     """
 
     token_ids: list[int]  # [prompt tokens]
@@ -83,11 +76,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response as it was sampled.
-
-    Example:
-        ``Generation(token_ids=[7, 2], logprobs=[-0.1, -0.3], finish_reason="stop")``
-    """
+    """One response as it was sampled."""
 
     token_ids: list[int]  # [response tokens], the end-of-sequence token included if it was sampled
     logprobs: list[float]  # [response tokens], of the distribution they were drawn from (temperature, top-p, top-k)
@@ -98,11 +87,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update of an engine's weights took.
-
-    Example:
-        ``report.num_bytes / report.seconds / 1e9`` is the rate in GB/s.
-    """
+    """What one update of an engine's weights took."""
 
     num_bytes: int  # of the weights as they came
     seconds: float  # from the call to weights that sample
@@ -127,7 +112,7 @@ class RolloutEngine(Protocol):
     ``update_weights(...)``, ``wake(["kv_cache"])``.
 
     Example:
-        ``engine.start(path); engine.update_weights(weights, version=1); engine.generate(requests, SamplingParams())``
+        ``engine.start(path); engine.update_weights(source, version=1); engine.generate(requests, SamplingParams())``
     """
 
     weight_version: int  # version of the weights that sample; 0 is what `start` loaded
@@ -145,6 +130,10 @@ class RolloutEngine(Protocol):
         """Return what the engine is, for the table at start."""
         return type(self).__name__
 
+    def describe_needs(self) -> EngineNeeds | None:
+        """Return what it takes of GPUs, to refuse a run that does not fit; None: nothing is planned for it."""
+        return None
+
     def start(self, model_path: str | Path) -> None:
         """Begin to load a Hugging Face model directory (config, weights, tokenizer) and return at once."""
 
@@ -154,11 +143,11 @@ class RolloutEngine(Protocol):
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         """Return `num_samples` responses for each request, in the order of the requests."""
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them.
 
-        Tensors of a sequence all exist at once and may be read where they are, those of `WeightViews` that stay until
-        `let_go`; tensors of an iterator are taken one by one.
+        Taking weights may be a collective of the trainer's ranks, see `WeightSource`; an engine takes all of them or
+        raises. Those that stay where they are may be read there until `let_go`.
         """
 
     def let_go(self) -> None:
@@ -176,11 +165,7 @@ class RolloutEngine(Protocol):
 
 
 def derive_seed(base_seed: int, step: int, prompt_index: int, dataset: str = "") -> int:
-    """Return the 31-bit seed of one prompt at one step, the same in every process and on every machine.
-
-    Example:
-        ``derive_seed(0, step=3, prompt_index=17, dataset="train")``
-    """
+    """Return the 31-bit seed of one prompt at one step, the same in every process and on every machine."""
     key = f"{base_seed}/{step}/{prompt_index}/{dataset}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
 
@@ -227,9 +212,6 @@ def check_requests(
 
     Raises:
         ValueError: The first bad request, by its index, with the value and the remedy.
-
-    Example:
-        ``check_requests([GenerationRequest([5], seed=1)], SamplingParams(), vocab_size=128, max_model_len=512)``
     """
     for index, request in enumerate(requests):
         length = len(request.token_ids)

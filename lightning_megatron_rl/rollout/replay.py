@@ -1,11 +1,9 @@
 """`ReplayEngine`: answers with samples that exist already, so that a rollout is the same for every layout and run."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-from torch import Tensor
-
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -14,6 +12,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SyncReport,
 )
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.weights.source import WeightSource
 
 
 class ReplayEngine(RolloutEngine):
@@ -49,6 +48,10 @@ class ReplayEngine(RolloutEngine):
             )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
 
+    def describe_needs(self) -> EngineNeeds:
+        """It takes no GPU."""
+        return EngineNeeds(device="cpu")
+
     def start(self, model_path: str | Path) -> None:
         """Nothing to load."""
 
@@ -69,10 +72,10 @@ class ReplayEngine(RolloutEngine):
             answers.append(known[: request.num_samples])
         return answers
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Run through the weights, whose export is a collective of the trainer's ranks, and take their version."""
         started = time.perf_counter()
-        num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in weights)
+        num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in source.tensors())
         self.weight_version = version
         return SyncReport(num_bytes, time.perf_counter() - started, extra_bytes=0, transport="none")
 
@@ -95,9 +98,6 @@ class RecordedReward:
 
     Args:
         samples: The samples that `ReplayEngine` answers with.
-
-    Example:
-        ``RecordedReward(samples)(samples) == [sample.reward for sample in samples]``
     """
 
     def __init__(self, samples: list[Sample]) -> None:

@@ -1,5 +1,6 @@
 """Trainer settings that this strategy refuses, each with what to use in its place."""
 
+import sys
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -16,12 +17,12 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.compat.lightning import has_layer_sync
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -87,7 +88,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
     check_optimisation(trainer)
     check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     check_checkpoint_places(trainer)
-    if isinstance(trainer.strategy, ParallelStrategy) and trainer.strategy._layer_sync is not None:
+    if has_layer_sync(trainer.strategy):
         raise ValueError(
             "sync_batchnorm (or another LayerSync plugin): Megatron's models have no batch normalisation, and the"
             " strategy converts no layers. Remove it."
@@ -230,6 +231,47 @@ def refuse_checkpoint_io(plugin: object) -> None:
             f"Trainer(plugins=[{type(plugin).__name__}]): MegatronStrategy writes and reads checkpoints itself, by all"
             " ranks, and would never call a CheckpointIO plugin. Leave it out; MegatronStrategy(async_save=True), the"
             " default, writes beside training, and a callback can copy complete checkpoints elsewhere."
+        )
+
+
+def refuse_storage_options(options: object) -> None:
+    """Refuse `storage_options` of a checkpoint.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if options is not None:
+        raise ValueError(
+            f"storage_options={options!r}: distributed checkpoints are written to a local or shared file system and"
+            " take no storage options."
+        )
+
+
+def refuse_interactive(num_devices: int) -> None:
+    """Refuse several devices where there is no script that the other processes could run.
+
+    Raises:
+        ValueError: In a notebook or an interactive Python.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        raise ValueError(
+            f"MegatronStrategy on {num_devices} devices in a notebook or an interactive Python: each device is a"
+            " process that runs a script from its beginning, and there is none. Use Trainer(devices=1), or put the code"
+            " into a script and run it with python, torchrun or `lightning-megatron-rl fit`."
+        )
+
+
+def refuse_graph(loss: torch.Tensor) -> None:
+    """Refuse a loss with a graph, whose gradients would be neither reduced nor divided.
+
+    Raises:
+        ValueError: It has one.
+    """
+    if loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss with an autograd graph: Megatron's schedule computes the gradients in"
+            " self.update(...) or strategy.forward_backward(...), and those of another backward pass would not be"
+            " reduced over the ranks. Return loss.detach(), and add further terms to the loss per token."
         )
 
 

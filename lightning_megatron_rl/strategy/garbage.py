@@ -11,9 +11,6 @@ class LongLived:
     Libraries are half a million objects and more. Python looks at all of them every dozen or so batches for cycles that
     nobody needs, which takes a quarter to half a second, on one rank while the others wait for it. After the first
     batch everything is there that stays; what comes later is looked at as before.
-
-    Example:
-        ``batch_starts`` at every batch of a run, ``release`` at its end.
     """
 
     def __init__(self) -> None:

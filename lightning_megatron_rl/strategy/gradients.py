@@ -1,6 +1,7 @@
 """The gradients of an optimizer's chunks: whether a step may use them, and how hooks see them as `parameter.grad`."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -40,6 +41,13 @@ class Gradients:
             )
         self._hide()
         self.state = "none"
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Have the gradients of a mini-batch when what runs inside has computed them; see `begin`."""
+        self.begin()
+        yield
+        self.state = "computed"
 
     def hold(self) -> None:
         """Keep what is computed when Lightning zeroes gradients after `training_step`."""

@@ -1,11 +1,11 @@
-"""`GuardsSteps`: the part of the strategy that takes steps: with new, finite gradients, which hooks see before."""
+"""Steps are taken with new, finite gradients only, which hooks see before."""
 
 import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.parallel.collectives import broadcast
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
 from lightning_megatron_rl.strategy.gradients import Gradients
 from lightning_megatron_rl.strategy.nonfinite import (
@@ -22,128 +23,97 @@ from lightning_megatron_rl.strategy.nonfinite import (
     describe_failure,
     write_batch,
 )
-from lightning_megatron_rl.strategy.offloading import OffloadsState
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.utilities.notices import tell_loss
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 
-class GuardsSteps(OffloadsState):
-    """A strategy whose optimizers take no step without new gradients, or with a loss or gradient that is not finite."""
+def bare(optimizer: Optimizer | None) -> Optimizer:
+    """Return the optimizer that Lightning has wrapped."""
+    assert optimizer is not None
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
-    on_nonfinite: OnNonfinite
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's; None skips the step."""
-        output = super().training_step(*args, **kwargs)
-        for gradients in self._all_gradients(self.optimizers):
-            if output is None:
-                gradients.drop()
-            else:
-                gradients.hold()
-        return output
+def show_gradients(optimizer: Optimizer | None, trainer: "pl.Trainer") -> None:
+    """Let hooks see gradients where Lightning has them, if any hook looks."""
+    optimizer = bare(optimizer)
+    assert isinstance(optimizer, MegatronOptimizer)
+    optimizer.gradients.release()
+    owners = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
+    if any(_overrides(owner, name) for owner in owners for name in _SEES_GRADIENTS):
+        optimizer.gradients.show()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Union["pl.LightningModule", nn.Module] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Take the step and answer one that could not be taken.
 
-        Raises:
-            RuntimeError: No gradients were computed since the last step.
-        """
-        assert isinstance(optimizer, MegatronOptimizer)
-        optimizer.set_clip_grad(0.0)  # `configure_gradient_clipping`, which may be the user's, sets it for this step
+def gradients_of(chunks: Sequence[nn.Module], optimizers: Sequence[MegatronOptimizer]) -> Gradients:
+    """Return the gradients of trained chunks.
 
-        def compute() -> Any:
-            result = closure()
-            self._show_gradients(optimizer)
-            return result
+    Raises:
+        ValueError: No optimizer steps them.
+    """
+    for optimizer in optimizers:
+        if optimizer.gradients.chunks == list(chunks):
+            return optimizer.gradients
+    raise ValueError(
+        "forward_backward was called for chunks that no optimizer steps: make one with strategy.build_optimizer in"
+        " configure_optimizers, or pass forward_only=True."
+    )
 
-        result = super().optimizer_step(optimizer, compute, model, **kwargs)
-        self.answer_nonfinite(optimizer)
-        return result
 
-    def _show_gradients(self, optimizer: Optimizer | None) -> None:
-        """Let hooks see gradients where Lightning has them, if any hook looks."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        assert isinstance(optimizer, MegatronOptimizer)
-        optimizer.gradients.release()
-        owners = (*trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
-        if any(_overrides(owner, name) for owner in owners for name in _SEES_GRADIENTS):
-            optimizer.gradients.show()
+def answer_nonfinite(
+    optimizer: MegatronOptimizer, trainer: "pl.Trainer", on_nonfinite: OnNonfinite, finish_saving: Callable[[], None]
+) -> None:
+    """End the run on every rank, or warn, if the last step was skipped for a loss or gradient that is no number.
 
-    def _gradients_of(self, chunks: Sequence[nn.Module]) -> Gradients:
-        """The gradients of trained chunks.
+    What a loss scale provokes and takes back is neither: fp16 gradients that overflow.
 
-        Raises:
-            ValueError: No optimizer steps them.
-        """
-        for gradients in self._all_gradients([*self.optimizers, *self.optimizers_saved_with_model.values()]):
-            if gradients.chunks == list(chunks):
-                return gradients
-        raise ValueError(
-            "forward_backward was called for chunks that no optimizer steps: make one with strategy.build_optimizer in"
-            " configure_optimizers, or pass forward_only=True."
-        )
+    Args:
+        optimizer: That was to take the step.
+        trainer: Of the run.
+        on_nonfinite: "skip" only warns.
+        finish_saving: Waits until a checkpoint is complete.
 
-    @staticmethod
-    def _all_gradients(optimizers: Sequence[Optimizer]) -> list[Gradients]:
-        return [optimizer.gradients for optimizer in optimizers if isinstance(optimizer, MegatronOptimizer)]
+    Raises:
+        NonFiniteError: With `on_nonfinite="stop"`; names samples, parameters and ranks, and where the batch is, or
+            why it could not be kept.
+    """
+    if optimizer.skipped not in ("loss", "gradient"):
+        return
+    trace = optimizer.trace or UpdateTrace(optimizer.gradients.chunks, "", math.nan, [], [])
+    message = describe_failure(trace, optimizer.grad_norm, trainer.global_step)
+    if on_nonfinite == "skip":
+        rank_zero_only(tell_loss)(message)
+        return
+    directory = Path(broadcast(trainer.default_root_dir)) / f"nonfinite-step={trainer.global_step}"
+    kept = f"{_keep_batch(trace, directory)} {_keep_weights(trainer, directory, finish_saving)}"
+    raise NonFiniteError(
+        f"{message} {kept} Mend the samples or lower the learning rate and resume from the last checkpoint, or"
+        " leave such steps out with MegatronStrategy(on_nonfinite='skip')."
+    )
 
-    def answer_nonfinite(self, optimizer: MegatronOptimizer) -> None:
-        """End the run on every rank, or warn, if the last step was skipped for a loss or gradient that is no number.
 
-        What a loss scale provokes and takes back is neither: fp16 gradients that overflow.
+def _keep_batch(trace: UpdateTrace, directory: Path) -> str:
+    """Write the batch, or nothing of it; a sentence that says which, equal on every rank."""
+    place = directory / "batch"
+    try:
+        run_on_all_ranks(lambda: write_batch(trace, directory))
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        shutil.rmtree(place, ignore_errors=True)
+        _remove_if_empty(directory)
+        return f"The batch was not kept: {broadcast(str(error))}."
+    return f"The batch is in {place}."
 
-        Raises:
-            NonFiniteError: With `on_nonfinite="stop"`; names samples, parameters and ranks, and where the batch is, or
-                why it could not be kept.
-        """
-        if optimizer.skipped not in ("loss", "gradient"):
-            return
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        trace = optimizer.trace or UpdateTrace(list(self.chunks), "", math.nan, [], [])
-        message = describe_failure(trace, optimizer.grad_norm, trainer.global_step)
-        if self.on_nonfinite == "skip":
-            rank_zero_only(tell_loss)(message)
-            return
-        directory = Path(self.broadcast(trainer.default_root_dir)) / f"nonfinite-step={trainer.global_step}"
-        kept = f"{self._keep_batch(trace, directory)} {self._keep_weights(trainer, directory)}"
-        raise NonFiniteError(
-            f"{message} {kept} Mend the samples or lower the learning rate and resume from the last checkpoint, or"
-            " leave such steps out with MegatronStrategy(on_nonfinite='skip')."
-        )
 
-    def _keep_batch(self, trace: UpdateTrace, directory: Path) -> str:
-        """Write the batch, or nothing of it; a sentence that says which, equal on every rank."""
-        place = directory / "batch"
-        try:
-            run_on_all_ranks(lambda: write_batch(trace, directory))
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            shutil.rmtree(place, ignore_errors=True)
-            _remove_if_empty(directory)
-            return f"The batch was not kept: {self.broadcast(str(error))}."
-        return f"The batch is in {place}."
-
-    def _keep_weights(self, trainer: "pl.Trainer", directory: Path) -> str:
-        """Save the weights, or nothing of them; a sentence that says which, equal on every rank."""
-        place = directory / "weights.ckpt"
-        try:
-            trainer.save_checkpoint(place, weights_only=True)
-            self.finish_saving()
-        except (OSError, RuntimeError) as error:
-            _remove_if_empty(directory)
-            return f"The weights were not kept: {self.broadcast(str(error))}"
-        return f"The weights are in {place} (init_from reads them)."
+def _keep_weights(trainer: "pl.Trainer", directory: Path, finish_saving: Callable[[], None]) -> str:
+    """Save the weights, or nothing of them; a sentence that says which, equal on every rank."""
+    place = directory / "weights.ckpt"
+    try:
+        trainer.save_checkpoint(place, weights_only=True)
+        finish_saving()
+    except (OSError, RuntimeError) as error:
+        _remove_if_empty(directory)
+        return f"The weights were not kept: {broadcast(str(error))}"
+    return f"The weights are in {place} (init_from reads them)."
 
 
 def _overrides(owner: Any, name: str) -> bool:

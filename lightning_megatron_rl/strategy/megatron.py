@@ -1,79 +1,75 @@
 """`MegatronStrategy`: Megatron-core's parallelism, optimizer and checkpoints behind a plain Lightning `Trainer`."""
 
 import logging
-import os
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Optional
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.optim import Optimizer
 
+from lightning_megatron_rl.checkpoints.keeping import check_directories
+from lightning_megatron_rl.checkpoints.outside_model import load_outside_model
 from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.compat.adam import install_adam
 from lightning_megatron_rl.compat.cpu import install_cpu_support
 from lightning_megatron_rl.compat.gloo import install_shared_gloo
-from lightning_megatron_rl.parallel.distributed import ReplicaGroup, phase_deadline
+from lightning_megatron_rl.parallel import collectives
+from lightning_megatron_rl.parallel.collectives import gather_parameters
+from lightning_megatron_rl.parallel.distributed import (
+    ReplicaGroup,
+    data_parallel_all_reduce,
+    data_parallel_rank,
+    phase_deadline,
+)
 from lightning_megatron_rl.parallel.launching import RankLauncher
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.parallel.leader import rest, watch
-from lightning_megatron_rl.parallel.rendezvous import local_store
-from lightning_megatron_rl.strategy.checks import (
-    SEVERAL_OPTIMIZERS,
-    avoid_inference_tensors,
-    check_optimisation,
-    check_optimizers,
-    check_timers_again,
-    check_trainer,
-    no_megatron_model,
-    refuse_checkpoint_io,
-    warn_of_slow_links,
-)
+from lightning_megatron_rl.parallel.rendezvous import join
+from lightning_megatron_rl.strategy import checks
+from lightning_megatron_rl.strategy.averaging import AveragedWeights
+from lightning_megatron_rl.strategy.checkpointing import RunCheckpoints
 from lightning_megatron_rl.strategy.garbage import LongLived
+from lightning_megatron_rl.strategy.guarding import answer_nonfinite, bare, gradients_of, show_gradients
 from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
-from lightning_megatron_rl.strategy.offload import OffloadPart, check_parts
+from lightning_megatron_rl.strategy.offload import OffloadedState, OffloadPart, OffloadReport, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.products import choose_products
+from lightning_megatron_rl.strategy.run_log import log_settings, seed_megatron
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
 from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
-from lightning_megatron_rl.strategy.stopping import StopsTogether
+from lightning_megatron_rl.strategy.stopping import RunStop, was_interrupted
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.utilities.notices import forget
 from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges
-from lightning_megatron_rl.utilities.run_settings import describe_settings
-from lightning_megatron_rl.utilities.versions import installed_versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
-_DEFAULT_SEED = 1234
-_PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "vllm")
 # its info lines are lists of every parameter, its warnings advice to Megatron's own developers
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 @StrategyRegistry.register("megatron", description="Megatron-core: tensor, pipeline and data parallelism")
-class MegatronStrategy(StopsTogether):
+class MegatronStrategy(ParallelStrategy):
     """Train a LightningModule whose `model` is an `nn.ModuleList` of Megatron model chunks.
 
     The module builds its chunks in `configure_model` (unwrapped, for this rank), makes its optimizer with
@@ -104,10 +100,24 @@ class MegatronStrategy(StopsTogether):
 
     Raises:
         ValueError: Sizes that contradict each other or, when the run starts, do not divide the world size.
-
-    Example:
-        ``L.Trainer(strategy=MegatronStrategy(tensor_model_parallel_size=2), devices=4, accelerator="cpu")``
     """
+
+    is_distributed = True  # Lightning injects samplers and honours `sync_dist` only if a custom strategy says so
+    restore_checkpoint_after_setup = True  # into the wrapped model and its optimizer, which `setup` makes
+    lightning_restore_optimizer = False  # `load_checkpoint` restores it together with the weights
+
+    trained_on_top_of: dict[str, Any] | None = None
+    """Set by a module that trains adapters: the model that it loads by itself and what it adds, as plain data.
+    Checkpoints then hold the trainable parameters only, and a run with another description refuses them."""
+
+    saved_with_model: Mapping[str, Sequence[nn.Module]] = MappingProxyType({})
+    """Set by a module that keeps other models which change while it trains: their chunks by a name, for checkpoints."""
+
+    optimizers_saved_with_model: Mapping[str, MegatronOptimizer] = MappingProxyType({})
+    """The optimizers of those that are trained (a critic), by the same names."""
+
+    saved_beside: Mapping[str, bytes] = MappingProxyType({})
+    """Set by a module: small files, by their path in a checkpoint."""
 
     def __init__(
         self,
@@ -150,17 +160,15 @@ class MegatronStrategy(StopsTogether):
         self.verify_checkpoints = verify_checkpoints
         self.fall_back_to_previous = fall_back_to_previous
         self.num_nodes = 1
-        self.phase_name = "setup"
+        self.replica: ReplicaGroup | None = None  # this rank's, once there are groups
+        self.memory = OffloadedState(self.offloads)
+        self.checkpoints = RunCheckpoints(self)
+        self._stop: RunStop | None = None  # of a fit
         self._long_lived = LongLived()
         self._logs = LogDirectories()
         self._cpu_share: int | None = None  # CPUs of this rank; None: the user says how many threads there are
 
     # ---- what the Trainer asks -------------------------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning injects samplers and honours `sync_dist` only if a custom strategy says so."""
-        return True
 
     @property
     def root_device(self) -> torch.device:
@@ -176,22 +184,7 @@ class MegatronStrategy(StopsTogether):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Shards of the data: one per model replica, the same for all ranks of a replica."""
-        from megatron.core import parallel_state
-
-        return {
-            "num_replicas": parallel_state.get_data_parallel_world_size(),
-            "rank": parallel_state.get_data_parallel_rank(),
-        }
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are loaded into the wrapped model and its optimizer, which `setup` makes."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """`load_checkpoint` restores the optimizer together with the weights."""
-        return False
+        return {"num_replicas": self.layout.data_parallel_size(self.world_size), "rank": data_parallel_rank()}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -200,7 +193,7 @@ class MegatronStrategy(StopsTogether):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        refuse_checkpoint_io(io)
+        checks.refuse_checkpoint_io(io)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -220,18 +213,14 @@ class MegatronStrategy(StopsTogether):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         size = self.num_processes * self.num_nodes
-        external = self.cluster_environment.creates_processes_externally
-        if not external and size > 1 and (hasattr(sys, "ps1") or sys.flags.interactive):
-            raise ValueError(
-                f"MegatronStrategy on {size} devices in a notebook or an interactive Python: each device is a process"
-                " that runs a script from its beginning, and there is none. Use Trainer(devices=1), or put the code"
-                " into a script and run it with python, torchrun or `lightning-megatron-rl fit`."
-            )
+        starts_others = size > 1 and not self.cluster_environment.creates_processes_externally
+        if starts_others:  # one device is this process itself
+            checks.refuse_interactive(size)
         # before other ranks are started, and before Lightning does it by affinity alone
         self._cpu_share = share_cpus(self.num_processes)
         if self._cpu_share is not None:
             torch.set_num_threads(self._cpu_share)
-        if not external and size > 1:  # one device is this process itself
+        if starts_others:
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -244,126 +233,56 @@ class MegatronStrategy(StopsTogether):
 
     def setup_environment(self) -> None:
         """Check the run, then start process groups, Megatron's parallel state and its random-number trackers."""
-        assert self.lightning_module is not None
         assert self.cluster_environment is not None
         forget()
-        check_trainer(self.lightning_module.trainer)
-        avoid_inference_tensors(self.lightning_module.trainer)
+        checks.check_trainer(self.trainer)
+        checks.avoid_inference_tensors(self.trainer)
         self.layout.data_parallel_size(self.world_size)
         watch()
         choose_products(self.precision_plugin.precision, self.root_device)
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
-        warn_of_slow_links(self.parallel_devices or [], self.local_rank)
+        checks.warn_of_slow_links(self.parallel_devices or [], self.local_rank)
         install_cpu_support(self.root_device)
         install_shared_gloo(self.root_device)
         install_adam(self.root_device)
-        self._init_process_group()
-        self._start_writing(self.lightning_module.trainer)
+        if isinstance(self._launcher, RankLauncher):
+            self._launcher.release_port()
+        join(self.cluster_environment, self.num_processes, self.root_device, timedelta(seconds=self.timeout_s))
+        self._start_writing(self.trainer)
         with self.phase("setup"):
             self.layout.initialize(self.timeout_s)
             self.replica = ReplicaGroup(self.timeout_s)
-            self._seed_megatron()
+            seed_megatron()
 
     def _start_writing(self, trainer: "pl.Trainer") -> None:
         """Settle where the run writes, before loggers and callbacks open anything."""
         command = trainer.state.fn
         assert command is not None
-        self.name_run(trainer)
+        self.checkpoints.keeper.name_run(trainer)
         if command == TrainerFn.FITTING:
-            self.lock_directories(trainer)
+            self.checkpoints.keeper.lock_directories(trainer)
         self._logs.take(trainer.loggers, command.value, self.run_id, resumes=resumes(trainer) is True)
-
-    def _log_settings(self, trainer: "pl.Trainer") -> None:
-        """Give the loggers what the run is made of, as Lightning does with what a module saves as hyper-parameters."""
-        if not trainer.enable_autolog_hparams or not trainer.loggers:
-            return
-        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        strategy = describe_settings(self) | asdict(self.layout)
-        settings = {
-            "run_id": self.run_id,
-            "model": describe_settings(module),
-            "data": None if data is None else describe_settings(data),
-            "strategy": strategy,
-            "trainer": {
-                "precision": self.precision_plugin.precision,
-                "world_size": self.world_size,
-                "max_steps": trainer.max_steps,
-                "max_epochs": trainer.max_epochs,
-                "gradient_clip_val": trainer.gradient_clip_val,
-            },
-            "seed": int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)),
-            "versions": installed_versions(_PACKAGES),
-        }
-        for logger in trainer.loggers:
-            logger.log_hyperparams(settings)
-
-    def _init_process_group(self) -> None:
-        assert self.cluster_environment is not None
-        if isinstance(self._launcher, RankLauncher):
-            self._launcher.release_port()
-        try:
-            # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
-            # once, with 388 MiB of the GPU's memory
-            _init_dist_connection(
-                self.cluster_environment,
-                "nccl" if self.root_device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=self.timeout_s),
-                store=self._local_store(),
-            )
-        except (RuntimeError, OSError) as error:
-            address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-                raise
-            raise RuntimeError(
-                f"the rendezvous port of this run is in use: {address}. Another run on this machine may hold it: unset"
-                f" MASTER_PORT so that a free one is chosen, or set it to another port. Original error: {error}"
-            ) from error
-
-    def _local_store(self) -> dist.Store | None:
-        """The store of a run whose processes are all on this machine; None: torch's own rendezvous."""
-        environment = self.cluster_environment
-        assert environment is not None
-        served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        if dist.is_initialized() or served_by_torchrun or environment.world_size() != self.num_processes:
-            return None
-        return local_store(
-            environment.global_rank(),
-            environment.world_size(),
-            environment.main_port,
-            timedelta(seconds=self.timeout_s),
-        )
-
-    def _seed_megatron(self) -> None:
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        seed = int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
-        # the tracker gives tensor- and pipeline-parallel ranks different streams on purpose
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Wrap the module's chunks for training and make the optimizer."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         with self.phase("setup"):
-            chunks = self.chunks
-            for chunk in chunks:
+            for chunk in self.chunks:
                 chunk.to(self.root_device)
             if trainer.state.fn == TrainerFn.FITTING:
-                assert self.lightning_module is not None
-                self.lightning_module.model = wrap_for_training(
-                    list(self.chunks),
-                    self.resolve_ddp_config(),
-                    is_16bit=self.precision_plugin.is_16bit,
+                trainer.lightning_module.model = wrap_for_training(
+                    list(self.chunks), self.resolve_ddp_config(), is_16bit=self.precision_plugin.is_16bit
                 )
-                self._reset_optimizers_and_schedulers()
+                self.optimizers, self.lr_scheduler_configs = [], []
                 self.setup_optimizers(trainer)
-                self.watch_signals(trainer)
-                self.start_keeping(trainer)
+                self._stop = RunStop(self, self.checkpoints.keeper)
+                self.checkpoints.start(trainer)
         self.setup_precision_plugin()
-        self._log_settings(trainer)
-        self._is_set_up = True
+        log_settings(trainer, self)
+        self.checkpoints.is_set_up = True
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Ask the module for its optimizer and scheduler.
@@ -377,15 +296,11 @@ class MegatronStrategy(StopsTogether):
             if "multiple optimizers" not in str(error):
                 raise
             # Lightning advises manual optimisation, which this strategy refuses
-            raise TypeError(SEVERAL_OPTIMIZERS) from error
-        check_optimizers(self.optimizers)
+            raise TypeError(checks.SEVERAL_OPTIMIZERS) from error
+        checks.check_optimizers(self.optimizers)
 
     def limit_threads(self, num_parameters: int) -> None:
-        """Give torch on a CPU no more threads than a model of this size keeps busy; what the user has set stays.
-
-        Args:
-            num_parameters: Of this rank.
-        """
+        """Give torch on a CPU no more threads than this rank's parameters keep busy; what the user has set stays."""
         if self._cpu_share is not None and self.root_device.type == "cpu":
             torch.set_num_threads(trainer_threads(num_parameters, self._cpu_share))
 
@@ -401,8 +316,29 @@ class MegatronStrategy(StopsTogether):
         """
         model = getattr(self.lightning_module, "model", None)
         if not isinstance(model, nn.ModuleList) or len(model) == 0:
-            raise TypeError(no_megatron_model(self.lightning_module))
+            raise TypeError(checks.no_megatron_model(self.lightning_module))
         return model
+
+    @property
+    def all_chunks(self) -> list[nn.Module]:
+        """The chunks of the module's model, and of the others that are saved with it."""
+        return [*self.chunks, *(chunk for chunks in self.saved_with_model.values() for chunk in chunks)]
+
+    @property
+    def own_optimizers(self) -> list[MegatronOptimizer]:
+        """The optimizer of the module's model, in a fit."""
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MegatronOptimizer)]
+
+    @property
+    def all_optimizers(self) -> list[MegatronOptimizer]:
+        """The optimizers of `all_chunks`."""
+        return [*self.own_optimizers, *self.optimizers_saved_with_model.values()]
+
+    @property
+    def trainer(self) -> "pl.Trainer":
+        """The Trainer of the run."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     def build_optimizer(self, config: "OptimizerConfig") -> MegatronOptimizer:
         """Make Megatron's optimizer for the module's chunks; call it in `configure_optimizers`.
@@ -412,21 +348,17 @@ class MegatronStrategy(StopsTogether):
 
         Raises:
             ValueError: No learning rate, or clipping set in two places.
-
-        Example:
-            ``return self.trainer.strategy.build_optimizer(OptimizerConfig(lr=1e-6, weight_decay=0.0))``
         """
         return make_optimizer(self.resolve_optimizer_config(config), list(self.chunks))
 
     def resolve_optimizer_config(self, config: "OptimizerConfig") -> "OptimizerConfig":
         """Return what `build_optimizer` would use, or raise what it would: a check before weights are loaded."""
-        assert self.lightning_module is not None
         return resolve_optimizer_config(
             config,
             precision=self.precision_plugin.precision,
             params_dtype=self.precision_plugin.params_dtype,
             ddp_config=self.resolve_ddp_config(),
-            gradient_clip_val=self.lightning_module.trainer.gradient_clip_val,
+            gradient_clip_val=self.trainer.gradient_clip_val,
             device=self.root_device,
         )
 
@@ -439,23 +371,55 @@ class MegatronStrategy(StopsTogether):
             device=self.root_device,
         )
 
+    # ---- the run ---------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Take the signals over from Lightning before the sanity check."""
+        if self._stop is not None:
+            self._stop.install()
+
     def on_train_start(self) -> None:
         """Take the signals over; end a run whose time was up before it was resumed."""
-        assert self.lightning_module is not None
-        super().on_train_start()
-        check_timers_again(self.lightning_module.trainer)
+        assert self._stop is not None
+        self._stop.install()
+        self.checkpoints.keeper.keep_one_last(self.trainer)
+        self._stop.on_train_start()
+        checks.check_timers_again(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End the run if it was told to; see that one batch is one step; set aside what stays for all of it."""
-        assert self.lightning_module is not None
-        super().on_train_batch_start(batch, batch_idx)
-        check_optimisation(self.lightning_module.trainer)
+        assert self._stop is not None
+        self._stop.stop_if_told()
+        checks.check_optimisation(self.trainer)
         self._long_lived.batch_starts()
 
     def on_train_end(self) -> None:
         """Leave no parameter to be gathered, and no checkpoint to be written."""
         self.gather_parameters()
         self.finish_saving()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name what runs inside, for the error of a collective that times out or loses its peer."""
+        return phase_deadline(name, self.timeout_s)
+
+    def teardown(self) -> None:
+        """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._stop is not None:
+            self._stop.forget()
+            self._stop = None
+        self._long_lived.release()
+        try:
+            self.checkpoints.keeper.stop()
+        finally:
+            self._logs.release()
+            # not super().teardown(): it moves the model and the optimizer state to the CPU
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            if not was_interrupted(self.lightning_module):
+                rest()  # after a failure the other rank's end is this one's, too, however long that takes
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -471,20 +435,12 @@ class MegatronStrategy(StopsTogether):
     ) -> list[Any]:
         """Run Megatron's schedule over all micro-batches of a mini-batch; see `schedule.forward_backward`.
 
-        Args:
-            microbatches: All micro-batches of this rank.
-            forward_step: ``(chunk, microbatch) -> (output, loss_function)``.
-            sequence_length: Longest sequence length of a micro-batch.
-            micro_batch_size: Sequences per micro-batch (1 when packed).
-            forward_only: No gradients.
-            chunks: Other chunks than the module's own, e.g. a frozen reference policy.
+        `chunks` are other ones than the module's own, e.g. a frozen reference policy.
         """
         passed = list(self.chunks) if chunks is None else list(chunks)
-        gradients = None if forward_only else self._gradients_of(passed)
-        if gradients is not None:
-            gradients.begin()
-        with torch.set_grad_enabled(not forward_only):
-            results = forward_backward(
+        computing = nullcontext() if forward_only else gradients_of(passed, self.all_optimizers).computing()
+        with computing, torch.set_grad_enabled(not forward_only):
+            return forward_backward(
                 passed,
                 microbatches,
                 forward_step,
@@ -492,9 +448,16 @@ class MegatronStrategy(StopsTogether):
                 micro_batch_size=micro_batch_size,
                 forward_only=forward_only,
             )
-        if gradients is not None:
-            gradients.state = "computed"
-        return results
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's; None skips the step."""
+        output = super().training_step(*args, **kwargs)
+        for optimizer in self.own_optimizers:
+            if output is None:
+                optimizer.gradients.drop()
+            else:
+                optimizer.gradients.hold()
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Fire Lightning's backward hooks; the schedule has computed the gradients in `training_step` already.
@@ -502,50 +465,134 @@ class MegatronStrategy(StopsTogether):
         Raises:
             ValueError: The loss carries a graph, whose gradients would be neither reduced nor divided.
         """
-        if closure_loss.requires_grad:
-            raise ValueError(
-                "training_step returned a loss with an autograd graph: Megatron's schedule computes the gradients in"
-                " self.update(...) or strategy.forward_backward(...), and those of another backward pass would not be"
-                " reduced over the ranks. Return loss.detach(), and add further terms to the loss per token."
-            )
-        assert self.lightning_module is not None
+        checks.refuse_graph(closure_loss)
+        module = self.trainer.lightning_module
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._show_gradients(optimizer)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        show_gradients(optimizer, self.trainer)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name what runs inside, for the error of a collective that times out or loses its peer."""
-        outer, self.phase_name = self.phase_name, name
-        try:
-            with phase_deadline(name, self.timeout_s):
-                yield
-        finally:
-            self.phase_name = outer
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Take the step and answer one that could not be taken.
 
-    def teardown(self) -> None:
-        """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.forget_signals()
-        self._long_lived.release()
-        try:
-            self.stop_keeping()
-        finally:
-            self._logs.release()
-            # not super().teardown(): it moves the model and the optimizer state to the CPU
-            self.cluster_environment.teardown()
-            self.precision_plugin.teardown()
-            self.accelerator.teardown()
-            if not self._was_interrupted():
-                rest()  # after a failure the other rank's end is this one's, too, however long that takes
+        Raises:
+            RuntimeError: No gradients were computed since the last step.
+        """
+        assert isinstance(optimizer, MegatronOptimizer)
+        optimizer.set_clip_grad(0.0)  # `configure_gradient_clipping`, which may be the user's, sets it for this step
 
-    def _was_interrupted(self) -> bool:
-        """Whether an exception has ended the run; not, if it was refused before the module had a Trainer."""
-        try:
-            return self.lightning_module is not None and bool(self.lightning_module.trainer.interrupted)
-        except RuntimeError:  # Lightning's, of a module without one
-            return False
+        def compute() -> Any:
+            result = closure()
+            show_gradients(optimizer, self.trainer)
+            return result
+
+        self.checkpoints.weights_changed()
+        result = super().optimizer_step(optimizer, compute, model, **kwargs)
+        self.answer_nonfinite(optimizer)
+        return result
+
+    def answer_nonfinite(self, optimizer: MegatronOptimizer) -> None:
+        """End the run or warn if the optimizer's last step was skipped; see `guarding.answer_nonfinite`."""
+        answer_nonfinite(optimizer, self.trainer, self.on_nonfinite, self.finish_saving)
+
+    def gather_parameters(self) -> None:
+        """Let every replica see all of the last step's parameters; see `collectives.gather_parameters`."""
+        gather_parameters(list(self.chunks))
+
+    # ---- what modules ask --------------------------------------------------------------------------------------------
+
+    def offload(self, parts: Sequence[OffloadPart]) -> OffloadReport:
+        """Move those of `parts` that the run offloads to the host's memory; see `OffloadedState.offload`."""
+        return self.memory.offload(parts, self.root_device, self.all_chunks, self.all_optimizers)
+
+    def reload(self) -> OffloadReport:
+        """Bring back whatever is away."""
+        return self.memory.reload()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        collectives.barrier(self.root_device)
+
+    def broadcast[T](self, obj: T, src: int = 0) -> T:
+        """Return the object of rank `src` on every rank."""
+        return collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a tensor over all ranks; see `collectives.reduce`."""
+        return collectives.reduce(tensor, group, reduce_op)
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        """Return the sorted names of all ranks."""
+        return collectives.union(names)
+
+    def data_parallel_all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, with_context_parallel: bool = False
+    ) -> Tensor:
+        """Reduce in place over the model replicas; see `distributed.data_parallel_all_reduce`."""
+        return data_parallel_all_reduce(tensor, op, with_context_parallel=with_context_parallel)
+
+    def broadcast_from_last_stage[T](self, obj: T) -> T:
+        """Return the object of this replica's last pipeline stage on every rank of the replica."""
+        assert self.replica is not None
+        # Megatron orders ranks with the pipeline outermost: the last rank is of the last stage
+        return self.replica.broadcast_object(obj, source=self.replica.ranks[-1])
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str:
+        """Of this fit and all that are resumed from its checkpoints."""
+        return self.checkpoints.keeper.run_id
+
+    @property
+    def averages(self) -> dict[str, AveragedWeights]:
+        """Averages of the module's weights that this fit keeps, by name."""
+        return {name: average for it in self.own_optimizers for name, average in it.averages.items()}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return sharded weights per chunk, and whatever the module holds outside `model`."""
+        return self.checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer itself: `save_checkpoint` takes its state."""
+        return self.checkpoints.optimizer_state(bare(optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write Lightning's checkpoint dictionary as a directory, by all ranks; see `checkpoints.format`."""
+        checks.refuse_storage_options(storage_options)
+        self.checkpoints.save(checkpoint, filepath)
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoints that were saved are complete; a collective; see `CheckpointKeeper.finish`."""
+        self.checkpoints.keeper.finish()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint directory (rank 0), when what was saved before this call is complete."""
+        self.checkpoints.remove(Path(filepath))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights, optimizer and random-number states from a checkpoint of any layout; see `CheckpointSaver`."""
+        return self.checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
+        load_outside_model(self.trainer.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: `load_checkpoint` has restored the optimizer."""
+
+    def check_saving(self, callbacks: Sequence[pl.Callback]) -> None:
+        """Refuse a directory for checkpoints that takes no files; see `keeping.check_directories`."""
+        check_directories(callbacks)
+
+    def check_checkpoint(self, path: Path, *, training: bool) -> None:
+        """Refuse a checkpoint that `load_checkpoint` would refuse; see `saving.check_checkpoint`."""
+        self.checkpoints.check(path, training=training)
+
+    def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
+        """Give freshly built chunks the weights of a checkpoint; see `CheckpointSaver.load_weights`."""
+        self.checkpoints.load_weights(path, chunks)

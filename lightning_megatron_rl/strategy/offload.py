@@ -4,13 +4,12 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 
 OffloadPart = Literal["optimizer", "gradients", "parameters"]
 PARTS: tuple[OffloadPart, ...] = get_args(OffloadPart)
@@ -19,11 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What one move took.
-
-    Example:
-        ``OffloadReport(num_bytes=16 * 2**30, seconds=0.8)``
-    """
+    """What one move took."""
 
     num_bytes: int  # of the device's memory
     seconds: float
@@ -44,14 +39,11 @@ class Offloader:
 
     Args:
         device: What is to be emptied; tensors elsewhere stay.
-
-    Example:
-        ``offloader.offload("optimizer", optimizer_tensors(optimizer))``, …, ``offloader.reload()``
     """
 
     device: torch.device
     _away: dict[str, list[_Moved]] = field(default_factory=dict)
-    _hosts: dict[int, Tensor] = field(default_factory=dict)  # by the storage's identity
+    _hosts: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by part, and place in it
 
     def offload(self, part: str, tensors: Iterable[Tensor], *, keep: bool = True) -> OffloadReport:
         """Free the memory of `tensors`; a part that is away already stays away.
@@ -65,9 +57,9 @@ class Offloader:
         if part in self._away:
             return OffloadReport(0, 0.0)
         moved = []
-        for storage in _storages(tensors, self.device):
+        for place, storage in enumerate(_storages(tensors, self.device)):
             size = storage.nbytes()
-            moved.append(_Moved(storage, size, self._copy_to_host(storage) if keep else None))
+            moved.append(_Moved(storage, size, self._copy_to_host(storage, (part, place)) if keep else None))
         self._wait()
         for move in moved:
             move.storage.resize_(0)
@@ -96,16 +88,82 @@ class Offloader:
         """The parts that are in the host's memory."""
         return tuple(self._away)
 
-    def _copy_to_host(self, storage: torch.UntypedStorage) -> Tensor:
-        host = self._hosts.get(storage._cdata)
+    def _copy_to_host(self, storage: torch.UntypedStorage, key: tuple[str, int]) -> Tensor:
+        host = self._hosts.get(key)
         if host is None or host.numel() != storage.nbytes():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            self._hosts[storage._cdata] = host
+            self._hosts[key] = host
         return host.copy_(_as_bytes(storage), non_blocking=True)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class OffloadedState:
+    """The optimizer states, gradients and parameters of a run that can be away while a sampler has the device.
+
+    Args:
+        parts: What may be moved, in this order.
+    """
+
+    def __init__(self, parts: Sequence[OffloadPart]) -> None:
+        self.parts = tuple(parts)
+        self._offloader: Offloader | None = None
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The parts that are in the host's memory."""
+        return self._offloader.away if self._offloader is not None else ()
+
+    def offload(
+        self,
+        wanted: Sequence[OffloadPart],
+        device: torch.device,
+        chunks: Sequence[nn.Module],
+        optimizers: Sequence[MegatronOptimizer],
+    ) -> OffloadReport:
+        """Move those of `wanted` that may be moved to the host's memory, and give what torch keeps for itself back.
+
+        Args:
+            wanted: Parts; those that are away already stay there.
+            device: That is to be emptied.
+            chunks: Of all models that are trained or saved.
+            optimizers: Theirs.
+        """
+        if self._offloader is None or self._offloader.device != device:
+            self._offloader = Offloader(device)
+        moved = [part for part in self.parts if part in wanted and part not in self._offloader.away]
+        reports = [
+            self._offloader.offload(part, tensors_of(part, chunks, optimizers), keep=part != "gradients")
+            for part in moved
+        ]
+        total = OffloadReport(sum(report.num_bytes for report in reports), sum(report.seconds for report in reports))
+        _log_move("offloaded", moved, total)
+        if device.type == "cuda":
+            torch.cuda.ipc_collect()  # what was lent to other processes, and came back
+            torch.cuda.empty_cache()
+        return total
+
+    def reload(self) -> OffloadReport:
+        """Bring back whatever is away."""
+        parts = self.away
+        if self._offloader is None or not parts:
+            return OffloadReport(0, 0.0)
+        report = self._offloader.reload()
+        _log_move("reloaded", parts, report)
+        return report
+
+
+def tensors_of(
+    part: OffloadPart, chunks: Sequence[nn.Module], optimizers: Sequence[MegatronOptimizer]
+) -> Iterator[Tensor]:
+    """Return the tensors that a part consists of."""
+    if part == "parameters":
+        return parameter_tensors(chunks)
+    if part == "gradients":
+        return gradient_tensors(chunks)
+    return optimizer_tensors(optimizers, chunks)
 
 
 def parameter_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -124,9 +182,11 @@ def gradient_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
         yield from (buffer.grad_data for buffer in _ddp_buffers(chunk) if buffer.grad_data is not None)
 
 
-def optimizer_tensors(optimizers: Iterable["MegatronOptimizer"], chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
+def optimizer_tensors(optimizers: Iterable[MegatronOptimizer], chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Yield main parameters, states and averages of optimizers, except what lies in the chunks' own memory."""
-    models = {storage._cdata for storage in _storages([*parameter_tensors(chunks), *gradient_tensors(chunks)], None)}
+    models = {
+        storage.data_ptr() for storage in _storages([*parameter_tensors(chunks), *gradient_tensors(chunks)], None)
+    }
     for optimizer in optimizers:
         for average in optimizer.averages.values():
             yield from average.tensors
@@ -134,12 +194,11 @@ def optimizer_tensors(optimizers: Iterable["MegatronOptimizer"], chunks: Sequenc
             if part.is_stub_optimizer:  # of a rank without parameters
                 continue
             for tensor in _tensors([part.param_groups, list(part.optimizer.state.values())]):
-                if tensor.untyped_storage()._cdata not in models:
+                if tensor.untyped_storage().data_ptr() not in models:
                     yield tensor
 
 
-def log_move(what: str, parts: Sequence[str], report: OffloadReport) -> None:
-    """Log one move."""
+def _log_move(what: str, parts: Sequence[str], report: OffloadReport) -> None:
     if report.num_bytes:
         log.info("%s %s: %.3f GB in %.3f s", what, ", ".join(parts), report.num_bytes / 1e9, report.seconds)
 
@@ -181,7 +240,7 @@ def _storages(tensors: Iterable[Tensor], device: torch.device | None) -> list[to
         if device is None or tensor.device.type == device.type:
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                found[storage._cdata] = storage
+                found[storage.data_ptr()] = storage
     return list(found.values())
 
 

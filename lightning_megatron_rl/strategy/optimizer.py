@@ -33,9 +33,6 @@ class MegatronOptimizer(Optimizer):
     Args:
         megatron: What `megatron.core.optimizer.get_megatron_optimizer` returned.
         chunks: The wrapped chunks that it steps.
-
-    Example:
-        ``torch.optim.lr_scheduler.LinearLR(strategy.build_optimizer(config), total_iters=10)``
     """
 
     def __init__(self, megatron: "CoreOptimizer", chunks: Sequence[nn.Module]) -> None:

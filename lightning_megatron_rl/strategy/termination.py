@@ -53,11 +53,7 @@ class StopNotice:
 
 
 def exit_code(number: int) -> int:
-    """Return what a shell reports for a process that a signal has ended.
-
-    Example:
-        ``exit_code(signal.SIGTERM) == 143``
-    """
+    """Return what a shell reports for a process that a signal has ended."""
     return 128 + number
 
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_megatron_rl.compat.bucket_padding import keep_bucket_padding
 from lightning_megatron_rl.compat.ddp import ddp_class
 from lightning_megatron_rl.compat.fused_gradients import fuse_weight_gradients
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -67,18 +66,6 @@ def _gather_before_output(ddp: "DistributedDataParallel") -> None:
     model.decoder.register_forward_hook(gather)
 
 
-def gather_parameters(chunks: Sequence[nn.Module]) -> None:
-    """Wait for parameters that the last optimizer step has not gathered yet; a collective of all replicas.
-
-    Under `overlap_param_gather` each replica has new values of its own shard only until the next forward pass.
-    """
-    from megatron.core.distributed import DistributedDataParallel
-
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
-
-
 def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> MegatronOptimizer:
     """Make Megatron's optimizer for wrapped chunks and tell each chunk's config how gradients become final.
 
@@ -91,8 +78,6 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
     from megatron.core.utils import get_model_config
 
     optimizer = get_megatron_optimizer(config, list(chunks))
-    for part in optimizer.chained_optimizers:
-        keep_bucket_padding(part)
     for group in optimizer.param_groups:
         # Megatron's own scheduler would do this in every step: no weight decay of norms and biases, and another
         # learning rate of embeddings with `decoupled_lr`; Lightning's schedulers scale each group's own rate

@@ -1,5 +1,6 @@
 """What of a run's messages the console shows, and the log file that has the rest."""
 
+import inspect
 import io
 import logging
 import os
@@ -43,14 +44,14 @@ class MessageLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record where it belongs."""
-        if is_shown(record.levelno, sys._getframe()):
+        if is_shown(record.levelno, inspect.currentframe()):
             self.console.write(self._plain.format(record) + "\n")
             self.console.flush()
         self._keep(record)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Take the place of `warnings.showwarning`."""
-        if is_shown(logging.WARNING, sys._getframe()) and not issubclass(category, DeprecationWarning):
+        if is_shown(logging.WARNING, inspect.currentframe()) and not issubclass(category, DeprecationWarning):
             self.console.write(f"{category.__name__}: {message}\n")
             self.console.flush()
         text = f"{filename}:{lineno}: {category.__name__}: {message}"

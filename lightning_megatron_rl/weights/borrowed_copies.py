@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.weights.copy_plan import CopyPlan
 from lightning_megatron_rl.weights.lent import LentPiece, LentWeight
-from lightning_megatron_rl.weights.placement import Placement
+from lightning_megatron_rl.weights.placement import Placement, merge_dimensions
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,6 @@ def gather_copies(
     Args:
         plans: Recorded with whole weights, each contiguous in one block.
         weights: The pieces that they consist of, by name.
-
-    Example:
-        Rows 2 to 5 of a weight that lies in halves of 4 rows: two copies, of two rows each.
     """
     targets: list[Tensor] = []
     sources: list[Placement] = []
@@ -79,7 +76,7 @@ def _rectangle(source: Placement, whole: Placement) -> _Rectangle | None:
     """Return what part of a weight, as a matrix, was copied; None if it is no rectangle."""
     columns = prod(whole.shape[1:])
     row, column = divmod((source.offset - whole.offset) // source.dtype.itemsize, columns)
-    dimensions = _merged(source.shape, source.stride)
+    dimensions = merge_dimensions(source.shape, source.stride)
     width, step = dimensions.pop() if dimensions else (1, 1)
     if step != 1:
         return None
@@ -89,18 +86,6 @@ def _rectangle(source: Placement, whole: Placement) -> _Rectangle | None:
     if dimensions or between != columns or column + width > columns:
         return None
     return _Rectangle(row, column, rows, width)
-
-
-def _merged(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
-    """Return sizes and steps of as few dimensions as there can be; none of one element."""
-    merged: list[tuple[int, int]] = []
-    for size, step in zip(shape, stride, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * step:
-            size *= merged.pop()[0]
-        merged.append((size, step))
-    return merged
 
 
 def _pieces(rectangle: _Rectangle, weight: LentWeight) -> Iterator[tuple[_Rectangle, Placement]]:

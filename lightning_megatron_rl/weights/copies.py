@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.compat.torch_names import copy_all
+
 if TYPE_CHECKING:
     from lightning_megatron_rl.weights.copy_kernels import CopyTable, Piece
 
@@ -21,9 +23,6 @@ class Copies:
     Args:
         targets: Where to; they stay where they are.
         sources: Where from; each has its target's shape, and stays as well.
-
-    Example:
-        ``Copies(parameters, views).run()`` after each change of what the views look at.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -41,7 +40,7 @@ class Copies:
         for table in self._tables or ():
             table.run()
         for targets, sources in self._lists:
-            torch._foreach_copy_(targets, sources)
+            copy_all(targets, sources)
 
     def _prepare(self) -> None:
         if not any(target.is_cuda for target, _ in self._pairs):

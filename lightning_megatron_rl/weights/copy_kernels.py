@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_megatron_rl.weights.placement import merge_dimensions
+
 WORD_BYTES = 8  # what the kernel reads at once
 _TILE_WORDS = 8192  # of one program
 _WORDS_AT_ONCE = 2048
@@ -52,9 +54,6 @@ class CopyTable:
     Args:
         pieces: Of `pieces_of`; all on `device`.
         device: Theirs.
-
-    Example:
-        ``CopyTable(pieces_of(target, source), target.device).run()`` is ``target.copy_(source)``.
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
@@ -91,7 +90,7 @@ def pieces_of(target: Tensor, source: Tensor) -> list[Piece] | None:
     if not target.numel():
         return []
     item = target.element_size()
-    dimensions = _merged(target, source)
+    dimensions = merge_dimensions(target.shape, target.stride(), source.stride())
     if dimensions and dimensions[-1][1:] != (1, 1):
         return None  # elements lie apart
     (width, _, _) = dimensions.pop() if dimensions else (target.numel(), 1, 1)
@@ -111,15 +110,3 @@ def pieces_of(target: Tensor, source: Tensor) -> list[Piece] | None:
         per_row, words = width * item // WORD_BYTES, rows * width * item // WORD_BYTES
         found.append((*addresses, per_row, words, source_step * item // WORD_BYTES, target_step * item // WORD_BYTES))
     return found
-
-
-def _merged(target: Tensor, source: Tensor) -> list[tuple[int, int, int]]:
-    """Return size and strides (target's, source's) of as few dimensions as there can be; none of one element."""
-    merged: list[tuple[int, int, int]] = []
-    for size, into, out_of in zip(target.shape, target.stride(), source.stride(), strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1:] == (size * into, size * out_of):
-            size *= merged.pop()[0]
-        merged.append((size, into, out_of))
-    return merged

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_megatron_rl.compat.torch_names import TorchDispatchMode, tree_leaves
 from lightning_megatron_rl.weights.copies import Copies
 from lightning_megatron_rl.weights.placement import Placement, view_all
 
@@ -24,9 +23,6 @@ class CopyPlan:
         placements: The tensors.
         targets: Views of the model's parameters.
         sources: What is copied there, as parts of the same blocks.
-
-    Example:
-        ``plan.run(blocks)`` does what ``model.load_weights(...)`` did with the same blocks.
     """
 
     def __init__(self, placements: list[Placement], targets: list[Tensor], sources: list[Placement]) -> None:

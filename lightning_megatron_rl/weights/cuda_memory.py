@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.compat.torch_names import release_reader, storage_at
 from lightning_megatron_rl.utilities.files import driver_files, remove_files
 
 Handle = tuple[Any, ...]  # what torch opens the memory of another process with
@@ -37,8 +38,7 @@ def lend(block: Tensor, device: int) -> Handle:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _remove_driver_files_at_exit()
-    storage = torch._C._construct_storage_from_data_pointer(block.data_ptr(), block.device, block.numel())
-    lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage)  # type: ignore[call-overload]
+    lent = torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage_at(block))  # type: ignore[call-overload]
     return on_device(tuple(reduce_tensor(lent)[1]), device)
 
 
@@ -54,7 +54,7 @@ def on_device(handle: Handle, device: int) -> Handle:
 
 def take_back(handle: Handle) -> None:
     """Count a reader off that has ended and cannot do so itself."""
-    torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+    release_reader(handle[_COUNTER : _COUNTER + 2])
 
 
 def identity(device: torch.device) -> str | None:

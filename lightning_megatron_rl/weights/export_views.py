@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.weights.views import WeightView, WeightViews
+from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 
 Convert = Callable[[Iterable[Any]], Iterable[tuple[str, Tensor]]]
 """From conversion tasks to Hugging Face names and tensors, each task's before the next task is taken."""
@@ -48,11 +48,7 @@ class RowBlocks:
 
 
 def find_blocks(rows: Tensor) -> RowBlocks | None:
-    """Return row numbers ``[n]`` as blocks at equal distances, or None if they are none.
-
-    Example:
-        ``find_blocks(torch.tensor([4, 5, 12, 13])) == RowBlocks(start=4, size=2, step=8, count=2)``
-    """
+    """Return row numbers ``[n]`` as blocks at equal distances, or None if they are none."""
     breaks = (rows.diff() != 1).nonzero().flatten()
     start, total = int(rows[0]), len(rows)
     if len(breaks) == 0:
@@ -88,20 +84,20 @@ class ExportViews:
     def __init__(self, planned: Sequence[_Planned]) -> None:
         self._planned = planned
         self._parameters = list({id(plan.parameter): plan.parameter for plan in planned}.values())
-        self._places: list[int] = []
-        self._weights: WeightViews | None = None
+        self._seen: tuple[list[int], bool] = [], False  # where the parameters were, and whether they stay
+        self._weights: WeightSource | None = None
 
     @torch.no_grad()
-    def weights(self, *, stays: bool = False) -> WeightViews:
+    def weights(self, *, stays: bool = False) -> WeightSource:
         """Return the weights in the parameters' dtype, the same object for as long as the parameters stay in place.
 
         Args:
             stays: Whether they do until the receiver is told to let go; see `WeightViews`.
         """
         places = [parameter.data_ptr() for parameter in self._parameters]
-        if self._weights is None or places != self._places or stays != self._weights.stays:
-            self._weights = WeightViews([_view(plan) for plan in self._planned], stays=stays)
-            self._places = places
+        if self._weights is None or (places, stays) != self._seen:
+            self._weights = WeightSource.of_views(WeightViews([_view(plan) for plan in self._planned], stays=stays))
+            self._seen = places, stays
         return self._weights
 
     def let_go(self) -> None:

@@ -3,17 +3,17 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.compat.torch_names import group_timeout
 from lightning_megatron_rl.weights import cuda_memory
 from lightning_megatron_rl.weights.cuda_memory import Handle, whole_storage
 from lightning_megatron_rl.weights.lent import LentMemory, LentPiece, LentWeight, LentWeights, Readiness
-from lightning_megatron_rl.weights.pieces import Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
 
 # Of one rank's memory. Parameters of Megatron's distributed optimizer lie in a few; without it each has its own.
 MOST_BLOCKS = 1024
@@ -46,7 +46,7 @@ class Lending:
         self,
         plans: Sequence[TensorPlan],
         parameters: Sequence[Tensor | None],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: Groups,
         identify: Callable[[torch.device], str | None] = cuda_memory.identity,
         share: Callable[[Tensor, int], Handle] = cuda_memory.lend,
     ) -> None:
@@ -74,7 +74,7 @@ class Lending:
         dist.all_gather_object(world, (mine, concerned))
         if any(gpu is None for gpu, _ in world):
             return frozenset(), None
-        own, timeout = None, _timeout(self._groups[0], self._device)
+        own, timeout = None, group_timeout(self._groups[0], self._device)
         for members in sorted({tuple(members) for _, members in world}):
             group = dist.new_group(list(members), timeout, backend="gloo", group_desc="WEIGHTS_GROUP_GLOO")
             own = group if list(members) == concerned else own
@@ -194,10 +194,3 @@ class Lending:
         values: list[Any] = [None] * self._all.size()
         dist.all_gather_object(values, (dist.get_rank(), value), group=self._all)
         return dict(values)
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long a group waits for its ranks; None: nobody knows, and torch's default is taken."""
-    options = getattr(group._get_backend(device), "options", None)
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found

@@ -52,11 +52,7 @@ class LentMemory:
 
 @dataclass(frozen=True)
 class LentWeights:
-    """All weights of a model, in the memory of the ranks that share it.
-
-    Example:
-        Two ranks with half the rows each of ``w``: ``weights["w"].pieces`` are two, in memory 0 and 1.
-    """
+    """All weights of a model, in the memory of the ranks that share it."""
 
     weights: dict[str, LentWeight]  # by Hugging Face name
     memories: list[LentMemory]

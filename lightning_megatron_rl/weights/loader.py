@@ -20,11 +20,7 @@ _LATENT_ATTENTION = "MLAAttention"  # keeps products of its weights
 
 
 def processed_layers(model: nn.Module) -> list[str]:
-    """Return the layers of a vLLM model that change their weights after loading: copies alone do not update them.
-
-    Example:
-        ``processed_layers(qwen3) == []``; of DeepSeek-V3 its attention layers.
-    """
+    """Return the layers of a vLLM model that change their weights after loading: copies alone do not update them."""
     found = []
     for name, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None)  # vLLM's layers with weights have one, others have not

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.weights.export_views import RowBlocks
 
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""The ranks that share a model without its experts, and those that share its experts."""
+
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor: its first dimension, and all others as one; a vector has one column.
-
-    Example:
-        ``matrix_shape((6, 2, 4)) == (6, 8)``
-    """
+    """Return rows and columns of a tensor: its first dimension, and all others as one; a vector has one column."""
     return prod(shape[:1]), prod(shape[1:])
 
 

@@ -8,18 +8,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.weights.buffers import aligned
 from lightning_megatron_rl.weights.cuda_memory import whole_storage
-from lightning_megatron_rl.weights.views import WeightView, WeightViews
+from lightning_megatron_rl.weights.source import WeightView, WeightViews
+
+ALIGNMENT = 64  # bytes; more than any dtype needs, and one cache line
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the first place at or after `num_bytes` where a tensor may begin in a buffer that holds several."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One named tensor as a strided view of a numbered block of bytes.
-
-    Example:
-        ``Placement("a", 0, torch.bfloat16, (2, 3), (3, 1), offset=64).view(blocks)``
-    """
+    """One named tensor as a strided view of a numbered block of bytes."""
 
     name: str
     block: int  # which of the blocks
@@ -29,10 +31,21 @@ class Placement:
     offset: int  # bytes from the start of the block
     tensor_shape: tuple[int, ...] | None = None  # if the view's rows lie in blocks apart: of the tensor they are
 
+    @classmethod
+    def packed(cls, name: str, tensor: Tensor, offset: int) -> "Placement":
+        """Return a place without gaps, in the only block, for what `tensor` holds."""
+        stride = tuple(int(step) for step in torch.empty(tensor.shape, device="meta").stride())
+        return cls(name, 0, tensor.dtype, tuple(tensor.shape), stride, offset)
+
     @property
     def num_bytes(self) -> int:
         """Size of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """The first byte after a tensor without gaps."""
+        return self.offset + self.num_bytes
 
     def view(self, blocks: Sequence[Tensor]) -> Tensor:
         """The tensor itself, without a copy, or its rows as they lie; blocks are ``[bytes]`` uint8."""
@@ -63,12 +76,28 @@ def view_all(placements: Iterable[Placement], blocks: Sequence[Tensor]) -> list[
     return views
 
 
-def place(weights: Iterable[WeightView]) -> tuple[list[Tensor], list[Placement]]:
-    """Describe weights where they are: the storages they lie in, as ``[bytes]`` uint8, and their places there.
+def merge_dimensions(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return size and steps of as few dimensions as there can be; none of one element.
+
+    Args:
+        shape: Sizes of the dimensions.
+        strides: Of one tensor or of several, each of which must lie so that dimensions can be taken as one.
 
     Example:
-        Two slices of one buffer give one block and two placements.
+        ``merge_dimensions((2, 1, 3), (3, 9, 1)) == [(6, 1)]``
     """
+    merged: list[tuple[int, ...]] = []
+    for size, *steps in zip(shape, *strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1:] == tuple(size * step for step in steps):
+            size *= merged.pop()[0]
+        merged.append((size, *steps))
+    return merged
+
+
+def place(weights: Iterable[WeightView]) -> tuple[list[Tensor], list[Placement]]:
+    """Describe weights where they are: the storages they lie in, as ``[bytes]`` uint8, and their places there."""
     blocks: list[Tensor] = []
     numbers: dict[int, int] = {}
     placements = []
@@ -87,11 +116,7 @@ def place(weights: Iterable[WeightView]) -> tuple[list[Tensor], list[Placement]]
 
 
 class PlacedWeights:
-    """Where the weights of an update lie, found once for as long as they stay there.
-
-    Example:
-        ``placed.place(weights)`` gives the blocks; the second time, with the same weights, ``True`` with them.
-    """
+    """Where the weights of an update lie, found once for as long as they stay there."""
 
     def __init__(self) -> None:
         self.placements: list[Placement] = []
@@ -139,9 +164,6 @@ def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
 
     Raises:
         ValueError: `capacity` is no positive number of bytes.
-
-    Example:
-        Tensors of 40, 40 and 40 bytes with ``capacity=128``: 40 at 0 and 40 at 64, then 40 at 0.
     """
     if capacity < 1:
         raise ValueError(f"a bucket of {capacity} bytes: give a positive size")
@@ -158,8 +180,7 @@ def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
         if buffer is None or offset + size > buffer.numel():
             buffer = None  # its memory is free before the larger one is taken
             buffer = torch.empty(max(capacity, size), dtype=torch.uint8, device=tensor.device)
-        stride = tuple(int(step) for step in torch.empty(tensor.shape, device="meta").stride())
-        placement = Placement(name, 0, tensor.dtype, tuple(tensor.shape), stride, offset)
+        placement = Placement.packed(name, tensor, offset)
         placement.view([buffer]).copy_(tensor.detach())
         held.append(placement)
         end = offset + size

@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.weights.buckets import BUCKET_BYTES
 from lightning_megatron_rl.weights.export_views import Convert, ReplacedWeights, find_blocks, same
-from lightning_megatron_rl.weights.pieces import Piece, TensorPlan, matrix_shape
-from lightning_megatron_rl.weights.sharded_views import BUCKET_BYTES, ShardedViews
-
-Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""The ranks that share a model without its experts, and those that share its experts."""
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.sharded_views import ShardedViews
 
 Edges = tuple[bytes, ...]
 """Digits of a converted tensor, as a matrix, the lowest first: of its first column [rows], then of its first row
@@ -100,11 +98,7 @@ def _find_pieces(
 
 
 def _borders(values: Tensor) -> list[int]:
-    """Where runs of equal values [n] start, and n.
-
-    Example:
-        ``_borders(torch.tensor([0, 0, 1])) == [0, 2, 3]``
-    """
+    """Where runs of equal values [n] start, and n."""
     return [0, *(values.diff().nonzero().flatten() + 1).tolist(), len(values)]
 
 
@@ -123,11 +117,7 @@ def _largest_shapes(tasks: Sequence[Any]) -> tuple[list[tuple[int, int]], set[to
 
 
 def _base(dtypes: Iterable[torch.dtype]) -> int:
-    """How many digits there are in all of these dtypes: the bits of their finite numbers that are not negative.
-
-    Example:
-        ``_base([torch.bfloat16, torch.float32]) == 0x7F80``
-    """
+    """How many digits there are in all of these dtypes: the bits of their finite numbers that are not negative."""
     largest = [
         _bits(torch.tensor(torch.finfo(dtype).max, dtype=dtype)).item()
         if dtype.is_floating_point
@@ -274,7 +264,7 @@ def _first_misfit(
 def _first_difference(views: ShardedViews, exported: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name the first tensor that differs from the export; a collective, through all of them."""
     different: str | None = None
-    for (name, view), (exported_name, tensor) in zip(views.weights(), exported, strict=True):
+    for (name, view), (exported_name, tensor) in zip(views.weights().tensors(), exported, strict=True):
         if different is None and not (name == exported_name and same(view, tensor)):
             different = name
     return different

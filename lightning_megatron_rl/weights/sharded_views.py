@@ -1,48 +1,15 @@
-"""Hugging Face tensors put together from parameters on several ranks, by a plan: one broadcast per rank and bucket."""
+"""Weights of a model that is split over ranks, planned once: lent where they lie if all agree, else put in buckets."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
+from typing import Literal
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.weights.buffers import aligned
-from lightning_megatron_rl.weights.copies import Copies
+from lightning_megatron_rl.weights.buckets import BUCKET_BYTES, BucketMemory, Buckets
 from lightning_megatron_rl.weights.lending import Lending
-from lightning_megatron_rl.weights.pieces import Piece, TensorPlan, matrix_shape
-from lightning_megatron_rl.weights.push import Push
-from lightning_megatron_rl.weights.views import WeightBuckets, WeightView, WeightViews
-
-# Of whole tensors. Whoever takes them holds one, or reads it, while the next bucket is filled from one rank's part of
-# it after the other.
-BUCKET_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A piece on its way: where it lies in its source's message, and its tensor in the bucket."""
-
-    plan: TensorPlan
-    piece: Piece
-    in_message: int  # bytes
-    in_bucket: int  # bytes
-
-
-@dataclass(frozen=True)
-class _Message:
-    is_expert: bool
-    source: int  # number of the rank in its group
-    places: list[_Place]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    tensors: list[tuple[TensorPlan, int]]  # with the byte at which each starts
-    messages: list[_Message]
-    num_bytes: int
+from lightning_megatron_rl.weights.lent import LentWeights, Readiness
+from lightning_megatron_rl.weights.pieces import Groups, TensorPlan
+from lightning_megatron_rl.weights.source import CollectiveIterator, WeightSource, WeightViews
 
 
 class ShardedViews:
@@ -59,23 +26,17 @@ class ShardedViews:
         self,
         plans: Sequence[TensorPlan],
         parameters: Sequence[Tensor | None],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: Groups,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._parameters = parameters
-        self._groups = groups
-        self.device = next(parameter.device for parameter in parameters if parameter is not None)
-        self._buckets = [_fill(held) for held in _split(plans, bucket_bytes)]
-        self._memories = _memories(self._buckets, aligned(bucket_bytes))
+        self._buckets = Buckets(plans, parameters, groups, bucket_bytes)
         self._places: list[int] = []
-        self._room: Room | None = None
+        self._memory: BucketMemory | None = None
         self._lending = Lending(plans, parameters, groups)
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def weights(self, *, stays: bool = False) -> WeightBuckets:
-        """Return the weights in the parameters' dtype, for one push; a collective: all ranks run through them.
+    def weights(self, *, stays: bool = False) -> WeightSource:
+        """Return the weights in the parameters' dtype, for one push, in which all ranks take part.
 
         Args:
             stays: Whether buckets are put together in the same memory in all pushes, which is kept between them: that
@@ -83,11 +44,19 @@ class ShardedViews:
                 of the largest message, which is one rank's part of a bucket or of such a tensor.
         """
         places = [0 if parameter is None else parameter.data_ptr() for parameter in self._parameters]
-        room = self._room
-        if room is None or not stays or places != self._places:
-            room = Room(self._sizes(), self._largest_message(), self.device, stays=stays)
-        self._room, self._places = (room, places) if stays else (None, [])
-        return Push(self, room, self._lending if stays else None, places)
+        memory = self._memory
+        if memory is None or not stays or places != self._places:
+            memory = self._buckets.memory(stays=stays)
+        self._memory, self._places = (memory, places) if stays else (None, [])
+        push = _Push(self, self._buckets, memory, self._lending if stays else None, places)
+        return WeightSource(
+            self._buckets.device,
+            push.tensors,
+            lender=push if stays else None,
+            buckets=push.buckets,
+            run_collectives=push.run_collectives,
+            finish_collectives=push.finish_collectives,
+        )
 
     def let_go(self) -> None:
         """Keep no memory of pushes any more; whoever reads it has let go of it."""
@@ -96,188 +65,94 @@ class ShardedViews:
 
     def free(self) -> None:
         """Keep no memory for buckets; nobody reads it."""
-        self._room, self._places = None, []
-
-    def assembly(self, number: int, room: "Room | None" = None) -> "Assembly":
-        """Prepare to put one bucket together, in memory of its own if no room is given."""
-        bucket, which = self._buckets[number], self._memories[number]
-        memory = _Memory(bucket.num_bytes, self.device, room.bucket(which) if room else None)
-        buffer = room.message() if room else None
-        # in the same order on all ranks, also where a rank is in two groups
-        exchanges = [self._exchange(message, memory, buffer) for message in bucket.messages]
-        views = [WeightView(plan.name, memory.tensor(plan, start), plan.shape) for plan, start in bucket.tensors]
-        return Assembly(WeightViews(views, stays=room is not None and room.stays, memory=which), exchanges)
-
-    def _exchange(self, message: _Message, bucket: "_Memory", buffer: Tensor | None) -> "_Exchange":
-        group = self._groups[message.is_expert]
-        mine = []
-        if dist.get_rank(group) == message.source:
-            for place in message.places:
-                parameter = self._parameters[place.plan.task]
-                assert parameter is not None, "the plan was checked"
-                mine.append(place.piece.of(parameter.detach()))
-        wanted = [bucket.rectangle(place) for place in message.places]
-        if group.size() == 1:
-            return _Exchange(group, message.source, None, None, Copies(wanted, mine))
-        memory = _Memory(message.num_bytes, self.device, buffer)
-        packed = [memory.part(place) for place in message.places]
-        return _Exchange(
-            group, message.source, memory.bytes, Copies(packed, mine) if mine else None, Copies(wanted, mine or packed)
-        )
-
-    def _sizes(self) -> list[int]:
-        """Bytes of each memory that buckets are put together in."""
-        sizes = [0] * (max(self._memories, default=0) + 1)
-        for bucket, which in zip(self._buckets, self._memories, strict=True):
-            sizes[which] = max(sizes[which], bucket.num_bytes)
-        return sizes
-
-    def _largest_message(self) -> int:
-        messages = (message for bucket in self._buckets for message in bucket.messages)
-        sent = (message.num_bytes for message in messages if self._groups[message.is_expert].size() > 1)
-        return max(sent, default=0)
+        self._memory, self._places = None, []
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """One message of a bucket, ready to be sent or received."""
-
-    group: dist.ProcessGroup
-    source: int
-    memory: Tensor | None  # of the message; None: nobody else wants it
-    pack: Copies | None  # into it, if it is this rank's
-    unpack: Copies  # into the bucket
-
-    def run(self) -> None:
-        """Send the message if it is this rank's, receive it if not, and put what it holds where it belongs."""
-        if self.pack is not None:
-            self.pack.run()
-        if self.memory is not None:
-            dist.broadcast(self.memory, group=self.group, group_src=self.source)
-        self.unpack.run()
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """A bucket, ready to be put together."""
-
-    weights: WeightViews
-    exchanges: list[_Exchange]
-
-    @torch.no_grad()
-    def run(self) -> WeightViews:
-        """Put it together; a collective."""
-        for exchange in self.exchanges:
-            exchange.run()
-        return self.weights
-
-
-class Room:
-    """Memory in which buckets are put together, and what was prepared for it.
+class _Push:
+    """One push: what makes its `WeightSource`, and the `Lender` of it; all methods are collectives.
 
     Args:
-        sizes: Bytes of each memory for buckets.
-        message_bytes: Of the largest message.
-        device: Where.
-        stays: Whether it is used in more than one push.
+        views: The model's tensors.
+        buckets: How they are put together.
+        memory: Where.
+        lending: Agreements between the ranks; None: nothing is lent in this push.
+        places: Where this rank's parameters are.
     """
 
-    def __init__(self, sizes: Sequence[int], message_bytes: int, device: torch.device, *, stays: bool) -> None:
-        self.stays = stays
-        self.assemblies: dict[int, Assembly] = {}
-        self._sizes = sizes
-        self._message_bytes = message_bytes
-        self._device = device
-        self._buckets: dict[int, Tensor] = {}
-        self._message: Tensor | None = None
+    def __init__(
+        self,
+        views: ShardedViews,
+        buckets: Buckets,
+        memory: BucketMemory,
+        lending: Lending | None,
+        places: Sequence[int],
+    ) -> None:
+        self._views = views
+        self._buckets = buckets
+        self._memory = memory
+        self._lending = lending
+        self._places = list(places)
+        self._way: Literal["open", "lent", "buckets"] = "open" if lending is not None else "buckets"
+        self._next = 0
 
-    def bucket(self, which: int) -> Tensor:
-        """Memory for buckets, by its number."""
-        if which not in self._buckets:
-            self._buckets[which] = self._empty(self._sizes[which])
-        return self._buckets[which]
+    @property
+    def gpus(self) -> frozenset[str]:
+        """See `Lender`."""
+        return frozenset() if self._lending is None else self._lending.gpus
 
-    def message(self) -> Tensor:
-        """Memory for messages."""
-        if self._message is None:
-            self._message = self._empty(self._message_bytes)
-        return self._message
+    def lend(self, readiness: Readiness, readers: int) -> LentWeights | None:
+        """See `Lender`; a collective."""
+        if self._way != "open":
+            return None
+        assert self._lending is not None
+        self._way = "buckets"  # whatever happens, there is one agreement
+        agreed, lent = self._lending.agree(readiness, readers, self._places)
+        if agreed:
+            self._way = "lent"
+        return lent
 
-    def _empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+    def settle(self, loaded: bool) -> bool:
+        """See `Lender`; a collective."""
+        assert self._way == "lent"
+        assert self._lending is not None
+        self._way = "buckets"
+        done = self._lending.settle(loaded)
+        if done:
+            self._next = len(self._buckets)
+            self._views.free()
+        return done
 
+    def buckets(self) -> CollectiveIterator[WeightViews]:
+        """See `WeightSource`."""
+        self._choose_buckets()
+        assemblies = self._memory.assemblies
+        while self._next < len(self._buckets):
+            number = self._next
+            if number not in assemblies:
+                assemblies[number] = self._buckets.assembly(number, self._memory)
+            self._next += 1
+            yield assemblies[number].run()
 
-class _Memory:
-    """Bytes that tensors of any dtype lie in.
+    def tensors(self) -> CollectiveIterator[tuple[str, Tensor]]:
+        """See `WeightSource`."""
+        self._choose_buckets()
+        while self._next < len(self._buckets):
+            number = self._next
+            self._next += 1
+            yield from self._buckets.assembly(number).run()  # which is held no longer than its tensors
 
-    Args:
-        num_bytes: How many.
-        device: Where.
-        memory: The first of these, if there are any.
-    """
+    def run_collectives(self) -> None:
+        """See `WeightSource`; other ranks' samplers may read what this rank lends."""
+        self.lend(Readiness.KNOWS_PLACES, readers=0)
+        self.finish_collectives()
 
-    def __init__(self, num_bytes: int, device: torch.device, memory: Tensor | None = None) -> None:
-        if memory is None:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.bytes = memory[:num_bytes]
-        self._typed: dict[torch.dtype, Tensor] = {}
+    def finish_collectives(self) -> None:
+        """See `WeightSource`."""
+        for _ in self.buckets():
+            pass
 
-    def tensor(self, plan: TensorPlan, start: int) -> Tensor:
-        """A whole tensor that starts at a byte."""
-        number = start // plan.dtype.itemsize
-        return self._as(plan.dtype)[number : number + prod(plan.shape)].view(plan.shape)
-
-    def rectangle(self, place: _Place) -> Tensor:
-        """A piece where it belongs in its tensor."""
-        plan, piece = place.plan, place.piece
-        columns = matrix_shape(plan.shape)[1]
-        start = place.in_bucket // plan.dtype.itemsize + piece.row * columns + piece.column
-        return self._as(plan.dtype).as_strided(piece.shape, (piece.rows.size * columns, columns, 1), start)
-
-    def part(self, place: _Place) -> Tensor:
-        """A piece in its message, without gaps."""
-        shape, dtype = place.piece.shape, place.plan.dtype
-        return self._as(dtype).as_strided(shape, (shape[1] * shape[2], shape[2], 1), place.in_message // dtype.itemsize)
-
-    def _as(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._typed:
-            self._typed[dtype] = self.bytes.view(dtype)
-        return self._typed[dtype]
-
-
-def _split(plans: Sequence[TensorPlan], capacity: int) -> Iterator[list[TensorPlan]]:
-    held: list[TensorPlan] = []
-    end = 0
-    for plan in plans:
-        if held and end + plan.num_bytes > capacity:
-            yield held
-            held, end = [], 0
-        held.append(plan)
-        end += aligned(plan.num_bytes)
-    if held:
-        yield held
-
-
-def _memories(buckets: Iterable[_Bucket], capacity: int) -> list[int]:
-    """Return the number of the memory for each bucket: another than the one before has, and others for larger ones."""
-    numbers: list[int] = []
-    for bucket in buckets:
-        first = 0 if bucket.num_bytes <= capacity else 2
-        numbers.append(first + 1 if numbers[-1:] == [first] else first)
-    return numbers
-
-
-def _fill(plans: list[TensorPlan]) -> _Bucket:
-    """Lay tensors out in a bucket, and their pieces in a message of each source."""
-    tensors, end = [], 0
-    messages: dict[tuple[bool, int], _Message] = {}
-    for plan in plans:
-        tensors.append((plan, end))
-        for piece in plan.pieces:
-            key = plan.is_expert, piece.source
-            message = messages.get(key, _Message(*key, [], 0))
-            message.places.append(_Place(plan, piece, message.num_bytes, end))
-            size = aligned(prod(piece.shape) * plan.dtype.itemsize)
-            messages[key] = _Message(*key, message.places, message.num_bytes + size)
-        end += aligned(plan.num_bytes)
-    return _Bucket(tensors, [messages[key] for key in sorted(messages)], end)
+    def _choose_buckets(self) -> None:
+        """Take no more than buckets from here on; what is lent is read, or whoever would have read it is gone."""
+        self.lend(Readiness.CANNOT, readers=0)
+        if self._way == "lent":
+            self.settle(loaded=True)

@@ -166,16 +166,6 @@ def test_std_of_equal_values_is_exactly_zero():
     assert computed["one_std"] == 0.0
 
 
-def test_ratio_of_sums():
-    tally = Tally()
-    tally.add_ratio("r", [1.0, 1.0], torch.tensor(1))
-    tally.add_ratio("r", 4.0, 2.0)
-    tally.add_ratio("empty", 1.0, 0.0)
-    computed = tally.compute()
-    assert computed["r"] == 2.0
-    assert math.isnan(computed["empty"])
-
-
 def test_bools_integers_and_low_precision_are_summed_in_float64():
     tally = Tally()
     tally.add_mean("bool", torch.tensor([True, False]))

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SyncReport,
 )
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.drills.faults import Point, die_at
 from tests.module_options import nested
 from tests.modules.runs import length, parity
@@ -52,10 +52,10 @@ class WeighedEngine(SeededEngine):
 
     _digest = 0
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         self._digest = 0
         num_bytes = 0
-        for name, weight in weights:
+        for name, weight in source.tensors():
             content = weight.detach().float().contiguous().numpy().tobytes()
             self._digest = zlib.crc32(name.encode() + content, self._digest)
             num_bytes += len(content)

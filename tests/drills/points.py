@@ -6,8 +6,8 @@ from tests.drills.faults import Point
 
 _ENGINE, _REWARDS = "tests/drills/job.py", "tests/modules/runs.py"
 _GRPO, _SAMPLING = "modules/grpo.py", "modules/sampling.py"
-_CORE, _OWN = "megatron/core/", "lightning_megatron_rl/strategy/"
-_STRATEGY, _PENDING = "DistributedCheckpointStrategy", "PendingCheckpoint"
+_CORE, _OWN = "megatron/core/", "lightning_megatron_rl/checkpoints/"
+_SAVER, _PENDING = "CheckpointSaver", "PendingCheckpoint"
 
 
 @dataclass(frozen=True)
@@ -69,36 +69,31 @@ STEP = [
 ]
 # A save writes three directories, `step=<n>`, `last` and the best by validation; those of the second save are 4, 5, 6.
 SAVE = [
-    _one("save: before anything", f"{_OWN}saving.py", f"{_STRATEGY}.save_checkpoint", occurrence=4),
-    _one("save: directory made", f"{_OWN}checkpoint.py", f"{_PENDING}.__init__.<locals>.prepare", "return", 4, (0,)),
+    _one("save: before anything", f"{_OWN}saving.py", f"{_SAVER}.save", occurrence=4),
+    _one("save: directory made", f"{_OWN}format.py", f"{_PENDING}.__init__.<locals>.prepare", "return", 4, (0,)),
     _one("save: staged, rank 1 only", f"{_OWN}shards.py", "stage", "return", 3, (1,)),
     _one("save: staged, training goes on", f"{_OWN}save_queue.py", "SaveQueue.submit", "return", 4),
     _one("save: before the shards, rank 1 only", f"{_OWN}shards.py", "StagedShards.write", occurrence=3, ranks=(1,)),
     _one("save: half the shards", f"{_OWN}manifest.py", "HashedFile.write", occurrence=60),
     _one("save: shards written, rank 0 only", f"{_OWN}shards.py", "StagedShards.write", "return", 3, (0,)),
-    _one("save: before it is complete", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "start", 4, (0,)),
+    _one("save: before it is complete", f"{_OWN}format.py", f"{_PENDING}._publish", "start", 4, (0,)),
     _one("save: before the manifest", f"{_OWN}manifest.py", "write_manifest", "start", 4, (0,)),
     _one("save: half the manifest", f"{_OWN}manifest.py", "_content_checksum", "return", 4, (0,)),
     _one("save: before the rename", f"{_OWN}directories.py", "replace", "start", 4, (0,)),
     _one("save: old and new exchanged", f"{_OWN}directories.py", "_exchange", "return", 1, (0,)),
-    _one("save: complete", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "return", 4, (0,)),
+    _one("save: complete", f"{_OWN}format.py", f"{_PENDING}._publish", "return", 4, (0,)),
     _one("save: the last one linked, not complete", f"{_OWN}directories.py", "share_files", "return", 2, (0,)),
     _one("save: before an old one is removed", f"{_OWN}directories.py", "remove", "start", 1, (0,)),
     _one("save: an old one half removed", f"{_OWN}directories.py", "_delete", "start", 3, (0,)),
-    _one("save: weights by validation", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "start", 6, (0,)),
+    _one("save: weights by validation", f"{_OWN}format.py", f"{_PENDING}._publish", "start", 6, (0,)),
 ]
 _LATE = Point("fifth step", "strategy/optimizer.py", "MegatronOptimizer.step", occurrence=10)
 LOAD = [
-    Drill((_LATE, Point("load: before", f"{_OWN}saving.py", f"{_STRATEGY}.load_checkpoint"))),
+    Drill((_LATE, Point("load: before", f"{_OWN}saving.py", f"{_SAVER}.load"))),
     Drill(
         (
             _LATE,
-            Point(
-                "load: half way, rank 1 only",
-                "strategy/saving.py",
-                "DistributedCheckpointStrategy._load_weights",
-                ranks=(1,),
-            ),
+            Point("load: half way, rank 1 only", f"{_OWN}saving.py", "Contents.load_weights", ranks=(1,)),
         )
     ),
 ]
@@ -115,7 +110,7 @@ SHORT = [
                 8,
                 (1,),
             ),
-            Point("save: before it is complete", f"{_OWN}checkpoint.py", f"{_PENDING}._publish", "start", 1, (0,)),
+            Point("save: before it is complete", f"{_OWN}format.py", f"{_PENDING}._publish", "start", 1, (0,)),
         )
     )
 ]

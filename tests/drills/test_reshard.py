@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_megatron_rl.models.families.table import FAMILIES as CARRIED
+from lightning_megatron_rl.models.families.registry import FAMILIES as CARRIED
 from tests.drills.reshard import FAMILIES, difference, kept_lines, reshard
 from tests.tiny_models import tiny_config
 from tests.training import Run

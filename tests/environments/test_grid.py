@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_megatron_rl.environments import Action, Ending, EnvironmentSetupError, GridGame, GridRows, Reply
-from lightning_megatron_rl.environments.grid import distances, parse_grid
+from examples.environments.grid import GridGame, GridRows, distances, parse_grid
+from lightning_megatron_rl.environments import Action, Ending, EnvironmentSetupError, Reply
 from lightning_megatron_rl.sample import Prompt
 
 GRID = "S#G\n...\n"

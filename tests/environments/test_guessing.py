@@ -2,12 +2,11 @@
 
 import pytest
 
+from examples.environments.guessing import GuessingRows, NumberGuessing
 from lightning_megatron_rl.environments import (
     Action,
     Ending,
     EnvironmentSetupError,
-    GuessingRows,
-    NumberGuessing,
     Reply,
 )
 from lightning_megatron_rl.sample import Prompt

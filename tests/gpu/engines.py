@@ -19,7 +19,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SyncReport,
     derive_seed,
 )
-from lightning_megatron_rl.weights.views import WeightViews
+from lightning_megatron_rl.weights.source import WeightViews, source_of
 from tests.module_options import nested
 from tests.modules.runs import parity, prompts
 from tests.training import Recorder, SequenceDataModule, make_trainer
@@ -89,7 +89,7 @@ def send_every_way(model: Path, kind: str, options: dict[str, Any]) -> Transport
         on_host = [(name, tensor.cpu()) for name, tensor in second]
 
         def push(way: str, weights: Any, version: int) -> None:
-            found.reports[way] = engine.update_weights(weights, version)
+            found.reports[way] = engine.update_weights(source_of(weights), version)
             assert engine.weight_version == version
             found.samples[way] = sample_logprobs(engine)
 

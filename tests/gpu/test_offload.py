@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_megatron_rl.strategy.offload import PARTS
+from lightning_megatron_rl.strategy.offload import PARTS, tensors_of
 from tests.modules.runs import fit_grpo
 
 pytestmark = pytest.mark.deadline(300)
@@ -26,8 +26,9 @@ class Moves(pl.Callback):
         if self.freed:
             return
         whole = torch.cuda.memory_allocated()
+        held = strategy.all_chunks, strategy.all_optimizers
         for part in strategy.offloads:
-            pieces = {tensor.untyped_storage().data_ptr() for tensor in strategy._tensors_of(part)}
+            pieces = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(part, *held)}
             before = torch.cuda.memory_allocated()
             report = strategy.offload([part])
             self.freed[part] = report.num_bytes, before - torch.cuda.memory_allocated(), len(pieces)

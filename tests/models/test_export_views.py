@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.weights.export_views import RowBlocks, find_blocks
-from lightning_megatron_rl.weights.views import WeightViews
+from lightning_megatron_rl.weights.source import WeightViews
 
 
 def test_rows_as_blocks():
@@ -49,14 +49,14 @@ def push_and_export(model: Path) -> tuple[dict[str, torch.Tensor], dict[str, tor
     pushed = policy.weights_to_push()
     exported = {name: tensor.clone() for name, tensor in policy.export_weights()}
     places = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
-    assert isinstance(pushed, WeightViews)
+    assert isinstance(pushed.whole, WeightViews)
     assert pushed is first
-    assert pushed.stays
-    assert {found.view.untyped_storage().data_ptr() for found in pushed.views} <= places
+    assert pushed.whole.stays
+    assert {found.view.untyped_storage().data_ptr() for found in pushed.whole.views} <= places
     policy.teardown("fit")
     assert policy.weights_to_push() is not first  # a module that is kept after its run holds no views
-    copied = sum(tensor.untyped_storage().data_ptr() not in places for _, tensor in pushed)
-    return dict(pushed), exported, copied, isinstance(pushed, WeightViews)
+    copied = sum(tensor.untyped_storage().data_ptr() not in places for _, tensor in pushed.tensors())
+    return dict(pushed.tensors()), exported, copied, isinstance(pushed.whole, WeightViews)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_tied", "qwen3_moe"])

@@ -10,8 +10,9 @@ from tests.tiny_models import VOCAB_SIZE
 
 def megatron_config(path) -> tuple[float, float]:
     from lightning_megatron_rl.compat.bridge import import_auto_bridge
+    from lightning_megatron_rl.models.families.registry import bridges
 
-    provider = import_auto_bridge().from_hf_pretrained(str(path)).to_megatron_provider(load_weights=False)
+    provider = import_auto_bridge(bridges()).from_hf_pretrained(str(path)).to_megatron_provider(load_weights=False)
     return sequence_flops(provider, VOCAB_SIZE)
 
 

@@ -35,10 +35,10 @@ FUSED = {
 def test_families_take_what_computes_the_same(tmp_path, family):
     model = HFModel(str(save_tiny_model(tmp_path, family)))
     provider = model._bridge.to_megatron_provider(load_weights=False)
-    kind = model.config.model_type
-    assert fused_kernels("transformer_engine", provider, kind, {}) == dict.fromkeys(FUSED[family], True)
-    assert fused_kernels("torch", provider, kind, {}) == WITHOUT_TRANSFORMER_ENGINE
-    taken = fused_kernels("transformer_engine", provider, kind, {"use_te_activation_func": True})
+    kind = {"fused_rope": model.family.fused_rope}
+    assert fused_kernels("transformer_engine", provider, {}, **kind) == dict.fromkeys(FUSED[family], True)
+    assert fused_kernels("torch", provider, {}, **kind) == WITHOUT_TRANSFORMER_ENGINE
+    taken = fused_kernels("transformer_engine", provider, {"use_te_activation_func": True}, **kind)
     assert taken.keys() == FUSED[family] - {SWIGLU}
 
 

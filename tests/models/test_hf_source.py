@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
+from lightning_megatron_rl.models.families.registry import bridges
 from lightning_megatron_rl.models.hf import source as hf_source
 from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.models.hf.source import Names, source_class
@@ -21,7 +22,7 @@ from lightning_megatron_rl.models.hf.writer import SafetensorsFile
 @pytest.fixture(autouse=True)
 def bridge():
     """What `HFModel` imports before it asks for the class."""
-    import_auto_bridge()
+    import_auto_bridge(bridges())
 
 
 def save(directory: Path, files: dict[str, dict[str, Tensor]]) -> None:

@@ -15,13 +15,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lightning_megatron_rl.models.families.layout import (
-    GPT_OSS_ROPE,
-    LLAMA3_ROPE,
-    PipelineSplit,
-    check_family,
-    check_layout,
-)
+from lightning_megatron_rl.models.families.gpt_oss import GPT_OSS_ROPE
+from lightning_megatron_rl.models.families.layout import PipelineSplit, check_family, check_layout
+from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
 
 SIZES = {
     "vocab_size": 130,

@@ -14,7 +14,7 @@ from lightning_megatron_rl.weights import sharded_views
 from lightning_megatron_rl.weights.lending import Lending
 from lightning_megatron_rl.weights.lent import LentWeights, Readiness
 from lightning_megatron_rl.weights.placement import Placement
-from lightning_megatron_rl.weights.views import WeightBuckets
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.models.test_sharded_views import PUSHES, differences, disturb, exported, in_buckets, run_case, train
 from tests.selection import by_default
 
@@ -64,16 +64,16 @@ class Reader:
         self.blocks: list[Tensor] = []
         self.way = ""
 
-    def update_weights(self, weights: WeightBuckets, version: int) -> list[tuple[str, Tensor]]:
+    def update_weights(self, weights: WeightSource, version: int) -> list[tuple[str, Tensor]]:
         """Return what was read."""
-        lent = weights.lend(self.readiness, READERS)
+        lent = weights.lender.lend(self.readiness, READERS)
         if lent is not None:
             self.way = "known" if lent is self.lent else "lent"
             if lent is not self.lent:
                 self.blocks = [open_memory(memory.handles[READERS - 1]) for memory in lent.memories]
             found = read(lent, self.blocks)
             self.lent, self.readiness = lent, Readiness.KNOWS_PLACES
-            if weights.settle(self.loads):
+            if weights.lender.settle(self.loads):
                 return found
         self.way = f"{self.way} buckets".strip()
         found = list(in_buckets(weights))
@@ -86,7 +86,7 @@ def push(policy: Any, reader: Reader) -> tuple[str, list[str]]:
     expected = exported(policy)
     weights = policy.weights_to_push()
     if not policy.strategy.replica.is_leader:
-        list(weights.follow())
+        weights.run_collectives()
         return "", []
     reader.way = ""
     found = reader.update_weights(weights, 1)
@@ -132,11 +132,11 @@ def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:
     disturb(policy)
     found.append(push(policy, reader))
 
-    def update(weights: WeightBuckets, version: int) -> Any:
-        assert weights.lend(Readiness.KNOWS_PLACES, READERS) is not None
+    def update(weights: WeightSource, version: int) -> Any:
+        assert weights.lender.lend(Readiness.KNOWS_PLACES, READERS) is not None
         raise sampling.WeightsLostError("gone")
 
-    def gone(weights: WeightBuckets, version: int) -> Any:
+    def gone(weights: WeightSource, version: int) -> Any:
         raise sampling.WeightsLostError("gone before it asked for anything")
 
     for fail in (update, gone):
@@ -228,9 +228,9 @@ def free_buckets(model: Path, strategy: dict[str, Any]) -> tuple[bool, bool]:
     with lendable():
         push(policy, reader)
     views = policy._planned_views[1]
-    before = views._room is not None
+    before = views._memory is not None
     push(policy, reader)
-    return before, views._room is not None
+    return before, views._memory is not None
 
 
 def test_lent_weights_need_no_memory_for_buckets(worker_pool, qwen3_dir):
@@ -242,7 +242,7 @@ def test_lent_weights_need_no_memory_for_buckets(worker_pool, qwen3_dir):
 def lend_on_cpu(model: Path, strategy: dict[str, Any]) -> tuple[int, LentWeights | None]:
     policy = train(model, strategy, 2)
     weights = policy.weights_to_push()
-    return len(weights.gpus), weights.lend(Readiness.NEEDS_PLACES, 1)
+    return len(weights.lender.gpus), weights.lender.lend(Readiness.NEEDS_PLACES, 1)
 
 
 def test_memory_of_a_cpu_is_not_lent(worker_pool, qwen3_dir):

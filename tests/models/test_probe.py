@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.verification.probe import TOLERANCE
 from tests.distributed import WorkerPool
 from tests.models.verdicts import tiny, unseen, verdicts

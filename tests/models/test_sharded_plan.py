@@ -82,7 +82,7 @@ def plan_of(
     with mock.patch("lightning.pytorch.utilities.rank_zero.rank_zero_info") as info:
         views = sharded_plan.plan_sharded_views(tasks, convert, (world, world))
     said = [call.args[0] for call in info.call_args_list]
-    return None if views is None else differences(list(views.weights()), list(convert(tasks))), said
+    return None if views is None else differences(list(views.weights().tensors()), list(convert(tasks))), said
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.verify.layouts import parse_layout
-from lightning_megatron_rl.weights.buffers import aligned
 from lightning_megatron_rl.weights.export_views import RowBlocks
 from lightning_megatron_rl.weights.pieces import Piece, matrix_shape
-from lightning_megatron_rl.weights.views import WeightBuckets
+from lightning_megatron_rl.weights.placement import aligned
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.selection import by_default
 
 COLLECTIVES = ("broadcast", "all_gather", "all_reduce", "all_gather_object", "broadcast_object_list")
@@ -124,16 +124,20 @@ def count_calls(policy: Any, run: Any) -> Counter[str]:
         return Counter({name: spy.call_count for name, spy in entered.items() if spy.call_count})
 
 
-def in_buckets(weights: Any) -> Iterator[tuple[str, Tensor]]:
+def in_buckets(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
     """Copies of the tensors of buckets, each taken before the next but one is there."""
-    if not isinstance(weights, WeightBuckets):
-        yield from weights
+    if weights.buckets is None:
+        yield from weights.tensors()
         return
     last: list[tuple[str, Tensor]] = []
     for bucket in weights.buckets():
         yield from [(name, tensor.clone()) for name, tensor in last]
         last = list(bucket)
     yield from [(name, tensor.clone()) for name, tensor in last]
+
+
+def one_by_one(weights: WeightSource) -> list[tuple[str, Tensor]]:
+    return list(weights.tensors())
 
 
 def push_twice(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[bool, list[str], Counter[str]]:
@@ -144,7 +148,7 @@ def push_twice(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[
     policy = train(model, strategy, world_size)
     list(in_buckets(policy.weights_to_push()))
     found = []
-    for take in (in_buckets, in_buckets, list, in_buckets):
+    for take in (in_buckets, in_buckets, one_by_one, in_buckets):
         disturb(policy)
         way = in_buckets if policy.strategy.replica.is_leader else take
         pushed: list[tuple[str, Tensor]] = []
@@ -180,7 +184,7 @@ def push_in_buckets(model: Path, strategy: dict[str, Any], bucket_bytes: int) ->
     views = policy.hf_model.plan_sharded_views(chunks, bucket_bytes)
     disturb(policy)
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        pushed = list(views.weights())  # all are held
+        pushed = list(views.weights().tensors())  # all are held
     messages = [call.args[0].nbytes for call in broadcast.call_args_list]
     buckets = [views.weights(stays=True) for _ in range(2)]
     first, second = (
@@ -222,21 +226,23 @@ def break_off(model: Path, strategy: dict[str, Any], by_buckets: bool) -> list[s
 
     policy = train(model, strategy, 2)
 
-    def update(weights: WeightBuckets, version: int) -> Any:
+    def update(weights: Any, version: int) -> Any:
         if by_buckets:
             next(weights.buckets())
         else:
-            next(weights), next(weights)
+            tensors = weights.tensors()
+            next(tensors), next(tensors)
         raise sampling.WeightsLostError("gone")
 
     engine: Any = SimpleNamespace(update_weights=update)
     several = partialmethod(HFModel.plan_sharded_views, bucket_bytes=20_000)
     with mock.patch.object(HFModel, "plan_sharded_views", several):
         weights = policy.weights_to_push()
-    others = sampling._collectives(weights)
-    report = policy.strategy.replica.run_on_leader(lambda: sampling._push(engine, weights, 1), others=others)
+    report = policy.strategy.replica.run_on_leader(
+        lambda: sampling.update_if_possible(engine, weights, 1), others=weights.finish_collectives
+    )
     assert report is None
-    return differences(list(policy.weights_to_push()), exported(policy))
+    return differences(one_by_one(policy.weights_to_push()), exported(policy))
 
 
 @pytest.mark.parametrize("by_buckets", [False, True], ids=["tensors", "buckets"])
@@ -265,7 +271,7 @@ def push_dtypes(
 ) -> tuple[bool, list[str], set[torch.dtype], set[torch.dtype]]:
     """Whether there is a plan, what differs, and dtypes: those that are pushed, and that of an export by default."""
     policy = train(model, strategy, 2, precision, lora)
-    pushed = [(name, tensor.clone()) for name, tensor in policy.weights_to_push()]
+    pushed = [(name, tensor.clone()) for name, tensor in policy.weights_to_push().tensors()]
     on_disk = {tensor.dtype for _, tensor in policy.export_weights()}
     planned = policy._planned_views is not None and policy._planned_views[1] is not None
     return planned, differences(pushed, exported(policy)), {tensor.dtype for _, tensor in pushed}, on_disk

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.layers.value_head import new_weight
 from lightning_megatron_rl.models.value_model import HEAD, ValueModel
 from tests.convert.jobs import convert

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.verification import verify as verification
 from lightning_megatron_rl.models.verification.probe import Comparison
 from lightning_megatron_rl.models.verification.probe_process import ProbeError, _environment, run_probe
-from lightning_megatron_rl.models.verification.verify import verify as verification
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.distributed import WorkerPool

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from lightning_megatron_rl.models.verification import verify as verification
 from lightning_megatron_rl.models.verification.probe import FREQUENCY_TOLERANCE, Comparison, _compare, compare
 from lightning_megatron_rl.models.verification.probe_process import ProbeError
-from lightning_megatron_rl.models.verification.verify import verify as verification
 from scripts import model_proofs
 from tests.models.workers import start_megatron
 

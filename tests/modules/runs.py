@@ -1,16 +1,16 @@
 """GRPO runs on recorded responses, as functions that a gloo worker runs as one rank of a job."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
 
 from lightning_megatron_rl.rollout import replay
 from lightning_megatron_rl.rollout.protocol import SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.weights.source import WeightSource, source_of
 from tests.module_options import nested
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
@@ -28,12 +28,12 @@ class ReplayEngine(replay.ReplayEngine):
         self.versions: list[int] = []
         self.names: set[str] = set()
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Take note of what came."""
-        self.names = {name for name, _ in weights}
+        self.names = {name for name, _ in source.tensors()}
         self.versions.append(version)
         self.num_restarts = 10 + version  # as if its process had been lost before
-        return super().update_weights((), version)
+        return super().update_weights(source_of(()), version)
 
 
 def recorded_samples(count: int = 16) -> list[Sample]:

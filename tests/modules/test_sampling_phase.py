@@ -1,12 +1,10 @@
 """The order in which trainer and sampler hand over memory, with an engine that refuses any other."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
@@ -15,6 +13,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SyncReport,
     WeightsLostError,
 )
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, length, prompts
 from tests.tiny_models import save_tiny_model
 from tests.training import SequenceDataModule, make_trainer
@@ -38,16 +37,16 @@ class SleepingEngine(ReplayEngine):
     def let_go(self) -> None:
         self.has_let_go = True
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         assert "weights" in self.awake
-        assert "parameters" not in self.strategy._offloader.away
+        assert "parameters" not in self.strategy.memory.away
         self.calls.append("update")
         self.has_let_go = False
         if self.calls.count("update") == self.break_at:
-            next(iter(weights))
+            next(source.tensors())
             raise WeightsLostError("gone")
         self.has_weights = True
-        return super().update_weights(weights, version)
+        return super().update_weights(source, version)
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         assert self.awake == {"weights", "kv_cache"}
@@ -71,7 +70,7 @@ class SleepingEngine(ReplayEngine):
         self.calls.extend(f"wake {tag}" for tag in sorted(new))
         self.awake |= new
         if "kv_cache" in new:
-            self.trainer_parts.append(self.strategy._offloader.away)
+            self.trainer_parts.append(self.strategy.memory.away)
 
 
 def fit(
@@ -106,7 +105,7 @@ def fit(
     trainer = make_trainer({**parts, **strategy}, world_size, max_steps=2, val_check_interval=1, limit_val_batches=1)
     engine.strategy = trainer.strategy
     trainer.fit(policy, SequenceDataModule(prompts(8), 4))
-    assert engine.strategy._offloader.away == ()
+    assert engine.strategy.memory.away == ()
     assert engine.has_let_go  # of the trainer's memory, which goes after this
     return engine.calls, engine.versions, engine.trainer_parts
 

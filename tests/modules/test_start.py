@@ -16,6 +16,7 @@ from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
+from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.modules.runs import ReplayEngine, fit_grpo
@@ -54,8 +55,8 @@ class Plans(pl.Callback):
         pushed: Any = pl_module.weights_to_push()
         if not pl_module.strategy.layout.is_whole:
             assert len(list(pushed.buckets())) > 0
-            room = pl_module._planned_views[1]._room
-            self.found["push"] = sum(tensor.nbytes for tensor in (*room._buckets.values(), room.message()))
+            buffers = pl_module._planned_views[1]._memory
+            self.found["push"] = sum(tensor.nbytes for tensor in (*buffers._buckets.values(), buffers.message()))
         self.found["parameters"] = sum(parameter.numel() for parameter in pl_module.model.parameters())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -280,6 +281,23 @@ def test_engines_of_all_replicas_are_counted_on_each_gpu(engine, options, found)
 def test_engines_in_the_trainers_are_one_for_each():
     assert start.engines_on(ENGINES["within"](), ranks(leaders=[0])) == {0: 1, 1: 1}
     assert start.engines_on(ReplayEngine(), ranks(leaders=[0])) == {}
+
+
+class OwnEngine(RolloutEngine):
+    """A user's, which says nothing of GPUs."""
+
+
+def test_an_engine_that_describes_nothing_is_left_out_of_the_plan_and_the_table_says_so(monkeypatch):
+    on_gpu(monkeypatch, (9, 0), Extension("0.26.0", cuda_major=12))  # a vLLM that it does not use
+    monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
+    monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
+    start.check_gpu(MODULE, training=True, engine=OwnEngine())
+    assert start.engines_on(OwnEngine(), ranks(leaders=[0])) == {}
+    rows = [("sampler's memory", "not planned: OwnEngine has no describe_needs()")]
+    assert start.describe_unplanned(OwnEngine(), MODULE.strategy) == rows
+    assert start.describe_unplanned(ReplayEngine(), MODULE.strategy) == []
+    on_cpu: Any = SimpleNamespace(root_device=torch.device("cpu"))
+    assert start.describe_unplanned(OwnEngine(), on_cpu) == []
 
 
 def on_two_gpus(

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, SamplingParams, VLLMEngine, derive_seed
+from lightning_megatron_rl.weights.source import source_of
 from tests.distributed import WorkerPool
 from tests.policing import keep_process, leaked_memory, shared_memory
 from tests.tiny_models import save_tiny_model
@@ -119,7 +120,7 @@ class Harness:
     def push_random_weights(self, seed: int) -> None:
         """Give the engine and the reference the same new weights."""
         self.version += 1
-        self.engine.update_weights(random_weights(self.model, seed), self.version)
+        self.engine.update_weights(source_of(random_weights(self.model, seed)), self.version)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,8 @@
 """A sampler without a model: what it draws depends on a request's seed alone, so it is the same on every layout."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
@@ -14,6 +12,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SyncReport,
     check_requests,
 )
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 
 
@@ -46,8 +45,8 @@ class SeededEngine(RolloutEngine):
         logprobs = (-torch.rand(len(tokens), generator=generator) * 10).tolist()
         return Generation(tokens, logprobs, "length" if size > limit else "stop")
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
-        num_bytes = sum(tensor.nbytes for _, tensor in weights)
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
+        num_bytes = sum(tensor.nbytes for _, tensor in source.tensors())
         self.weight_version = version
         return SyncReport(num_bytes, seconds=0.0, extra_bytes=0, transport="none")
 

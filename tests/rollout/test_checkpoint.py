@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.rollout.model_directory import OUTPUT_EMBEDDING, CheckpointLayout
-from lightning_megatron_rl.weights.views import WeightView, WeightViews
+from lightning_megatron_rl.weights.source import WeightView, WeightViews
 
 
 @pytest.fixture(scope="module")

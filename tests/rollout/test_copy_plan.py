@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron_rl.weights.copy_plan import CopyPlan, record_copies
 from lightning_megatron_rl.weights.placement import place
-from lightning_megatron_rl.weights.views import WeightView, WeightViews
+from lightning_megatron_rl.weights.source import WeightView, WeightViews
 
 ROWS, WIDTH = 4, 6
 

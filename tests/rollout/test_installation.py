@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_megatron_rl.devices.facts import DeviceFacts
-from lightning_megatron_rl.rollout.vllm.engine import installation
+from lightning_megatron_rl.rollout.vllm import installation
 from lightning_megatron_rl.rollout.vllm.installation import (
     check_for_gpu,
     choose_device,

@@ -4,7 +4,6 @@ Memory is lent through CUDA IPC, which no CPU has: here trainer and workers answ
 `tests/gpu/test_engine.py`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,9 @@ from lightning_megatron_rl.weights.cuda_memory import DEVICE
 from lightning_megatron_rl.weights.lent import LentMemory, LentWeight, LentWeights, Readiness
 from lightning_megatron_rl.weights.loader import WeightLoader
 from lightning_megatron_rl.weights.placement import fill_buckets
-from lightning_megatron_rl.weights.transports import cuda as cuda_transfer
-from lightning_megatron_rl.weights.transports.cuda import IPCTransport
-from lightning_megatron_rl.weights.views import WeightBuckets, WeightViews
+from lightning_megatron_rl.weights.source import WeightViews
+from lightning_megatron_rl.weights.transports import ipc
+from lightning_megatron_rl.weights.transports.ipc import IPCTransport
 from tests.rollout.test_borrowed_copies import scattered
 from tests.rollout.test_copy_plan import ROWS, WIDTH, Fused, weights
 
@@ -30,7 +29,7 @@ def handle(name: str) -> tuple[Any, ...]:
     return (name, *["-"] * 5, 0, *["-"] * 6)
 
 
-class Trainer(WeightBuckets):
+class Trainer:
     """One push of ranks that are always ready."""
 
     def __init__(self, lent: LentWeights, gpus: frozenset[str] = frozenset({"a", "b"})) -> None:
@@ -38,10 +37,6 @@ class Trainer(WeightBuckets):
         self._gpus = gpus
         self.said: list[Readiness] = []
         self.settled: list[bool] = []
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
 
     @property
     def gpus(self) -> frozenset[str]:
@@ -54,15 +49,6 @@ class Trainer(WeightBuckets):
     def settle(self, loaded: bool) -> bool:
         self.settled.append(loaded)
         return loaded
-
-    def follow(self) -> Iterator[WeightViews]:
-        raise NotImplementedError
-
-    def buckets(self) -> Iterator[WeightViews]:
-        return iter(())
-
-    def __next__(self) -> tuple[str, Tensor]:
-        raise StopIteration
 
 
 class Workers:
@@ -121,7 +107,7 @@ def test_places_are_told_once():
 
 
 def send(transport: IPCTransport) -> None:
-    transport.send(iter(()), mock.Mock())
+    transport.send_tensors(iter(()), mock.Mock())
 
 
 def send_buckets(transport: IPCTransport) -> None:
@@ -130,7 +116,7 @@ def send_buckets(transport: IPCTransport) -> None:
 
 def send_whole(transport: IPCTransport) -> None:
     named = [("w", torch.zeros(4))]
-    with mock.patch.object(torch.cuda, "current_stream"), mock.patch.object(cuda_transfer, "lend"):
+    with mock.patch.object(torch.cuda, "current_stream"), mock.patch.object(ipc, "lend"):
         transport.whole(WeightViews.of(named))
 
 
@@ -139,7 +125,7 @@ def let_go(transport: IPCTransport) -> None:
 
 
 def relaunch(transport: IPCTransport) -> None:
-    with mock.patch.object(cuda_transfer, "take_back") as take_back:
+    with mock.patch.object(ipc, "take_back") as take_back:
         transport.forget(workers_are_gone=True)
     assert take_back.call_count == 4, "each worker's handles of each memory"
 
@@ -163,7 +149,7 @@ def test_whatever_comes_between_is_told_anew(event, expected):
 def test_workers_that_cannot_are_asked_once():
     transport, workers, lent = transport_after_buckets(), Workers(), lent_weights()
     workers.answers = [1000, None]
-    with mock.patch.object(cuda_transfer, "take_back") as take_back:
+    with mock.patch.object(ipc, "take_back") as take_back:
         assert push(transport, workers, lent) == (None, NEEDS_PLACES)
         transport.forget(workers_are_gone=True)  # nothing of it is taken back twice
     assert workers.names == ["borrow", "let_go"]

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lightning_megatron_rl.weights.buffers import ALIGNMENT
-from lightning_megatron_rl.weights.placement import PlacedWeights, fill_buckets, place, view_all
-from lightning_megatron_rl.weights.views import WeightView, WeightViews
+from lightning_megatron_rl.weights.placement import ALIGNMENT, PlacedWeights, fill_buckets, place, view_all
+from lightning_megatron_rl.weights.source import WeightView, WeightViews
 
 
 def test_views_of_one_buffer_share_a_block():

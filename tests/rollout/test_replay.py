@@ -11,6 +11,7 @@ from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingPa
 from lightning_megatron_rl.rollout.record import read_first_step, record_line
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
+from lightning_megatron_rl.weights.source import source_of
 
 
 def samples() -> list[Sample]:
@@ -84,7 +85,7 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path):
 def test_engine_answers_with_what_was_recorded():
     engine = ReplayEngine(samples())
     assert engine.max_model_len == 5
-    engine.update_weights(iter([("w", torch.ones(1))]), version=2)
+    engine.update_weights(source_of(iter([("w", torch.ones(1))])), version=2)
     assert engine.weight_version == 2
     requests = [GenerationRequest([5], seed=1, num_samples=2), GenerationRequest([1, 2, 3], seed=1, num_samples=2)]
     answers = engine.generate(requests, SamplingParams())
@@ -103,7 +104,7 @@ def test_engine_answers_with_what_was_recorded():
 def test_update_runs_through_the_weights():
     """Their export is a collective: an engine that left it early would leave the other ranks waiting."""
     weights = iter([("a", torch.ones(1)), ("b", torch.ones(1))])
-    ReplayEngine(samples()).update_weights(weights, version=1)
+    ReplayEngine(samples()).update_weights(source_of(weights), version=1)
     assert next(weights, None) is None
 
 

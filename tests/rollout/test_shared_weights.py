@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron_rl.weights.buffers import ALIGNMENT
+from lightning_megatron_rl.weights.placement import ALIGNMENT
 from lightning_megatron_rl.weights.transports.host import INITIAL_BYTES, SharedWeights, read_weights
 
 

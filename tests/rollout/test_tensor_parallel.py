@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
+from lightning_megatron_rl.weights.source import source_of
 from tests.modules.runs import fit_grpo
 from tests.rollout.conftest import make_engine, make_requests
 from tests.test_rendezvous import listening
@@ -60,7 +61,7 @@ def sample_in_process(model_dir: Path, refused_dir: Path) -> Sampled:
         found.append(sample(engine))
         if len(found) == 1:
             weights = load_file(model_dir / "model.safetensors")
-            engine.update_weights([(name, tensor * 1.5) for name, tensor in weights.items()], 1)
+            engine.update_weights(source_of([(name, tensor * 1.5) for name, tensor in weights.items()]), 1)
             found.append(sample(engine))
         engine.close()
         shared.append(names())

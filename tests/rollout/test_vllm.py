@@ -12,6 +12,7 @@ from lightning_megatron_rl.rollout import EngineTimeoutError, GenerationRequest,
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.settings import CPU_PREFILL_TOKENS, visible_device
 from lightning_megatron_rl.utilities.cpus import OPENMP_DEFAULTS
+from lightning_megatron_rl.weights.source import source_of
 from tests.rollout.conftest import (
     hf_logprobs,
     is_running,
@@ -151,7 +152,7 @@ def test_update_takes_an_iterator_and_other_dtypes(harness):
             parameter.copy_(parameter.bfloat16())
     harness.version += 1
     weights = ((name, tensor.bfloat16()) for name, tensor in harness.model.state_dict().items())
-    harness.engine.update_weights(weights, harness.version)
+    harness.engine.update_weights(source_of(weights), harness.version)
     results = harness.engine.generate(requests, SamplingParams(max_tokens=16, ignore_eos=True))
     assert max_logprob_error(harness.model, requests, results) <= TOLERANCE
 
@@ -190,7 +191,7 @@ def test_calls_before_start_are_refused():
     for call in (
         engine.wait_ready,
         lambda: engine.generate(make_requests(1), SamplingParams()),
-        lambda: engine.update_weights([], 1),
+        lambda: engine.update_weights(source_of([]), 1),
     ):
         with pytest.raises(RuntimeError, match="not started; call start"):
             call()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.weights.copy_plan import record_copies
 from lightning_megatron_rl.weights.placement import place
-from lightning_megatron_rl.weights.views import WeightView, WeightViews
+from lightning_megatron_rl.weights.source import WeightView, WeightViews
 from tests.distributed import free_port
 from tests.selection import by_default
 from tests.tiny_models import save_tiny_model

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_megatron_rl.rollout import EngineCallError, SamplingParams
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.weights.source import source_of
 from tests.policing import leaked_memory, shared_memory
 from tests.rollout.conftest import (
     is_running,
@@ -142,9 +143,9 @@ def test_update_that_never_was_complete_leaves_the_old_weights(fault_harness):
         raise ZeroDivisionError("gathering failed")
 
     with pytest.raises(ZeroDivisionError, match="gathering failed"):
-        engine.update_weights(breaks_off(), 999)
+        engine.update_weights(source_of(breaks_off()), 999)
     with pytest.raises(ValueError, match="weights are missing from the update"):
-        engine.update_weights(others[:10], 999)
+        engine.update_weights(source_of(others[:10]), 999)
     assert engine.weight_version == fault_harness.version
     assert engine.generate(requests, PARAMS) == before
 
@@ -172,7 +173,7 @@ def test_update_that_fails_inside_vllm_never_samples(fault_harness):
     engine._layout, engine.max_restarts = CheckpointLayout(shapes, layout.dtype, layout.is_tied), restarts
     try:
         with pytest.raises(RuntimeError, match=r"(?s)gives up.*update_weights failed in the engine's process"):
-            engine.update_weights(wrong, 999)
+            engine.update_weights(source_of(wrong), 999)
         assert engine.weight_version == fault_harness.version
         with pytest.raises(RuntimeError, match="gives up"):
             engine.generate(requests, PARAMS)

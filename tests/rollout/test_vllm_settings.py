@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from lightning_megatron_rl.rollout.vllm.engine import settings as vllm_settings
+from lightning_megatron_rl.rollout.vllm import settings as vllm_settings
 from lightning_megatron_rl.rollout.vllm.settings import engine_devices, engine_environment
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

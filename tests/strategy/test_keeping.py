@@ -36,14 +36,15 @@ class Watch(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        keep = strategy.keep
+        keeper = strategy.checkpoints.keeper
+        keep = keeper.keep
 
-        def hold_first(checkpoint: Any) -> None:
+        def hold_first(checkpoint: Any, *, later: bool) -> None:
             if self.holds and trainer.global_step == 1:
-                strategy._queue.submit(self._wait)
-            keep(checkpoint)
+                keeper._queue.submit(self._wait)
+            keep(checkpoint, later=later)
 
-        strategy.keep = hold_first
+        keeper.keep = hold_first
 
     def _wait(self) -> None:
         assert self.gate.wait(30.0), "the next step was not taken while this was waiting"
@@ -280,7 +281,7 @@ def remove_what_is_linked(model: Path, directory: Path, world_size: int) -> list
     strategy.remove_checkpoint(directory / "step=1.ckpt")
     there = [look(directory)["complete"]]
     strategy.remove_checkpoint(directory / "last.ckpt")
-    strategy._remove_outlived()
+    strategy.checkpoints.keeper._remove_outlived()
     return [*there, look(directory)["complete"]]
 
 

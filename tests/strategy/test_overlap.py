@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,11 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_megatron_rl.checkpoints.saving import Contents
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
-from lightning_megatron_rl.strategy import saving
+from lightning_megatron_rl.strategy import megatron
 from tests.selection import by_default
 from tests.strategy.test_megatron import assert_same_run
 from tests.strategy.test_saving import OrderedDataModule
@@ -227,10 +229,7 @@ def fit_with_readers(model: Path, directory: Path, ddp: dict[str, Any], force: b
 
 @pytest.mark.slow
 def test_readers_between_steps_see_the_gathered_weights(worker_pool, qwen3_dir, tmp_path):
-    """Validation, weight sync and a checkpoint right after the step: each as without overlap, on each rank.
-
-    The resumed step fails without `keep_bucket_padding`.
-    """
+    """Validation, weight sync and a checkpoint right after the step: each as without overlap, on each rank."""
     found = {}
     for name, ddp in (("overlap", BOTH), ("none", {})):
         directory = tmp_path / name
@@ -259,17 +258,14 @@ def test_the_gather_is_pending_after_a_step(worker_pool, qwen3_dir, tmp_path):
 def test_saving_gathers(monkeypatch):
     """The state dict of a checkpoint is taken after the gather."""
     calls = []
-    monkeypatch.setattr(saving, "gather_parameters", lambda chunks: calls.append(chunks))
-
-    class Strategy(saving.DistributedCheckpointStrategy):
-        chunks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-        lightning_module = pl.LightningModule()
-        _is_set_up = True
-
-        def _model_state(self) -> dict[str, Any]:
-            calls.append("state")
-            return {}
-
-    Strategy.__abstractmethods__ = frozenset()
-    Strategy.lightning_module_state_dict(Strategy.__new__(Strategy))
-    assert calls == [[*Strategy.chunks], "state"]
+    chunks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    monkeypatch.setattr(megatron, "gather_parameters", lambda chunks: calls.append(chunks))
+    monkeypatch.setattr(Contents, "weights", lambda contents: calls.append("state") or {})
+    module = pl.LightningModule()
+    module.model = chunks
+    strategy = megatron.MegatronStrategy()
+    strategy.connect(module)
+    strategy.checkpoints.is_set_up = True
+    monkeypatch.setattr(megatron.MegatronStrategy, "trainer", SimpleNamespace(lightning_module=module))
+    strategy.lightning_module_state_dict()
+    assert calls == [[*chunks], "state"]

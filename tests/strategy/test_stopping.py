@@ -14,9 +14,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_megatron_rl.checkpoints.format import PendingCheckpoint
+from lightning_megatron_rl.checkpoints.keeping import stop_checkpoint
 from lightning_megatron_rl.checkpoints.manifest import FileRecord, read_manifest, write_manifest
 from lightning_megatron_rl.strategy.checks import check_callbacks
-from lightning_megatron_rl.strategy.stopping import _link_for_requeue, stop_checkpoint
+from lightning_megatron_rl.strategy.stopping import _link_for_requeue
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code
 from tests.drills.job import IsTold, Job, history, train
 from tests.notices import collected

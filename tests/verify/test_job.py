@@ -1,6 +1,6 @@
 """What stands in for sampler, rewards and environment when a recorded rollout is verified."""
 
-from lightning_megatron_rl.environments import NumberGuessing
+from examples.environments.guessing import NumberGuessing
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn

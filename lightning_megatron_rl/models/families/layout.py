@@ -1,29 +1,11 @@
-"""Whether a model of given sizes can be split as asked: pure arithmetic, before any weight is loaded."""
+"""Whether a model is carried, and whether its sizes can be split as asked, before any weight is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any
 
-from lightning_megatron_rl.models.families.table import FAMILIES
-
-# What Megatron's rotary embedding knows of "llama3" scaling apart from the factor (it has these as constants).
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-# The same of GPT-OSS, whose values Megatron-Bridge does not take from the checkpoint.
-GPT_OSS_ROPE = {
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-# model_type -> kinds of rotary embedding that Megatron computes as Transformers does
-ROPE_TYPES = {
-    "llama": ("default", "linear", "llama3"),
-    "deepseek_v3": ("default", "yarn"),
-    "gemma3_text (full_attention)": ("default", "linear"),
-    "gpt_oss": ("yarn",),
-}
+from lightning_megatron_rl.models.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -58,85 +40,45 @@ def check_family(config: Any) -> None:
             f" {model_type!r}: these do not belong together, or are not supported together. Supported are "
             + ", ".join(f"{family.architecture} of type {name!r}" for name, family in FAMILIES.items())
         )
-    _check_rope(model_type, config.rope_parameters or {})
-    if getattr(config, "num_experts_per_tok", None) == 1 and _normalises_chosen(config):
+    family = FAMILIES[model_type]
+    rope = config.rope_parameters or {}
+    if not family.rope.layers:
+        _check_rope(model_type, rope, family.rope.types, family.rope.constants)
+    for kind, types in family.rope.layers.items():
+        if not isinstance(rope.get(kind), dict):
+            raise ValueError(f"{family.name} with rope_parameters={rope}: it has no entry for {kind}")
+        _check_rope(f"{model_type} ({kind})", rope[kind], types, family.rope.constants)
+    experts = family.experts
+    if experts and config.num_experts_per_tok == 1 and experts.softmax_over_chosen(config):
         raise ValueError(
             f"num_experts_per_tok=1 of a {model_type} model is not supported: the weights of the chosen experts are a"
             " softmax over these alone, which Megatron does not have for one expert"
         )
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
-    activation = config.hidden_activation if model_type == "gemma3_text" else config.hidden_act
-    expected = "gelu_pytorch_tanh" if model_type == "gemma3_text" else "silu"
-    if activation != expected:
-        raise ValueError(f"activation {activation!r} of a {model_type} model is not supported, only {expected!r}")
-    if model_type == "llama" and (config.attention_bias or config.mlp_bias):
-        raise ValueError("Llama with attention_bias or mlp_bias is not supported: there is no place for these weights")
-    if model_type in ("qwen3", "qwen3_moe", "deepseek_v3", "gemma3_text") and config.attention_bias:
-        raise ValueError(f"{model_type} with attention_bias is not supported: there is no place for these weights")
-    if model_type == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+    name, expected = family.activation
+    if getattr(config, name) != expected:
         raise ValueError(
-            f"Qwen3-MoE with decoder_sparse_step={config.decoder_sparse_step} and "
-            f"mlp_only_layers={config.mlp_only_layers} is not supported: Megatron-Bridge gives experts to every layer"
+            f"activation {getattr(config, name)!r} of a {model_type} model is not supported, only {expected!r}"
         )
-    if model_type == "deepseek_v3" and not (config.norm_topk_prob and config.rope_interleave):
+    if any(getattr(config, name) for name in family.no_place_for):
         raise ValueError(
-            f"DeepSeek-V3 with norm_topk_prob={config.norm_topk_prob}, rope_interleave={config.rope_interleave} is not "
-            "supported: both must be true"
+            f"{model_type} with {' or '.join(family.no_place_for)} is not supported: there is no place for these"
+            " weights"
         )
-    if model_type == "gemma3_text":
-        _check_gemma3(config)
-    if model_type == "gpt_oss":
-        _check_window_layers(config, every=2)
+    family.check(config)
 
 
-def _normalises_chosen(config: Any) -> bool:
-    """Whether the weights of a token's experts are a softmax over those that were chosen."""
-    return config.model_type in ("mixtral", "gpt_oss") or (
-        config.model_type == "qwen3_moe" and bool(config.norm_topk_prob)
-    )
-
-
-def _check_rope(model_type: str, rope: dict[str, Any]) -> None:
+def _check_rope(
+    model: str, rope: Mapping[str, Any], types: tuple[str, ...], constants: Mapping[str, Mapping[str, Any]]
+) -> None:
     """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
-    if model_type == "gemma3_text":  # one for layers with a window and one for the others
-        for kind in ("sliding_attention", "full_attention"):
-            if not isinstance(rope.get(kind), dict):
-                raise ValueError(f"Gemma 3 with rope_parameters={rope}: it has no entry for {kind}")
-            _check_rope(f"gemma3_text ({kind})", rope[kind])
-        return
     rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES.get(model_type, ("default",)):
-        raise ValueError(f"rope_type={rope_type!r} of a {model_type} model is not supported")
-    constants = LLAMA3_ROPE if rope_type == "llama3" else GPT_OSS_ROPE if model_type == "gpt_oss" else {}
-    for name, value in constants.items():
+    if rope_type not in types:
+        raise ValueError(f"rope_type={rope_type!r} of a {model} model is not supported")
+    for name, value in constants.get(rope_type, {}).items():
         if rope.get(name) != value:
             raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")
-
-
-def _check_gemma3(config: Any) -> None:
-    """What Megatron-Bridge takes for granted of a Gemma 3."""
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(config, name):
-            raise ValueError(f"Gemma 3 with {name}={getattr(config, name)} is not supported")
-    if not config.tie_word_embeddings:
-        raise ValueError(
-            "Gemma 3 with tie_word_embeddings=false is not supported: there is no place for the output layer"
-        )
-    _check_window_layers(config, every=6)
-
-
-def _check_window_layers(config: Any, every: int) -> None:
-    """All layers must have a sliding window but every so-manieth."""
-    expected = [
-        "full_attention" if layer % every == 0 else "sliding_attention"
-        for layer in range(1, config.num_hidden_layers + 1)
-    ]
-    if config.layer_types != expected or not config.sliding_window:
-        raise ValueError(
-            f"{config.model_type} with sliding_window={config.sliding_window}, layer_types={config.layer_types} is not "
-            f"supported: every layer must have a sliding window but every {every}. one"
-        )
 
 
 def check_layout(
@@ -184,8 +126,10 @@ def check_layout(
 def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
     """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
     family = FAMILIES[config.model_type]
-    if family.expert_fields is None:
-        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
+    for names in family.tensor_parallel_sizes:
+        size = prod(getattr(config, name) for name in names)
+        _check_divides(" x ".join(names), size, "tensor_model_parallel_size", tp)
+    if family.experts is None:
         for name, size, neutral in (("model", ep, 1), ("tensor", etp, tp)):
             if size != neutral:
                 raise ValueError(
@@ -193,14 +137,10 @@ def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool)
                     "leave this setting out"
                 )
         return
-    experts, width = family.expert_fields
-    if config.model_type == "deepseek_v3":  # its first layers are dense, and the shared experts are split like these
-        _check_divides("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", tp)
-        shared = config.moe_intermediate_size * config.n_shared_experts
-        _check_divides("moe_intermediate_size x n_shared_experts", shared, "tensor_model_parallel_size", tp)
+    experts, width = family.experts.count, family.experts.width
     _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
     _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
-    if etp > 1 and not family.expert_tensor_parallel:
+    if etp > 1 and not family.experts.can_be_split:
         raise ValueError(
             f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
             "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_megatron_rl.compat.transformers_names import checkpoint_shapes, ignored_patterns, tied_names
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.hf.files import StoredTensor, some, stored_tensors
 from lightning_megatron_rl.models.hf.quantised import SCALE, block_size, quantisation
 from lightning_megatron_rl.utilities.remote_code import trusts_remote_code
@@ -24,7 +25,6 @@ _MXFP4 = ("_blocks", "_scales")
 _MXFP4_BLOCK = 32  # numbers that share a scale; two to a byte
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = ("F8_E4M3", "F8_E5M2")
-_UNTIED = ("deepseek_v3", "gpt_oss")  # Megatron-Bridge never ties their embeddings
 _ROWS = 8192  # of a weight, that are compared at a time
 
 
@@ -52,7 +52,7 @@ def check_weights(path: Path, config: Any, *, head: str | None = None) -> None:
             f"Transformers cannot build the model of {path / 'config.json'}: {type(error).__name__}: {error}"
         ) from error
     tied = tied_names(model)
-    if tied and config.model_type in _UNTIED and head is None:
+    if tied and not FAMILIES[config.model_type].can_be_tied and head is None:
         raise ValueError(
             f"{config.model_type} with tie_word_embeddings=true is not supported: Megatron-Bridge keeps the output"
             " layer apart. Set it to false in config.json and store lm_head.weight"

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.compat.bridge import import_auto_bridge
+from lightning_megatron_rl.compat.bridge import import_auto_bridge, model_bridge, set_weights
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models.families import layout as layout_check
+from lightning_megatron_rl.models.families.family import Family
+from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from lightning_megatron_rl.models.hf.check import check_weights
 from lightning_megatron_rl.models.hf.files import (
     anywhere,
@@ -139,6 +141,11 @@ class HFModel(SavesFiles):
             )
 
     @property
+    def family(self) -> Family:
+        """What is special to models of this kind."""
+        return FAMILIES[self.config.model_type]
+
+    @property
     def export_config(self) -> Any:
         """The config that goes with exported weights."""
         return self.config
@@ -213,7 +220,7 @@ class HFModel(SavesFiles):
     @cached_property
     def _bridge(self) -> Any:
         """Megatron-Bridge's converter for this checkpoint, told how layers that it does not know are split."""
-        auto_bridge = import_auto_bridge()
+        auto_bridge = import_auto_bridge(bridges())
         from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
         AutoMapping.register_module_type("TorchLinear", "replicated")
@@ -223,11 +230,9 @@ class HFModel(SavesFiles):
         bridge = auto_bridge.from_hf_pretrained(
             str(self.path), trust_remote_code=trusts_remote_code(), architectures=self.config.architectures
         )
-        from megatron.bridge.models.hf_pretrained.state import StateDict
-
         fp8 = self.quantisation == "fp8"
         source = dequantised_source(self.path, self.config) if fp8 else source_class()(self.path)
-        bridge.hf_pretrained._state_dict_accessor = StateDict(source)
+        set_weights(bridge, source)
         return bridge
 
     def build_chunks(
@@ -262,7 +267,7 @@ class HFModel(SavesFiles):
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         tune_for_experts(backend, provider.num_moe_experts)
-        settings |= fused_kernels(backend, provider, self.config.model_type, overrides)
+        settings |= fused_kernels(backend, provider, overrides, fused_rope=self.family.fused_rope)
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         asked = overrides.pop("gradient_accumulation_fusion", None)
         _check_model(overrides, settings, provider)
@@ -276,14 +281,11 @@ class HFModel(SavesFiles):
             sequence_parallel=sequence_parallel,
         )
         if backend == "torch":
-            provider.transformer_layer_spec = torch_block_spec
+            provider.transformer_layer_spec = partial(torch_block_spec, post_norm=self.family.norms_behind_layers)
             settings["attention_backend"] = type(
                 provider.attention_backend
             ).auto  # others are told to the whole process
-            if self.config.model_type == "gemma3_text":  # its layers are told apart by Bridge's own modules otherwise
-                provider.transformer_layer_spec = partial(torch_block_spec, post_norm=True)
-                settings["window_size"] = (provider.window_size - 1, 0)
-                settings["window_attn_skip_freq"] = sum(provider.interleaved_attn_pattern)
+            settings |= self.family.torch_settings(provider)
         if device.type != "cuda":
             settings |= _WITHOUT_CUDA
         if device.type == "meta":
@@ -385,7 +387,7 @@ class HFModel(SavesFiles):
     @cached_property
     def _padded_names(self) -> set[str]:
         """Hugging Face names of the weights that have one row per token of the vocabulary."""
-        mappings = self._bridge._model_bridge.mapping_registry()
+        mappings = model_bridge(self._bridge).mapping_registry()
         found = [mappings.megatron_to_hf_lookup(name) for name in SHARED_WITH_OUTPUT]
         return {mapping.hf_param for mapping in found if mapping is not None}  # Gemma has no output layer of its own
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.hf.writer import PartialDirectory
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 
@@ -23,7 +24,6 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}  # layers of Megatron -> parameters of Transformers
-INTERLEAVED = "gpt_oss"  # the family whose gate_up_proj alternates between both, and whose experts are [in, out]
 
 
 def stack_experts(
@@ -34,7 +34,7 @@ def stack_experts(
     Args:
         adapters: Megatron's name, A [rank, in] and B [out, rank] of each adapted layer. Experts without get zeros.
         num_experts: Of a layer of the model.
-        interleaved: Rows of gate_up_proj alternate between gate and up, as in GPT-OSS.
+        interleaved: Rows of gate_up_proj alternate between gate and up.
 
     Example:
         B of ``decoder.layers.2.mlp.experts.local_experts.1.linear_fc2`` becomes columns 1, 1 + num_experts, ... of B of
@@ -155,6 +155,8 @@ def merge_adapter(model: Any, directory: Path) -> None:
     scale = config["lora_alpha"] / config["r"]
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(directory / WEIGHTS_FILE).items()}
     parameters = [name for name in config["target_parameters"] or [] if not name.endswith(".weight")]
+    family = FAMILIES[model.config.model_type]
+    transposed = family.experts is not None and family.experts.transposed
     experts = {module: name for name, module in _modules(parameters).items()}
     for name, a in weights.items():
         if name.endswith(_SUFFIXES[0]):
@@ -168,4 +170,4 @@ def merge_adapter(model: Any, directory: Path) -> None:
             count = weight.size(0)
             b = b.to(weight.dtype).unflatten(1, (-1, count)).permute(2, 0, 1)  # [experts, out, rank]
             update = b @ a.to(weight.dtype).unflatten(0, (count, -1))
-            weight.add_(update.mT if model.config.model_type == INTERLEAVED else update, alpha=scale)
+            weight.add_(update.mT if transposed else update, alpha=scale)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.hf.source import source_class
 
 Quantisation = Literal["fp8", "mxfp4"]
@@ -33,7 +34,7 @@ def quantisation(config: Any) -> Quantisation | None:
     method = settings.get("quant_method")
     if method == "fp8" and settings.get("weight_block_size"):
         return "fp8"
-    if method == "mxfp4" and config.model_type == "gpt_oss":
+    if method == "mxfp4" and FAMILIES[config.model_type].mxfp4:
         return "mxfp4"
     blocks = "without weight_block_size" if method == "fp8" else ""
     raise ValueError(

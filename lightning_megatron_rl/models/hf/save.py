@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.models.families.table import num_experts
+from lightning_megatron_rl.models.families.registry import FAMILIES, num_experts
 from lightning_megatron_rl.models.hf.files import FailedEverywhereError, raise_everywhere, weight_map
 from lightning_megatron_rl.models.hf.peft_files import (
-    INTERLEAVED,
     WEIGHTS_FILE,
     adapter_config,
     name_experts,
@@ -143,8 +142,9 @@ class SavesFiles:
         with torch.no_grad():
             dense = dense_adapters(self._bridge, chunks, self.config.num_hidden_layers)
             weights = {name: tensor.to(copy=True).contiguous() for name, tensor in dense}  # projections share A
-        count, family = num_experts(self.config), self.config.model_type
-        return weights, stack_experts(expert_adapters(chunks), count, interleaved=family == INTERLEAVED)
+        experts = FAMILIES[self.config.model_type].experts
+        interleaved = experts is not None and experts.interleaved
+        return weights, stack_experts(expert_adapters(chunks), num_experts(self.config), interleaved=interleaved)
 
 
 def compare_files(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron_rl.models.families.table import num_experts
+from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.planner.memory import ModelSize
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.compat.bridge import model_bridge
 from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names, not_finite
 
 
@@ -23,7 +24,7 @@ class HFWeights:
     """
 
     def __init__(self, bridge: Any, chunks: list[Any]) -> None:
-        self._converter = bridge._model_bridge  # each access makes a new one, and conversion needs what planning found
+        self._converter = model_bridge(bridge)  # each access makes a new one, and conversion needs what planning found
         self._state = bridge.hf_pretrained.state
         tasks = self._converter.build_conversion_tasks(bridge.hf_pretrained, chunks)
         self.tasks = [task for task in tasks if task is not None and task.param_weight is not None]

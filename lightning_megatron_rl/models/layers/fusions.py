@@ -23,11 +23,10 @@ EXPERTS_ENVIRONMENT = {
     # shapes for which cuBLASLt keeps the kernel it chose, 8192 without this; weight gradients are always its own
     "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "1048576",
 }
-OWN_ROTATION = "gemma3_text"  # two rotations by turns, which Megatron-Bridge hands on in a form of its own
 
 
 def fused_kernels(
-    backend: LayerBackend, provider: Any, model_type: str, overrides: Mapping[str, Any]
+    backend: LayerBackend, provider: Any, overrides: Mapping[str, Any], *, fused_rope: bool
 ) -> dict[str, bool]:
     """Return the fields of Megatron's `TransformerConfig` that turn fused kernels on where they compute the same.
 
@@ -38,8 +37,8 @@ def fused_kernels(
     Args:
         backend: Of the layers; torch's have no fused kernels.
         provider: Megatron-Bridge's provider of the model.
-        model_type: Hugging Face's name of the family.
         overrides: What the user sets, which goes first.
+        fused_rope: Whether the kernel computes the family's rotation.
 
     Example:
         Qwen3 on Transformer Engine: ``{"apply_rope_fusion": True, "bias_activation_fusion": True}``
@@ -50,7 +49,7 @@ def fused_kernels(
     swiglu = provider.activation_func is torch.nn.functional.silu and provider.gated_linear_unit
     unchanged = provider.activation_func_clamp_value is None and provider.glu_linear_offset == 0.0
     fused = {
-        "apply_rope_fusion": plain_rope and model_type != OWN_ROTATION,
+        "apply_rope_fusion": plain_rope and fused_rope,
         "bias_activation_fusion": swiglu and unchanged and not overrides.get("use_te_activation_func"),
     }
     return {name: True for name, fits in fused.items() if fits}

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.compat.torch_names import assert_on_device
+
 
 def logprob_processor(
     *, vocab_size: int, temperature: float = 1.0, chunk_size: int = 512, with_entropy: bool = False
@@ -82,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        torch._assert_async(
+        assert_on_device(
             ((labels >= 0) & (labels < vocab_size)).all(), f"a label is not a token of the vocabulary [0, {vocab_size})"
         )
         first = group.rank() * weight.size(0)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.utilities.ranges import NOT_NEGATIVE, check_ranges
 
 # Fields of Megatron's `TransformerConfig` that follow from `MoESettings` -> the setting.
@@ -103,7 +103,7 @@ def resolve_moe_settings(
         ValueError: A setting that the model, the method or another setting makes meaningless, with the remedy.
     """
     settings = settings or MoESettings()
-    if FAMILIES[config.model_type].expert_fields is None:
+    if FAMILIES[config.model_type].experts is None:
         _refuse_on_dense_model(settings, config.model_type)
         return None
     for name, setting in _DECIDED_HERE.items():

@@ -8,7 +8,7 @@ width that its heads do not divide, all experts chosen, experts per group, the p
 from math import lcm
 from typing import Any
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES
 
 HIDDEN = 64  # width, where heads do not fix it
 VOCABULARY = 128
@@ -51,11 +51,11 @@ def shrink(raw: dict[str, Any], config: Any) -> dict[str, Any]:
         if sizes.get(name):
             small[name] = related(sizes[name], target, anchors)
             anchors.append((sizes[name], small[name]))
-    if family.expert_fields is not None:
-        small.update(_experts(sizes, family.expert_fields[0], raw))
+    if family.experts is not None:
+        small.update(_experts(sizes, family.experts.count, raw))
     if sizes.get("sliding_window"):
         small["sliding_window"] = min(sizes["sliding_window"], WINDOW)
-    small.update(_layers(sizes, raw, config))
+    small.update(_layers(sizes, raw, config, family.dense_layers))
     return small
 
 
@@ -176,7 +176,7 @@ def per_layer(config: Any) -> dict[str, list[Any]]:
     return {name: value for name, value in lists.items() if len(value) == layers and name != "architectures"}
 
 
-def _layers(sizes: _Sizes, raw: dict[str, Any], config: Any) -> dict[str, Any]:
+def _layers(sizes: _Sizes, raw: dict[str, Any], config: Any, dense_layers: str | None) -> dict[str, Any]:
     """Fewer layers, of every kind that there is; all of them where their order follows no pattern."""
     layers = sizes["num_hidden_layers"]
     lists = per_layer(config)
@@ -185,10 +185,10 @@ def _layers(sizes: _Sizes, raw: dict[str, Any], config: Any) -> dict[str, Any]:
         return {}
     few = min(layers, LAYERS if repeats == 1 else repeats + 1)  # where it begins anew shows, too
     found: dict[str, Any] = {}
-    dense = sizes.get("first_k_dense_replace") if config.model_type == "deepseek_v3" else None
-    if dense is not None:  # some dense layers, then some with experts
+    dense = sizes.get(dense_layers) if dense_layers else None
+    if dense_layers and dense is not None:  # some dense layers, then some with experts
         kept = min(dense, 1)
         few = min(dense, LAYERS) if dense >= layers else max(few, kept + min(layers - dense, LAYERS))
-        found["first_k_dense_replace"] = few if dense >= layers else kept
+        found[dense_layers] = few if dense >= layers else kept
     found["num_hidden_layers"] = few
     return found | {name: raw[name][:few] for name in lists if isinstance(raw.get(name), list)}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron_rl.models.families.registry import FAMILIES
+
 TOLERANCE = 1e-4  # of log-probs and entropies per token; reassociated sums in fp32 differ by some 1e-6 to 1e-5
 FREQUENCY_TOLERANCE = 1e-5  # relative; powers in fp32, taken in another order
 LENGTHS = (192, 61, 33, 2)  # tokens of the sequences
@@ -112,6 +114,8 @@ def _randomise(model: Any) -> None:
     embedding = model.get_input_embeddings()
     width = embedding.weight.shape[-1]
     tied = model.get_output_embeddings().weight is embedding.weight
+    experts = FAMILIES[model.config.model_type].experts
+    transposed = experts is not None and experts.transposed
     rows_scale = _SMALL / float(getattr(embedding, "embed_scale", 1.0))
     for name, parameter in model.named_parameters():
         if parameter is embedding.weight:
@@ -121,8 +125,7 @@ def _randomise(model: Any) -> None:
         elif name.endswith(("bias", "sinks")):
             parameter.copy_(torch.randn_like(parameter))
         else:
-            transposed = parameter.ndim == 3 and model.config.model_type == "gpt_oss"
-            summed = parameter.shape[-2 if transposed else -1]
+            summed = parameter.shape[-2 if transposed and parameter.ndim == 3 else -1]
             parameter.copy_(_gain(name) * torch.randn_like(parameter) / summed**0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

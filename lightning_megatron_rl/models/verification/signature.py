@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron_rl.models.families.table import FAMILIES
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.settings import RULES
 from lightning_megatron_rl.models.verification.miniature import head_dim, pattern, per_layer
 from lightning_megatron_rl.utilities.versions import installed_versions
@@ -209,24 +209,13 @@ def _relations(config: Any) -> Signature:
     window = getattr(config, "sliding_window", None)
     if window is not None:
         found["sliding_window"] = window if window < _SHORTEST_WINDOW else "a number of tokens"
-    if config.model_type == "gpt_oss":  # Megatron-Bridge tells matrices from transposed ones by their shapes
-        known = {hidden: "equal", 2 * hidden: "twice", hidden / 2: "half"}
-        found["intermediate_size to hidden_size"] = known.get(config.intermediate_size, "another")
-    fields = FAMILIES[config.model_type].expert_fields
-    if fields is not None:
-        experts = getattr(config, fields[0])
+    family = FAMILIES[config.model_type]
+    if family.experts is not None:
+        experts = getattr(config, family.experts.count)
         found["all experts chosen"] = config.num_experts_per_tok >= experts
         if getattr(config, "n_group", None):
             found["experts per group"] = _share(experts, config.n_group)
-    if config.model_type == "deepseek_v3":
-        widths = (config.qk_nope_head_dim, config.qk_rope_head_dim)
-        found["qk_head_dim"] = "qk_nope_head_dim + qk_rope_head_dim" if config.qk_head_dim == sum(widths) else "another"
-        found["head_dim"] = "qk_rope_head_dim" if config.head_dim == config.qk_rope_head_dim else "another"
-        dense, layers = config.first_k_dense_replace or 0, config.num_hidden_layers
-        found["dense layers"] = "none" if dense == 0 else "all" if dense >= layers else "some"
-        found["compressed queries"] = config.q_lora_rank is not None
-        found["shared experts"] = bool(config.n_shared_experts)
-    return found
+    return found | family.relations(config)
 
 
 def _share(number: int, parts: int) -> str:

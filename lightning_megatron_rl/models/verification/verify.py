@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from lightning_megatron_rl.models.families.registry import added_files
 from lightning_megatron_rl.models.verification import signature
 from lightning_megatron_rl.models.verification.miniature import check_sizes, shrink
 from lightning_megatron_rl.models.verification.probe import FREQUENCY_TOLERANCE, TOLERANCE
@@ -161,6 +162,7 @@ def _key(small: dict[str, Any], overrides: dict[str, Any]) -> str:
     """Name of all that a probe's result depends on."""
     described = {name: repr(value) for name, value in overrides.items()}
     parts = [small, described, installed_versions(("torch", *signature.LIBRARIES)), _source_hash()]
+    parts += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in added_files()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -95,9 +95,6 @@ def check_vllm_args(arguments: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: With the name, why, and what to set instead or the nearest name that exists.
-
-    Example:
-        ``check_vllm_args({"max_num_batched_tokens": 8192})``
     """
     for name, value in arguments.items():
         reason = _refusal(name)

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
@@ -41,8 +41,9 @@ from lightning_megatron_rl.rollout.vllm.settings import (
     llm_arguments,
 )
 from lightning_megatron_rl.utilities.ranges import check_ranges
-from lightning_megatron_rl.weights.transports.cuda import InProcess, Part
-from lightning_megatron_rl.weights.views import WeightBuckets
+from lightning_megatron_rl.weights.source import WeightSource
+from lightning_megatron_rl.weights.transports.base import total_bytes
+from lightning_megatron_rl.weights.transports.in_process import InProcess
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.rollout.vllm.worker import Worker
@@ -53,11 +54,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Give back, at the end, random-number states and settings of torch as they were: vLLM seeds and sets all of them.
-
-    Example:
-        ``with isolated(): torch.manual_seed(0)`` leaves the next `torch.rand` what it would have been.
-    """
+    """Give random-number states and settings of torch back as they were at the end: vLLM seeds and sets all of them."""
     environment = dict(os.environ)
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     on_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -140,6 +137,16 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._awake: set[str] = set()
         self._in_process = InProcess(bucket_mb * 2**20)
 
+    def describe_needs(self) -> EngineNeeds:
+        """Return what its worker takes of each trainer's GPU."""
+        return EngineNeeds(
+            dtype=self.dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+            kv_cache_memory_gb=self.kv_cache_memory_gb,
+            own_process=False,
+            vllm=True,
+        )
+
     def start(self, model_path: str | Path) -> None:
         """Load the model on this rank; a collective of all ranks of the run.
 
@@ -218,7 +225,7 @@ class ColocatedVLLMEngine(RolloutEngine):
             os.environ.update(self._kernels)
             return worker.generate(requests, params)[1]
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Copy a full set of weights into the sampler's; on each rank its part.
 
         Raises:
@@ -232,27 +239,20 @@ class ColocatedVLLMEngine(RolloutEngine):
         extra, replayed = 0, False
         with isolated():
             if self._device == "cpu":
-                named = list(self._layout.check(weights))
+                named = list(self._layout.check(source.tensors()))
                 num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in named)
                 worker.reload(named, version)
             else:
                 worker.begin()
-                for part in self._parts(weights):
-                    num_bytes += sum(place.num_bytes for place in part["placements"])
-                    extra = extra if part["keep"] else max(extra, part["blocks"][0].numel())
+                for part in self._in_process.parts(self._layout.check_source(source)):
+                    num_bytes += total_bytes(part.placements or ())
+                    extra = extra if part.keep else max(extra, sum(block.numel() for block in part.blocks or ()))
                     worker.load(part)
                 replayed = worker.end(version)
         self._has_weights, self.weight_version = True, version
-        report = SyncReport(num_bytes, time.perf_counter() - began, extra, "in process", replayed)
-        log.info("weights of version %d: %.3f GB in process in %.3f s", version, num_bytes / 1e9, report.seconds)
-        return report
-
-    def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[Part]:
-        if isinstance(weights, Sequence):
-            return self._in_process.parts([self._layout.check_whole(weights)], keep=True)
-        if isinstance(weights, WeightBuckets):
-            return self._in_process.parts(self._layout.check_buckets(weights.buckets()))
-        return self._in_process.bucket_parts(self._layout.check(weights))
+        name, seconds = self._in_process.name, time.perf_counter() - began
+        log.info("weights of version %d: %.3f GB %s in %.3f s", version, num_bytes / 1e9, name, seconds)
+        return SyncReport(num_bytes, seconds, extra, name, replayed)
 
     def let_go(self) -> None:
         """Read no memory of an earlier update any more."""

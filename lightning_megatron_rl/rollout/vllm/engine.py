@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.vllm.arguments import check_vllm_args
 from lightning_megatron_rl.rollout.vllm.installation import (
@@ -30,8 +31,9 @@ from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_thread
 from lightning_megatron_rl.utilities.masking import unmasked_environment
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
-from lightning_megatron_rl.weights.transports.cuda import IPCTransport, NCCLTransport
 from lightning_megatron_rl.weights.transports.host import SharedWeights
+from lightning_megatron_rl.weights.transports.ipc import IPCTransport
+from lightning_megatron_rl.weights.transports.nccl import NCCLTransport
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +219,18 @@ class VLLMEngine(SupervisedEngine):
         how = "eager" if self._llm_arguments["enforce_eager"] else "compiled" if self._compiles else "CUDA graphs alone"
         count = "" if self._threads is None else f", {self._threads} thread(s)"
         return f"vLLM in a process of its own, {self._llm_arguments['dtype']}, {how}{count}"
+
+    def describe_needs(self) -> EngineNeeds:
+        """Return what its processes take of GPUs."""
+        return EngineNeeds(
+            device=self.device,
+            dtype=self.dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+            kv_cache_memory_gb=self.kv_cache_memory_gb,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            devices=self.devices,
+            vllm=True,
+        )
 
     def _choose_devices(self) -> str:
         """Decide on GPUs and transport; return what the process is to see."""

@@ -88,9 +88,6 @@ def require_library(name: str, remedy: str) -> None:
 
     Raises:
         RuntimeError: The dynamic linker does not find it; the message ends with `remedy`.
-
-    Example:
-        ``require_library("libnuma.so.1", "apt-get install libnuma1")``
     """
     try:
         ctypes.CDLL(name)

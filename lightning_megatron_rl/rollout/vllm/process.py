@@ -247,11 +247,7 @@ def _killer(process: "weakref.ref[WorkerProcess]") -> Callable[[], None]:
 
 
 def named_memory(process: str) -> set[Path]:
-    """Return the files of /dev/shm that a process has mapped, by its id or "self": those of vLLM's workers.
-
-    Example:
-        ``named_memory("self")`` of a process that talks to no other: ``set()``
-    """
+    """Return the files of /dev/shm that a process has mapped, by its id or "self": those of vLLM's workers."""
     return {Path(name) for name in _NAMED_MEMORY.findall((Path("/proc") / process / "maps").read_text())}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, SEED, Range
 from lightning_megatron_rl.utilities.remote_code import trusts_remote_code
-from lightning_megatron_rl.weights.transports.cuda import BACKEND
+from lightning_megatron_rl.weights.transports.base import BACKEND
 
 CPU_EXTENSION = "lightning_megatron_rl.weights.transports.host.SharedWeightsReceiver"
 LOCAL_WORKER = "lightning_megatron_rl.rollout.vllm.local_worker.LocalWorker"

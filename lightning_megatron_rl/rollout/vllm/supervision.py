@@ -3,11 +3,8 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import (
@@ -29,9 +26,10 @@ from lightning_megatron_rl.rollout.vllm.process import (
 )
 from lightning_megatron_rl.rollout.vllm.sockets import SocketDirectory
 from lightning_megatron_rl.utilities.notices import tell_loss
-from lightning_megatron_rl.weights.transports.cuda import Ask, IPCTransport, NCCLTransport, Part
-from lightning_megatron_rl.weights.transports.host import SharedWeights, Slot
-from lightning_megatron_rl.weights.views import WeightBuckets, WeightViews
+from lightning_megatron_rl.weights.placement import Placement
+from lightning_megatron_rl.weights.source import WeightSource, WeightViews
+from lightning_megatron_rl.weights.transports.base import Sent, Transport
+from lightning_megatron_rl.weights.transports.host import HOST, SharedWeights
 
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm.worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
@@ -68,10 +66,10 @@ class SupervisedEngine(RolloutEngine):
         self._shared_push: int | None = None  # what the shared memory holds; None: nothing whole
         self._worker_push: int | None = 0  # what the worker has loaded; None: nothing whole
         self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
-        self._transport: IPCTransport | NCCLTransport | None = None  # None: shared memory
-        self._connected_pid: int | None = None  # the worker that is in the transport's group
-        self._worker_plan: list[Slot] | None = None  # what the worker knows of the shared memory's layout
-        self._checked: tuple[weakref.ref[WeightViews], WeightViews] | None = None  # what was given, and its weights
+        self._transport: Transport | None = None  # from GPU to GPU; None: shared memory
+        self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
+        # what was given and is held to the layout; the same weights are right every time
+        self._checked: weakref.WeakKeyDictionary[WeightViews, WeightSource] = weakref.WeakKeyDictionary()
 
     @property
     def pid(self) -> int | None:
@@ -107,15 +105,15 @@ class SupervisedEngine(RolloutEngine):
             raise RuntimeError(f"the engine sampled with weights of version {version}, not {self.weight_version}")
         return generations
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Push a full set of weights and clear the prefix cache; the version counts from the moment they are loaded.
 
-        The tensors are copied into shared memory as they come. If the iterable raises or the set is not the model's,
-        the old weights go on sampling; should the process then have to be replaced, they are gone with it, and
-        `generate` asks for a new update.
+        Through the host the tensors are copied into shared memory as they come. If the source raises or the set is not
+        the model's, the old weights go on sampling; should the process then have to be replaced, they are gone with it,
+        and `generate` asks for a new update.
 
         Args:
-            weights: Hugging Face names and whole tensors, on CPU or CUDA, in any dtype.
+            source: Hugging Face names and whole tensors, on CPU or CUDA, in any dtype.
             version: Becomes `weight_version`.
 
         Raises:
@@ -124,60 +122,48 @@ class SupervisedEngine(RolloutEngine):
         """
         began = time.perf_counter()
         self._started()
-        on_gpu, checked = _peek(self._check(weights))
+        checked = self._check(source)
         self._shared_push = None
-        transport = self._transport if on_gpu else None
-        if isinstance(checked, WeightBuckets) and not isinstance(transport, IPCTransport):
-            checked = self._layout.check(checked)  # tensor by tensor
+        transport = self._transport if checked.device.type == "cuda" else None
         if transport is None:
-            num_bytes, extra, replayed = self._update_through_host(checked, version), 0, False
-            name = "shared memory"
+            sent, name, peer_bytes = self._update_through_host(checked, version), HOST, 0
         else:
-            num_bytes, extra, replayed = self._update_on_device(checked, version)
-            name = transport.name
-        peer_bytes = transport.peer_bytes if isinstance(transport, IPCTransport) else 0
-        report = SyncReport(num_bytes, time.perf_counter() - began, extra, name, replayed, peer_bytes)
-        log.info("weights of version %d: %.3f GB through %s in %.3f s", version, num_bytes / 1e9, name, report.seconds)
+            sent = self._update_on_device(transport, checked, version)
+            name, peer_bytes = transport.name, transport.peer_bytes
+        seconds = time.perf_counter() - began
+        report = SyncReport(sent.num_bytes, seconds, sent.extra_bytes, name, sent.replayed, peer_bytes)
+        log.info("weights of version %d: %.3f GB through %s in %.3f s", version, sent.num_bytes / 1e9, name, seconds)
         return report
 
-    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        if isinstance(weights, WeightBuckets):
-            return weights
-        if not isinstance(weights, Sequence):
-            return self._layout.check(weights)
-        # all of them are right before the first is sent; the same ones are right every time
-        if not isinstance(weights, WeightViews):
-            return self._layout.check_whole(weights)
-        if self._checked is None or self._checked[0]() is not weights:
-            self._checked = weakref.ref(weights), self._layout.check_whole(weights)
-        return self._checked[1]
+    def _check(self, source: WeightSource) -> WeightSource:
+        """Return the same weights held to the model's layout; whole ones are all right before the first is sent."""
+        if source.whole is None:
+            return self._layout.check_source(source)
+        if source.whole not in self._checked:
+            self._checked[source.whole] = self._layout.check_source(source)
+        return self._checked[source.whole]
 
-    def _update_through_host(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        plan = self._started().write(weights)
+    def _update_through_host(self, source: WeightSource, version: int) -> Sent:
+        plan = self._started().write(source.tensors())
         self._num_pushes += 1
         self._shared_push = self._wanted_push = self._num_pushes
         self._wanted_version = version
         self.wait_ready()
-        return plan[-1].end
+        return Sent(plan[-1].end, extra_bytes=0, replayed=False)
 
-    def _update_on_device(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, int, bool]:
+    def _update_on_device(self, transport: Transport, source: WeightSource, version: int) -> Sent:
         while True:
             try:
-                return self._transfer(self._running_worker(), weights, version)
+                return self._transfer(self._running_worker(), transport, source, version)
             except (EngineDiedError, EngineTimeoutError) as error:
                 self._failures.append(error)
-                if not isinstance(weights, Sequence):
+                if source.whole is None:
                     raise WeightsLostError(
                         f"the engine's process was lost during the update to version {version}, and the weights came"
                         f" one by one: update_weights again with all of them. {error}"
                     ) from error
 
-    def _transfer(
-        self, worker: WorkerProcess, weights: Iterable[tuple[str, Tensor]], version: int
-    ) -> tuple[int, int, bool]:
-        transport = self._transport
-        assert transport is not None
-
+    def _transfer(self, worker: WorkerProcess, transport: Transport, source: WeightSource, version: int) -> Sent:
         def ask(message: tuple[Any, ...], meanwhile: Callable[[], None] | None = None) -> Any:
             worker.send("update_weights", message, self.call_timeout_s)
             if meanwhile is not None:
@@ -188,13 +174,12 @@ class SupervisedEngine(RolloutEngine):
         self._worker_push, self._wanted_push, self._wanted_version = None, self._num_pushes, version
         try:
             self._wake(worker, {WEIGHTS})
-            if isinstance(transport, NCCLTransport) and self._connected_pid != worker.pid:
-                transport.connect(
-                    lambda info: worker.send("connect", ("connect", info), self.call_timeout_s),
-                    lambda: worker.receive("connect", self.call_timeout_s),
-                )
-                self._connected_pid = worker.pid
-            num_bytes, extra, replayed = self._send(transport, weights, ask, version)
+            transport.connect(
+                worker.pid,
+                lambda info: worker.send("connect", ("connect", info), self.call_timeout_s),
+                lambda: worker.receive("connect", self.call_timeout_s),
+            )
+            sent = transport.send(source, ask, version)
             transport.finish()
         except EngineCallError as error:
             raise EngineDiedError(str(error)) from error
@@ -202,35 +187,12 @@ class SupervisedEngine(RolloutEngine):
             worker.kill()  # it has a part of the weights
             raise
         self._worker_push, self.weight_version = self._wanted_push, version
-        return num_bytes, extra, replayed
-
-    def _send(
-        self, transport: IPCTransport | NCCLTransport, weights: Iterable[tuple[str, Tensor]], ask: Ask, version: int
-    ) -> tuple[int, int, bool]:
-        """Hand the weights over in the quickest way there is."""
-
-        def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
-            ask(("load", part), meanwhile)
-
-        if isinstance(transport, IPCTransport) and transport.reads_in_place and isinstance(weights, WeightViews):
-            part, num_bytes = transport.whole(weights)
-            return num_bytes, 0, ask(("replace", part, version))
-        if isinstance(transport, IPCTransport) and isinstance(weights, WeightBuckets):
-            done = transport.send_lent(weights, ask, version)
-            if done is not None:
-                return done
-            buckets, first = self._layout.check_buckets(weights.buckets()), list[WeightViews]()
-            ask(("begin",), lambda: first.extend(islice(buckets, 1)))
-            sizes = transport.send_buckets(chain(first, buckets), post)
-        else:
-            ask(("begin",))
-            sizes = transport.send(weights, post)
-        return *sizes, ask(("end", version))
+        return sent
 
     def let_go(self) -> None:
         """Take memory back that the process keeps open from one update to the next; it has its own weights."""
-        self._checked = None
-        if not isinstance(self._transport, IPCTransport) or not self._transport.is_open:
+        self._checked.clear()
+        if self._transport is None or not self._transport.is_open:
             return
         if self._worker is not None and not self._worker.is_gone:
             try:
@@ -257,7 +219,7 @@ class SupervisedEngine(RolloutEngine):
         check_sleep(level, self.sleep_level)
         if not self._awake:
             return 0
-        if isinstance(self._transport, IPCTransport) and self._transport.copies_peers:
+        if self._transport is not None and self._transport.copies_peers:
             self.let_go()  # the copies would stay on the GPU
         try:
             freed, expected = self._running_worker().request("sleep", ("sleep", level), self.call_timeout_s)
@@ -341,7 +303,7 @@ class SupervisedEngine(RolloutEngine):
                     "the engine dropped its weights when it fell asleep at level 2; call update_weights with a full set"
                     " of weights"
                 )
-            self._push(worker)
+            self._load_shared(worker)
         return worker
 
     def _running_worker(self) -> WorkerProcess:
@@ -354,7 +316,7 @@ class SupervisedEngine(RolloutEngine):
             self._limits = self._worker.receive("start", remaining)
         return self._worker
 
-    def _push(self, worker: WorkerProcess) -> None:
+    def _load_shared(self, worker: WorkerProcess) -> None:
         assert self._shared is not None
         plan = list(self._shared.plan)
         try:
@@ -371,7 +333,7 @@ class SupervisedEngine(RolloutEngine):
         assert self._shared is not None
         self._limits = None
         self._worker_push, self._worker_plan = 0, None
-        if isinstance(self._transport, IPCTransport):
+        if self._transport is not None:
             self._transport.forget(workers_are_gone=True)
         self._awake = {WEIGHTS, KV_CACHE}
         if self._sockets is None:
@@ -406,8 +368,6 @@ class SupervisedEngine(RolloutEngine):
             problem = "it holds other tensors than at the start" if changed else ""
         except (OSError, ValueError) as error:
             problem = str(error)
-        except Exception as error:  # safetensors has an error of its own for files that are cut off
-            problem = f"{type(error).__name__}: {error}"
         if problem:
             raise RuntimeError(
                 f"the vLLM engine's process must be replaced ({why}), but its model directory {directory} has vanished"
@@ -418,14 +378,3 @@ class SupervisedEngine(RolloutEngine):
         if self._shared is None:
             raise RuntimeError("the engine is not started; call start(model_path) first")
         return self._shared
-
-
-def _peek(weights: Iterable[tuple[str, Tensor]]) -> tuple[bool, Iterable[tuple[str, Tensor]]]:
-    """Return whether the first tensor is on a GPU, and all of them."""
-    if isinstance(weights, WeightBuckets):
-        return weights.device.type == "cuda", weights
-    if isinstance(weights, Sequence):
-        return weights[0][1].is_cuda, weights
-    stream = iter(weights)
-    first = next(stream)
-    return first[1].is_cuda, chain([first], stream)

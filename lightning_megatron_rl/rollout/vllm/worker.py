@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from lightning_megatron_rl.weights.cuda_memory import Handle
     from lightning_megatron_rl.weights.lent import LentWeight
-    from lightning_megatron_rl.weights.transports.host import Slot
+    from lightning_megatron_rl.weights.placement import Placement
+    from lightning_megatron_rl.weights.transports.base import Part
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PARENT_CHECK_S = 1.0
@@ -50,7 +51,7 @@ class Worker:
     def __init__(self, weights_fd: int | None) -> None:
         # By process id, not /proc/self: with tensor parallelism other processes open it, too.
         self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process nobody opens it
-        self._plan: list[Slot] = []
+        self._plan: list[Placement] = []
         self._llm: LLM | None = None
         self._version = 0
 
@@ -62,7 +63,7 @@ class Worker:
         config = self._llm.model_config
         return {"vocab_size": config.get_vocab_size(), "max_model_len": config.max_model_len}
 
-    def update(self, plan: "list[Slot] | None", version: int) -> None:
+    def update(self, plan: "list[Placement] | None", version: int) -> None:
         """Load the shared weights (`None`: laid out as last time) and forget everything computed with the old ones."""
         assert self._llm is not None
         if plan is not None:
@@ -89,10 +90,10 @@ class Worker:
         self._forget_prefixes()
         self._llm.start_weight_update()
 
-    def load(self, part: dict[str, Any]) -> None:
+    def load(self, part: "Part") -> None:
         """Load one part; when this returns, the trainer may use its memory for the next."""
         assert self._llm is not None
-        self._llm.update_weights({"update_info": part})
+        self._llm.update_weights({"update_info": vars(part)})
 
     def end(self, version: int) -> bool:
         """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
@@ -101,11 +102,11 @@ class Worker:
         self._version = version
         return all(self._llm.collective_rpc("was_replayed"))
 
-    def replace(self, part: dict[str, Any], version: int) -> bool:
+    def replace(self, part: "Part", version: int) -> bool:
         """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
         assert self._llm is not None
         self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": part})
+        self._llm.update_weights({"update_info": vars(part)})
         self._forget_prefixes()
         self._llm.finish_weight_update()
         self._version = version

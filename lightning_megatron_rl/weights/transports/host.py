@@ -7,50 +7,26 @@ bound by the size of /dev/shm, which containers keep at 64 MiB.
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.weights.buffers import aligned
+from lightning_megatron_rl.weights.placement import Placement, aligned, view_all
 
+HOST = "shared memory"  # the name of this way
 INITIAL_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of one tensor in the shared memory."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # bytes
-
-    @property
-    def end(self) -> int:
-        """The first byte after the tensor."""
-        return self.offset + prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: Tensor) -> Tensor:
-        """The tensor itself, without a copy."""
-        return memory[self.offset : self.end].view(self.dtype).view(self.shape)
-
-
 class SharedWeights:
-    """One full set of weights in shared memory; the layout is planned by the first `write` and replayed by the next.
-
-    Example:
-        ``shared = SharedWeights(); plan = shared.write(model.state_dict().items()); list(read_weights(path, plan))``
-    """
+    """One full set of weights in shared memory; the layout is planned by the first `write` and replayed by the next."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
-        self.plan: list[Slot] = []
+        self.plan: list[Placement] = []
         self._memory = self._map(INITIAL_BYTES)
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> list[Slot]:
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> list[Placement]:
         """Copy the tensors in as they come, so that only one of them need exist at a time, and return the plan.
 
         Args:
@@ -68,11 +44,11 @@ class SharedWeights:
                     del self.plan[count:]  # another list than last time: plan anew from here on
             if count == len(self.plan):
                 end = self.plan[-1].end if self.plan else 0
-                slot = Slot(name, tensor.dtype, shape, offset=aligned(end))
+                slot = Placement.packed(name, tensor, aligned(end))
                 if slot.end > self._memory.numel():
                     self._memory = self._map(max(slot.end, 2 * self._memory.numel()))
                 self.plan.append(slot)
-            slot.view(self._memory).copy_(tensor.detach())
+            slot.view([self._memory]).copy_(tensor.detach())
             count += 1
         del self.plan[count:]
         return list(self.plan)
@@ -87,7 +63,7 @@ class SharedWeights:
         return torch.frombuffer(mmap.mmap(self.fd, num_bytes), dtype=torch.uint8)
 
 
-def read_weights(path: str, plan: list[Slot]) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: str, plan: list[Placement]) -> Iterator[tuple[str, Tensor]]:
     """Yield views of the tensors that `plan` describes; they change with the next `write`, so copy what must stay.
 
     Args:
@@ -96,8 +72,7 @@ def read_weights(path: str, plan: list[Slot]) -> Iterator[tuple[str, Tensor]]:
     """
     with open(path, "r+b") as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    for slot in plan:
-        yield slot.name, slot.view(memory)
+    yield from zip((slot.name for slot in plan), view_all(plan, [memory]), strict=True)
 
 
 class SharedWeightsReceiver:
@@ -105,7 +80,7 @@ class SharedWeightsReceiver:
 
     model_runner: Any  # the worker's own
 
-    def load_shared_weights(self, path: str, plan: list[Slot]) -> None:
+    def load_shared_weights(self, path: str, plan: list[Placement]) -> None:
         """Load the weights layer by layer: on CPU vLLM repacks them, so that plain `load_weights` cannot."""
         self.model_runner.reload_weights(weights_iterator=read_weights(path, plan))
 

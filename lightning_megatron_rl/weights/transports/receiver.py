@@ -18,13 +18,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from lightning_megatron_rl.compat.torch_names import copy_all
 from lightning_megatron_rl.weights.copy_kernels import warm_up
 from lightning_megatron_rl.weights.cuda_memory import DEVICE, Handle, on_device
 from lightning_megatron_rl.weights.lent import LentWeight
 from lightning_megatron_rl.weights.loader import WeightLoader
 from lightning_megatron_rl.weights.placement import Placement
-from lightning_megatron_rl.weights.transports.cuda import BACKEND, LENT, PASSING, join_group
+from lightning_megatron_rl.weights.transports.base import BACKEND, LENT, PASSING, Part
 from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
+from lightning_megatron_rl.weights.transports.nccl import join_group
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +41,8 @@ class GroupInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class PartInfo(WeightTransferUpdateInfo):
-    """One part of an update."""
-
-    number: int  # in the update, from 0
-    placements: list[Placement] | None  # None: those of this part in the last update
-    memory: int  # number of the memory; PASSING: it is closed when the update ends, or when others come
-    handles: list[list[Handle]] | None  # of CUDA IPC, by worker and block; None: what is open under the number
-    num_bytes: int | None  # of a broadcast by NCCL
-    blocks: list[Tensor] | None  # in the same process: the memory itself
-    keep: bool  # whether the memory stays as it is until the update ends
-    stays: bool  # whether it stays where it is, and is held, until `let_go`
-    borrowed: bool  # all weights, out of the memory that was borrowed
+class PartInfo(Part, WeightTransferUpdateInfo):
+    """A `Part`, as vLLM wants it."""
 
 
 class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
@@ -120,7 +112,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         copies = self._copies.get(info.memory)
         if copies is None:
             copies = self._copies[info.memory] = [torch.empty_like(block, device=self.device) for block in lent]
-        torch._foreach_copy_(copies, lent)
+        copy_all(copies, lent)
         return copies
 
     def borrow(self, weights: dict[str, LentWeight], handles: list[Handle]) -> int | None:
@@ -174,8 +166,8 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Not here: `cuda_transfer` sends, in a process that does not import vLLM."""
-        raise NotImplementedError("weights are sent by lightning_megatron_rl.weights.transports.cuda")
+        """Not here: a transport sends, in a process that does not import vLLM."""
+        raise NotImplementedError("weights are sent by lightning_megatron_rl.weights.transports")
 
 
 def open_memory(handle: Handle, device: torch.device) -> Tensor:

@@ -1,18 +1,16 @@
-"""`KeepsCheckpoints`: when checkpoints are written, and which of them stay, behind Lightning's callbacks."""
+"""`CheckpointKeeper`: when checkpoints are written, and which of them stay, behind Lightning's callbacks."""
 
 import uuid
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import distributed as dist
@@ -20,9 +18,9 @@ from torch import distributed as dist
 from lightning_megatron_rl.checkpoints.directories import is_linked, remove, remove_unfinished, switch_link
 from lightning_megatron_rl.checkpoints.format import PendingCheckpoint
 from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, previous_checkpoints, read_manifest
-from lightning_megatron_rl.checkpoints.resuming import run_arguments
 from lightning_megatron_rl.checkpoints.save_queue import SaveQueue
-from lightning_megatron_rl.parallel.collectives import CollectiveStrategy
+from lightning_megatron_rl.compat.lightning import run_arguments
+from lightning_megatron_rl.parallel.collectives import broadcast
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.utilities.files import Lock, check_writable
 from lightning_megatron_rl.utilities.notices import tell_loss
@@ -37,19 +35,21 @@ class SavedLast:
     has_optimizer: bool
 
 
-class KeepsCheckpoints(CollectiveStrategy):
+class CheckpointKeeper:
     """Writes checkpoints while training goes on; removes and links them when what replaces them is complete.
 
     Everything that touches a checkpoint goes through one queue, in the order in which the callbacks asked for it.
+
+    Args:
+        phase: Names what runs inside, for errors of collectives.
     """
 
-    async_save: bool = True
-    timeout_s: float
-    run_id = ""
-    """Of this fit and all that are resumed from its checkpoints; in each manifest, and in what callbacks write."""
-
-    def __init__(self, cluster_environment: ClusterEnvironment | None = None) -> None:
-        super().__init__(cluster_environment=cluster_environment)
+    def __init__(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._phase = phase
+        self.run_id = ""
+        """Of this fit and all that are resumed from its checkpoints; in each manifest, and in what callbacks write."""
+        self.resumed_from: tuple[Path, dict[str, Any]] | None = None  # the checkpoint, and its manifest
+        self._timeout_s = 0.0
         self._queue = SaveQueue()
         self._queue_group: dist.ProcessGroup | None = None  # of all ranks, for the queue's thread alone
         self._newest: dict[Path, SavedLast] = {}  # by directory
@@ -57,33 +57,23 @@ class KeepsCheckpoints(CollectiveStrategy):
         self._outlived: list[Path] = []  # to be removed as soon as no link points to them
         self._linking: Sequence[ModelCheckpoint] = ()
 
-    @abstractmethod
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what runs inside, for errors of collectives."""
-
-    def check_saving(self, callbacks: Sequence[Callback]) -> None:
-        """Refuse a directory for checkpoints that takes no files, before anything is loaded; a collective.
-
-        Raises:
-            OSError: With the directory and the reason.
-        """
-        for callback in callbacks:
-            directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
-            if directory is not None:
-                run_on_rank_zero(partial(check_writable, Path(directory), f"{type(callback).__name__}(dirpath)"))
-
-    def start_keeping(self, trainer: "pl.Trainer") -> None:
+    def start(self, trainer: "pl.Trainer", timeout_s: float) -> None:
         """Get ready for a fit: tidy up after killed runs, and make the links of `save_last="link"` from here on.
 
         `ModelCheckpoint` deletes the old link before it makes the new one, which would point to a directory that is not
         there yet. It is told to save `last` instead, and `links` answers.
+
+        Args:
+            trainer: Of the fit.
+            timeout_s: Of the collectives that a save beside training takes.
         """
+        self.resumed_from, self._timeout_s = None, timeout_s
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         self._linking = [callback for callback in callbacks if callback.save_last == "link"]
         for callback in self._linking:
             callback.save_last = True
         self.lock_directories(trainer)
-        if self.is_global_zero:
+        if dist.get_rank() == 0:
             for directory in {Path(callback.dirpath) for callback in callbacks if callback.dirpath}:
                 with suppress(OSError):  # a directory that cannot be written is refused by the first save
                     remove_unfinished(directory)
@@ -121,7 +111,7 @@ class KeepsCheckpoints(CollectiveStrategy):
         if path is None and self.run_id and (trainer.global_step > 0 or not fits):  # the same Trainer again
             return
         known = run_on_rank_zero(lambda: None if path is None else _run_id(Path(path)))
-        self.run_id = known or self.broadcast(uuid.uuid4().hex[:12])
+        self.run_id = known or broadcast(uuid.uuid4().hex[:12])
 
     def keep_one_last(self, trainer: "pl.Trainer") -> None:
         """Let `save_last` write to one name, `last.ckpt`, whatever checkpoint the run was resumed from.
@@ -152,14 +142,14 @@ class KeepsCheckpoints(CollectiveStrategy):
                 last.rename(other)
                 rank_zero_only(tell_loss)(f"{last} is of another run: it is now {other}, and this run writes its own.")
 
-    def stop_keeping(self) -> None:
+    def stop(self) -> None:
         """Finish what is being saved, and give the callbacks back as they were.
 
         Raises:
             OSError: The last checkpoint could not be written, on every rank.
         """
         try:
-            self.finish_saving()
+            self.finish()
         finally:
             for callback in self._linking:
                 callback.save_last = "link"
@@ -168,33 +158,21 @@ class KeepsCheckpoints(CollectiveStrategy):
                 lock.close()
             self._locks = {}
 
-    @property
-    def saves_later(self) -> bool:
-        """Whether a checkpoint of now is written while training goes on: only within a fit, which can wait for it."""
-        return self.async_save and self.is_fitting
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether a fit is under way, and not one that an exception has ended."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.trainer.state
-        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-
-    def finish_saving(self) -> None:
+    def finish(self) -> None:
         """Wait until the checkpoints that were saved are complete; a collective.
 
         Raises:
             OSError: One could not be written, on every rank.
         """
-        with self.phase("checkpoint save"):
+        with self._phase("checkpoint save"):
             self._queue.wait()
 
-    def keep(self, checkpoint: PendingCheckpoint) -> None:
-        """Write a checkpoint: beside training within a fit, now otherwise."""
+    def keep(self, checkpoint: PendingCheckpoint, *, later: bool) -> None:
+        """Write a checkpoint: now, or beside training, only within a fit, which can wait for it."""
         self._newest[checkpoint.path.parent] = SavedLast(
             checkpoint.path, checkpoint.description["global_step"], checkpoint.description["has_optimizer"]
         )
-        if not self.saves_later:
+        if not later:
             checkpoint.write()
             self._remove_outlived()
             rank_zero_info(f"{checkpoint.path}: complete after {checkpoint.age_s:.2f} s.")
@@ -210,7 +188,7 @@ class KeepsCheckpoints(CollectiveStrategy):
 
         self._queue.submit(write, instead=checkpoint.abandon)
 
-    def links(self, path: Path, step: int, has_optimizer: bool) -> bool:
+    def links(self, path: Path, step: int, has_optimizer: bool, *, later: bool) -> bool:
         """Whether `path`, to be saved now, is the link of a `save_last="link"`; then let it point to what was saved.
 
         It does so to a checkpoint beside it of this step. If there is none (with `monitor`, where this step is not
@@ -222,27 +200,26 @@ class KeepsCheckpoints(CollectiveStrategy):
             return False
         if newest != SavedLast(newest.path, step, has_optimizer) or newest.path == path:
             return False
-        group = self._own_group() if self.saves_later else None
+        group = self._own_group() if later else None
 
         def link() -> None:
             run_on_rank_zero(lambda: switch_link(path, newest.path), group)
             self._remove_outlived()
 
-        if self.saves_later:
+        if later:
             self._queue.submit(link)
         else:
             link()
         return True
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove(self, path: Path) -> None:
         """Delete a checkpoint directory (rank 0), when what was saved before this call is complete."""
-        path = Path(filepath)
         newest = self._newest.get(path.parent)
         if newest is not None and newest.path == path:
             del self._newest[path.parent]
-        self._when_saved(lambda: self._remove(path))
+        self.when_saved(lambda: self._remove(path))
 
-    def _when_saved(self, job: Callable[[], None]) -> None:
+    def when_saved(self, job: Callable[[], None]) -> None:
         """Do something when what was saved before this call is complete; never, if it cannot be written."""
         if self._queue.is_empty:
             job()
@@ -250,7 +227,7 @@ class KeepsCheckpoints(CollectiveStrategy):
             self._queue.submit(job)
 
     def _remove(self, path: Path) -> None:
-        if not self.is_global_zero:
+        if dist.get_rank() > 0:
             return
         if not path.is_symlink() and is_linked(path):
             self._outlived.append(path)
@@ -265,11 +242,84 @@ class KeepsCheckpoints(CollectiveStrategy):
         for path in outlived:
             self._remove(path)
 
+    def supersede(self, saved: Path, trainer: "pl.Trainer") -> None:
+        """Let the stop's checkpoint that this run was resumed from become a link to `saved`, when that is complete.
+
+        It is what ``ckpt_path="last"`` and a requeued job find when this run is killed, however far that went. Rank 0.
+
+        Args:
+            saved: The checkpoint that was saved just now, perhaps not complete yet.
+            trainer: Of this run.
+        """
+        if self.resumed_from is None:
+            return
+        place = stop_checkpoint(trainer)
+        if place is None or saved.parent.resolve() != place.parent.resolve():
+            return
+        has_last = any(_saves_last(callback, place.parent.resolve()) for callback in trainer.checkpoint_callbacks)
+        if has_last and not saved.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
+            return  # the one that stays under its name follows
+
+        def follow() -> None:
+            if self.resumed_from is None:
+                return
+            stopped, manifest = self.resumed_from
+            try:  # whatever has the name by then and is another one stays
+                if place.resolve() != stopped or not is_checkpoint(place) or read_manifest(place) != manifest:
+                    return
+                newer = read_manifest(saved)
+                if not newer["has_optimizer"] or newer["global_step"] <= manifest["global_step"]:
+                    return
+                switch_link(place, saved)
+            except (OSError, ValueError) as error:
+                rank_zero_only(tell_loss)(f"the checkpoint {place} does not make way for {saved}: {error}")
+                return
+            self.resumed_from = None if has_last else (saved.resolve(), newer)
+            self._remove_outlived()
+
+        self.when_saved(follow)
+
     def _own_group(self) -> dist.ProcessGroup:
         if self._queue_group is None:
-            timeout = timedelta(seconds=self.timeout_s)
+            timeout = timedelta(seconds=self._timeout_s)
             self._queue_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="SAVE_QUEUE_GROUP_GLOO")
         return self._queue_group
+
+
+def check_directories(callbacks: Sequence[Callback]) -> None:
+    """Refuse a directory for checkpoints that takes no files, before anything is loaded; a collective.
+
+    Raises:
+        OSError: With the directory and the reason.
+    """
+    for callback in callbacks:
+        directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
+        if directory is not None:
+            run_on_rank_zero(partial(check_writable, Path(directory), f"{type(callback).__name__}(dirpath)"))
+
+
+def is_fitting(trainer: "pl.Trainer") -> bool:
+    """Whether a fit is under way, and not one that an exception has ended."""
+    return trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+
+
+def stop_checkpoint(trainer: "pl.Trainer") -> Path | None:
+    """Return where a run that is told to stop leaves its checkpoint: where ``ckpt_path="last"`` looks for it.
+
+    Example:
+        With ``ModelCheckpoint("runs/7")`` it is ``runs/7/last-stopped.ckpt``.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}-stopped{callback.FILE_EXTENSION}"
+    return None
+
+
+def _saves_last(callback: pl.Callback, directory: Path) -> bool:
+    """Whether `callback` leaves full checkpoints in `directory` that ``ckpt_path="last"`` finds."""
+    if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+        return False
+    return bool(callback.save_last) and not callback.save_weights_only and Path(callback.dirpath).resolve() == directory
 
 
 def _run_id(path: Path) -> str | None:

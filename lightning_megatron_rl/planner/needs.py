@@ -1,0 +1,80 @@
+"""What a rollout engine takes of GPUs, as it describes itself, and what that is on one of them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_megatron_rl.planner.memory import ModelSize, sampler_parts
+from lightning_megatron_rl.planner.moments import Part
+
+
+@dataclass(frozen=True)
+class EngineNeeds:
+    """What an engine needs beside a trainer on GPUs.
+
+    Args:
+        device: Where it samples: "cpu", "cuda", or "auto" for whichever vLLM is installed.
+        dtype: Of its weights; "auto" is the checkpoint's.
+        tensor_parallel_size: GPUs that share its model.
+        kv_cache_memory_gb: Size of the key/value cache on each; None: it follows from `gpu_memory_utilization`. # GiB
+        gpu_memory_utilization: Share of the GPU's memory for weights and cache, where the cache's size is None.
+        devices: Its GPUs by number; None: those of its trainer and behind it.
+        own_process: Whether it has processes of its own, else it is in the trainer's, on every rank.
+        vllm: Whether the installed vLLM must fit torch and the machine.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "cuda"
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    kv_cache_memory_gb: float | None = None
+    gpu_memory_utilization: float = 0.0
+    devices: Sequence[int] | None = None
+    own_process: bool = True
+    vllm: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it takes GPUs, those of an "auto" device taken for one."""
+        return self.device != "cpu"
+
+    def dtype_of(self, stored: str) -> str:
+        """Return what it samples in, of a checkpoint that is stored in one."""
+        return stored if self.dtype == "auto" else self.dtype
+
+    def engines_on(self, trainers: Sequence[int], firsts: Iterable[int]) -> Counter[int]:
+        """Return how many engines have a worker on each GPU of a machine, by the GPU's number.
+
+        Args:
+            trainers: The GPU of each rank on the machine.
+            firsts: Those of the ranks that start an engine, the first of each replica.
+        """
+        if not self.on_gpu:
+            return Counter()
+        if not self.own_process:
+            return Counter(trainers)
+        size = self.tensor_parallel_size
+        return Counter(device for first in firsts for device in (self.devices or range(first, first + size)))
+
+    def parts(self, size: ModelSize, *, engines: int, stored: str, total: int) -> tuple[Part, ...]:
+        """Return what they take of a GPU.
+
+        Args:
+            size: The model's.
+            engines: Number of them that are on it.
+            stored: The checkpoint's dtype.
+            total: Memory of the GPU. # bytes
+        """
+        if not engines:
+            return ()
+        cache_gb = self.kv_cache_memory_gb
+        return sampler_parts(
+            size,
+            tensor=self.tensor_parallel_size,
+            total=total,
+            utilization=self.gpu_memory_utilization,
+            cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
+            element_bytes=4 if self.dtype_of(stored) == "float32" else 2,
+            own_process=self.own_process,
+            engines=engines,
+        )

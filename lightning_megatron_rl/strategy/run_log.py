@@ -1,0 +1,52 @@
+"""The seed of a run, and what it is made of, for its loggers."""
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+
+from lightning_megatron_rl.utilities.run_settings import describe_settings
+from lightning_megatron_rl.utilities.versions import installed_versions
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+_DEFAULT_SEED = 1234
+_PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "vllm")
+
+
+def _seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
+
+
+def seed_megatron() -> None:
+    """Seed Megatron's random-number trackers with the run's seed, that of `seed_everything` if it was called."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    # the tracker gives tensor- and pipeline-parallel ranks different streams on purpose
+    model_parallel_cuda_manual_seed(_seed(), force_reset_rng=True)
+
+
+def log_settings(trainer: "pl.Trainer", strategy: "MegatronStrategy") -> None:
+    """Give the loggers what the run is made of, as Lightning does with what a module saves as hyper-parameters."""
+    if not trainer.enable_autolog_hparams or not trainer.loggers:
+        return
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    settings = {
+        "run_id": strategy.run_id,
+        "model": describe_settings(module),
+        "data": None if data is None else describe_settings(data),
+        "strategy": describe_settings(strategy) | asdict(strategy.layout),
+        "trainer": {
+            "precision": strategy.precision_plugin.precision,
+            "world_size": strategy.world_size,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        },
+        "seed": _seed(),
+        "versions": installed_versions(_PACKAGES),
+    }
+    for logger in trainer.loggers:
+        logger.log_hyperparams(settings)

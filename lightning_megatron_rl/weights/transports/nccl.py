@@ -1,0 +1,84 @@
+"""Weights to vLLM's workers on other GPUs of the machine: NCCL broadcasts of buckets."""
+
+import socket
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron_rl.compat.torch_names import nccl_options
+from lightning_megatron_rl.parallel.rendezvous import LOOPBACK, local_store
+from lightning_megatron_rl.weights.placement import fill_buckets
+from lightning_megatron_rl.weights.source import WeightSource
+from lightning_megatron_rl.weights.transports.base import (
+    DEFAULT_BUCKET_BYTES,
+    Ask,
+    Part,
+    Post,
+    Sent,
+    Transport,
+    post_by,
+    total_bytes,
+)
+
+
+class NCCLTransport(Transport):
+    """NCCL broadcasts to workers on other GPUs, tensor by tensor in buckets; nothing is lent.
+
+    Args:
+        num_workers: vLLM's workers.
+        timeout_s: Deadline of each broadcast.
+        bucket_bytes: Size of a bucket, which exists once here and once in each worker.
+    """
+
+    name = "NCCL"
+
+    def __init__(self, num_workers: int, timeout_s: float, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._pid: int | None = None  # whose workers are in the group
+
+    def connect(self, pid: int, start: Callable[[dict[str, Any]], None], finish: Callable[[], None]) -> None:
+        """See `Transport`: trainer and workers meet in a group of their own."""
+        if pid == self._pid:
+            return
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = probe.getsockname()[1]
+        world_size = self._num_workers + 1
+        start({"port": port, "world_size": world_size, "timeout_s": self._timeout_s})
+        self._group = join_group(port, rank=0, world_size=world_size, timeout=timedelta(seconds=self._timeout_s))
+        finish()
+        self._pid = pid
+
+    def send(self, source: WeightSource, ask: Ask, version: int) -> Sent:
+        """See `Transport`."""
+        ask(("begin",))
+        sizes = self._send_tensors(source.tensors(), post_by(ask))
+        return Sent(*sizes, ask(("end", version)))
+
+    def _send_tensors(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
+        assert self._group is not None, "connect comes first"
+        group, num_bytes, extra = self._group, 0, 0
+        for number, (bucket, placements) in enumerate(fill_buckets(tensors, self.bucket_bytes)):
+            used = placements[-1].end
+
+            def broadcast(payload: Tensor = bucket[:used]) -> None:
+                group.broadcast([payload], dist.BroadcastOptions()).wait()
+                torch.cuda.current_stream().synchronize()
+
+            post(Part(number, placements, num_bytes=used), broadcast)
+            num_bytes, extra = num_bytes + total_bytes(placements), max(extra, bucket.numel())
+        return num_bytes, extra
+
+
+def join_group(port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group of NCCL that is none of the default group's: trainer and workers belong to different worlds."""
+    store = local_store(rank, world_size, port, timeout)
+    prefixed = dist.PrefixStore("weights", store)
+    return dist.ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(timeout))  # type: ignore[return-value]
