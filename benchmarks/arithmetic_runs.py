@@ -146,7 +146,7 @@ def warm_start(out: Path, device: str, *, steps: int, deadline_s: float = 600) -
     }
     changes = {
         "trainer": trainer,
-        "model": {"init_args": {"model": str(out / "model"), "layer_backend": "torch"}},
+        "model": {"init_args": {"model": str(out / "model"), "train": {"layer_backend": "torch"}}},
         "data": {"init_args": {"tokenizer": str(out / "model")}},
     }
     command = cli_command(CONFIGS / "demo" / "sft.yaml", [], write_overlay(out / "sft.yaml", changes))
@@ -203,7 +203,6 @@ def own_job(
         "model": {
             "init_args": {
                 "model": str(model),
-                "layer_backend": "torch",
                 "engine": {
                     "class_path": "VLLMEngine",
                     "init_args": {
@@ -214,14 +213,17 @@ def own_job(
                         "num_threads": 1,
                     },
                 },
-                "optimizer": {"lr": LEARNING_RATE},
-                "lr_scheduler": {
-                    "class_path": "torch.optim.lr_scheduler.OneCycleLR",
-                    "init_args": {
-                        "max_lr": LEARNING_RATE,
-                        "total_steps": rollouts,
-                        "pct_start": 0.15,
-                        "cycle_momentum": False,
+                "train": {
+                    "layer_backend": "torch",
+                    "optimizer": {"lr": LEARNING_RATE},
+                    "lr_scheduler": {
+                        "class_path": "torch.optim.lr_scheduler.OneCycleLR",
+                        "init_args": {
+                            "max_lr": LEARNING_RATE,
+                            "total_steps": rollouts,
+                            "pct_start": 0.15,
+                            "cycle_momentum": False,
+                        },
                     },
                 },
             }

@@ -78,6 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from lightning_megatron_rl.checkpoints.manifest import check_files, read_manifest
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     torch.set_num_threads(options.threads)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
@@ -95,8 +96,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         module = SFTModule(
             str(write_model(Path(scratch) / "model", options.shape)),
-            optimizer=OptimizerConfig(lr=1e-5, weight_decay=0.0),
-            max_tokens_per_microbatch=4096,
+            train=TrainingSettings(
+                optimizer=OptimizerConfig(lr=1e-5, weight_decay=0.0), max_tokens_per_microbatch=4096
+            ),
         )
         trainer.fit(module, SameBatch(sequences, most))
         path = saves.path(len(saves.blocked) - 1)

@@ -168,6 +168,7 @@ def tiny_grpo(
     """Return a module and data for GRPO steps of the tiny model on a CPU, with vLLM; `directory` gets the model."""
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rollout.protocol import SamplingParams
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
@@ -183,8 +184,7 @@ def tiny_grpo(
             device="cpu",
         ),
         sampling=SamplingParams(max_tokens=tokens, ignore_eos=ignore_eos),
-        optimizer=make_optimizer(1e-6, "fp32"),
-        max_tokens_per_microbatch=2048,
+        train=TrainingSettings(optimizer=make_optimizer(1e-6, "fp32"), max_tokens_per_microbatch=2048),
     )
     data = PromptDataModule(
         TokenPrompts(prompts * steps, prompt_tokens, SHAPES["tiny"]["vocab_size"]),

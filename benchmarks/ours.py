@@ -122,6 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_megatron_rl.models.flops import sequence_flops
     from lightning_megatron_rl.models.hf.files import num_weights
     from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rollout.protocol import SamplingParams
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
@@ -150,9 +151,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             sleep_level=options.sleep_level,
         ),
         sampling=SamplingParams(temperature=1.0, max_tokens=options.response_tokens, ignore_eos=True),
-        optimizer=make_optimizer(1e-6, options.moments),
-        max_tokens_per_microbatch=options.max_tokens,
-        model_config=dict(RECOMPUTE) if options.recompute else None,
+        train=TrainingSettings(
+            optimizer=make_optimizer(1e-6, options.moments),
+            max_tokens_per_microbatch=options.max_tokens,
+            model_config=dict(RECOMPUTE) if options.recompute else {},
+        ),
     )
     data = PromptDataModule(
         TokenPrompts(options.prompts * steps, options.prompt_tokens, vocab_size),

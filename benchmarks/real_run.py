@@ -103,14 +103,17 @@ def warm_start(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.data.sft import SFTDataModule
     from lightning_megatron_rl.models.hf.files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     if not (work / "model").exists():  # of several processes the first has made it before it starts the others
         build(work / "model", options)
     module = SFTModule(
         str(work / "model"),
-        optimizer=OptimizerConfig(lr=options.sft_lr, weight_decay=0.1, adam_beta2=0.98),
-        lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.05, total_iters=30),
-        max_tokens_per_microbatch=32_768 if options.device == "cuda" else 8192,
+        train=TrainingSettings(
+            optimizer=OptimizerConfig(lr=options.sft_lr, weight_decay=0.1, adam_beta2=0.98),
+            lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.05, total_iters=30),
+            max_tokens_per_microbatch=32_768 if options.device == "cuda" else 8192,
+        ),
     )
     data = SFTDataModule(
         train=rows("train", options),
@@ -149,6 +152,7 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rewards import ExactMatch
     from lightning_megatron_rl.rollout.protocol import SamplingParams
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
@@ -163,15 +167,17 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         engine=VLLMEngine(
             max_model_len=64, max_num_seqs=1024, kv_cache_memory_gb=4.0 if options.device == "cuda" else 0.25
         ),
-        optimizer=OptimizerConfig(lr=options.grpo_lr, weight_decay=0.0, adam_beta2=0.98),
-        lr_scheduler=partial(
-            torch.optim.lr_scheduler.OneCycleLR,
-            max_lr=options.grpo_lr,
-            total_steps=options.rollouts + 1,
-            pct_start=0.1,
-            cycle_momentum=False,
+        train=TrainingSettings(
+            optimizer=OptimizerConfig(lr=options.grpo_lr, weight_decay=0.0, adam_beta2=0.98),
+            lr_scheduler=partial(
+                torch.optim.lr_scheduler.OneCycleLR,
+                max_lr=options.grpo_lr,
+                total_steps=options.rollouts + 1,
+                pct_start=0.1,
+                cycle_momentum=False,
+            ),
+            max_tokens_per_microbatch=32_768 if options.device == "cuda" else 8192,
         ),
-        max_tokens_per_microbatch=32_768 if options.device == "cuda" else 8192,
     )
     data = PromptDataModule(
         train=rows("train", options),

@@ -94,6 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_megatron_rl.models.hf.files import num_weights
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.start import make_plan
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     device = own_device(options.device)
     prepare(options.device, options.measure, options.layer_backend)
@@ -122,10 +123,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         module = SFTModule(
             str(write_model(options.model or Path(directory) / "model", options.measure)),
-            optimizer=make_optimizer(1e-5, options.moments),
-            max_tokens_per_microbatch=options.max_tokens,
-            layer_backend=options.layer_backend,
-            model_config=dict(RECOMPUTE) if options.recompute else None,
+            train=TrainingSettings(
+                optimizer=make_optimizer(1e-5, options.moments),
+                max_tokens_per_microbatch=options.max_tokens,
+                layer_backend=options.layer_backend,
+                model_config=dict(RECOMPUTE) if options.recompute else {},
+            ),
         )
         if options.device == "cuda":
             torch.cuda.empty_cache()

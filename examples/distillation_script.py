@@ -11,7 +11,14 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import GRPOModule, MegatronStrategy, PromptDataModule, RunProgress, VLLMEngine
+from lightning_megatron_rl import (
+    GRPOModule,
+    MegatronStrategy,
+    PromptDataModule,
+    RunProgress,
+    TrainingSettings,
+    VLLMEngine,
+)
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
@@ -55,7 +62,7 @@ def main() -> None:
         # k2: on samples of the student its gradient is that of KL(student || teacher)
         loss=GRPOLossConfig(kl_coef=1.0, kl_estimator="k2", aggregation="token_mean"),
         engine=VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25),
-        optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98)),
     )
     data = PromptDataModule(
         train=ArithmeticRows("train", size=3500, lowest_digit_first=True),

@@ -21,6 +21,7 @@ from lightning_megatron_rl import (
     PromptDataModule,
     RolloutSamples,
     RunProgress,
+    TrainingSettings,
     VLLMEngine,
 )
 from lightning_megatron_rl.environments import (
@@ -84,7 +85,7 @@ def main() -> None:
         num_generations=8,
         sampling=SamplingParams(max_tokens=max_turns * turn_tokens, stop=("]",)),  # tokens of all turns
         engine=VLLMEngine(max_model_len=128, kv_cache_memory_gb=0.25),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_beta2=0.98),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_beta2=0.98)),
     )
     data = PromptDataModule(
         train=rows, tokenizer=options.model, batch_size=options.prompts, add_special_tokens=False, max_prompt_length=32

@@ -18,6 +18,7 @@ from lightning_megatron_rl import (
     PromptDataModule,
     RolloutSamples,
     RunProgress,
+    TrainingSettings,
     VLLMEngine,
 )
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
@@ -60,7 +61,7 @@ def main() -> None:
         sampling=SamplingParams(temperature=1.0, max_tokens=6),
         loss=GRPOLossConfig(clip_high=0.28, kl_coef=0.001),
         engine=VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25),
-        optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98)),
     )
     data = PromptDataModule(
         train=ArithmeticRows("train", size=3500),

@@ -18,7 +18,15 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import MegatronStrategy, PPOModule, PromptDataModule, RolloutSamples, RunProgress, VLLMEngine
+from lightning_megatron_rl import (
+    MegatronStrategy,
+    PPOModule,
+    PromptDataModule,
+    RolloutSamples,
+    RunProgress,
+    TrainingSettings,
+    VLLMEngine,
+)
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.modules.critic import CriticSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
@@ -71,7 +79,7 @@ def main() -> None:
         sampling=SamplingParams(temperature=1.0, max_tokens=6),
         loss=GRPOLossConfig(clip_high=0.28),
         engine=VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25),
-        optimizer=OptimizerConfig(lr=3e-4, weight_decay=0.0, adam_beta2=0.98),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=3e-4, weight_decay=0.0, adam_beta2=0.98)),
     )
     data = PromptDataModule(
         train=ArithmeticRows("train", size=3500, lowest_digit_first=True),

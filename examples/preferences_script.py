@@ -12,7 +12,15 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import DPOModule, HFExport, MegatronStrategy, PreferenceDataModule, RewardModule, RunProgress
+from lightning_megatron_rl import (
+    DPOModule,
+    HFExport,
+    MegatronStrategy,
+    PreferenceDataModule,
+    RewardModule,
+    RunProgress,
+    TrainingSettings,
+)
 from lightning_megatron_rl.data.arithmetic import ArithmeticPairs
 
 
@@ -28,9 +36,9 @@ def main() -> None:
     optimizer = OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98)
     module: L.LightningModule
     if options.method == "dpo":
-        module = DPOModule(model=options.model, beta=0.1, optimizer=optimizer)
+        module = DPOModule(model=options.model, beta=0.1, train=TrainingSettings(optimizer=optimizer))
     else:
-        module = RewardModule(model=options.model, optimizer=optimizer)
+        module = RewardModule(model=options.model, train=TrainingSettings(optimizer=optimizer))
     data = PreferenceDataModule(
         train=ArithmeticPairs("train", size=3500, lowest_digit_first=True),
         val={"arithmetic": ArithmeticPairs("val", size=500, lowest_digit_first=True)},

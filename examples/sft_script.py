@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl import MegatronStrategy, RunProgress, SFTDataModule, SFTModule
+from lightning_megatron_rl import MegatronStrategy, RunProgress, SFTDataModule, SFTModule, TrainingSettings
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 
 
@@ -44,7 +44,10 @@ def main() -> None:
         callbacks=[RunProgress(), checkpoints],
         enable_model_summary=False,
     )
-    module = SFTModule(model=options.model, optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, adam_beta2=0.98))
+    module = SFTModule(
+        model=options.model,
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, adam_beta2=0.98)),
+    )
     data = SFTDataModule(
         train=ArithmeticRows("train", size=options.rows, lowest_digit_first=True),
         val={"arithmetic": ArithmeticRows("val", size=500, lowest_digit_first=True)},

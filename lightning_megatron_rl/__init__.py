@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.ppo import PPOModule as PPOModule
     from lightning_megatron_rl.modules.reward_model import RewardModule as RewardModule
     from lightning_megatron_rl.modules.sft import SFTModule as SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings as TrainingSettings
     from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine as ColocatedVLLMEngine
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine as VLLMEngine
     from lightning_megatron_rl.sample import Prompt as Prompt
@@ -48,6 +49,7 @@ _HOMES = {
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
     "Sample": "sample",
+    "TrainingSettings": "modules.training",
     "VLLMEngine": "rollout.vllm.engine",
     "WeightAverage": "callbacks.weight_average",
     "WeightSync": "callbacks.weight_sync",

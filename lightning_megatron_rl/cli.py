@@ -37,6 +37,7 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings, describe_moved
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -71,6 +72,12 @@ _UNKNOWN_KEY = re.compile(
 
 class Parser(LightningArgumentParser):
     """Lightning's parser with errors of a line or two in place of pages of usage."""
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        """Parse; jsonargparse hands the null of a setting two levels down, as in `train.lora`, on as the text None."""
+        if args is not None:
+            args = [f"{arg[:-4]}null" if arg.startswith("--") and arg.endswith("=None") else arg for arg in args]
+        return super().parse_args(args, *rest, **kwargs)
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
         """Return the config as text, as `--print_config` and config.yaml have it, with secrets masked."""
@@ -225,6 +232,7 @@ class CommandLine(LightningCLI):
             options: dict[str, list[str] | None] = {
                 **dict.fromkeys(self._parser(command).get_defaults(skip_validation=True).keys()),
                 **{f"model.{name}": None for cls in _MODELS for name in inspect.signature(cls).parameters},
+                **{f"model.train.{name}": None for name in inspect.signature(TrainingSettings).parameters},
                 **{f"data.{name}": None for cls in _DATA for name in inspect.signature(cls).parameters},
                 "model": [cls.__name__ for cls in _MODELS],
                 "data": [cls.__name__ for cls in _DATA],
@@ -321,14 +329,22 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
     if not (match := _UNKNOWN_KEY.match(text)):
         return f"{path}: {text}" if path else text
-    if match["option"] or match["member"]:
-        key, group = match["option"] or match["member"], match["group"]
+    if match["option"] or match["member"] or (match["argument"] and cls):
+        key, group = match["option"] or match["member"] or match["argument"], match["group"]
         where = ".".join(part for part in (path, group, key) if part)
-        return f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
+        return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
     key = match["key"] or match["argument"]
     parent = key.rpartition(".")[0]
     siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"
+
+
+def _explain_moved(key: str, cls: str) -> str:
+    """Say where an old flat key of a module is now, such as `model.optimizer.lr`; nothing of other keys."""
+    name = key.removeprefix("model.")
+    moved = describe_moved([name.partition(".")[0]])
+    is_ours = bool(moved) and "train" in _parameters(cls, None)
+    return f"unknown key {key}: {moved} Write model.train.{name}." if is_ours else ""
 
 
 def _explain_protocol(target_path: str, name: str) -> str:

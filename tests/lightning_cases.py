@@ -213,6 +213,7 @@ def grpo_module(path: Path) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rollout.protocol import SamplingParams
 
     return GRPOModule(
@@ -221,8 +222,7 @@ def grpo_module(path: Path) -> Any:
         engine=ReplayEngine(),
         num_generations=NUM_GENERATIONS,
         sampling=SamplingParams(temperature=0.8, max_tokens=MAX_RESPONSE),
-        optimizer=OptimizerConfig(lr=1e-3),
-        max_tokens_per_microbatch=96,
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3), max_tokens_per_microbatch=96),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 LR = 0.1
@@ -156,9 +157,11 @@ class OurModule(SFTModule):
 
         super().__init__(
             str(path),
-            OptimizerConfig(optimizer="sgd", lr=LR, sgd_momentum=0.0, weight_decay=0.0),
-            lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.5, total_iters=4),
-            max_tokens_per_microbatch=64,
+            TrainingSettings(
+                optimizer=OptimizerConfig(optimizer="sgd", lr=LR, sgd_momentum=0.0, weight_decay=0.0),
+                lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.5, total_iters=4),
+                max_tokens_per_microbatch=64,
+            ),
         )
 
     def weights(self) -> dict[str, Tensor]:

@@ -57,8 +57,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("model.init_args.loss.clip_hgh", 0.3, "unknown key model.loss.clip_hgh; did you mean clip_high?"),
         ("model.init_args.sampling.temprature", 1.0, "model.sampling.temprature; did you mean temperature?"),
         ("model.init_args.engine.init_args.max_modl_len", 5, "model.engine.max_modl_len; did you mean max_model_len?"),
-        ("model.init_args.optimizer.weight_deca", 0.1, "model.optimizer.weight_deca; did you mean weight_decay?"),
-        ("model.init_args.layer_backend", "trch", "model.layer_backend: expected one of ['auto', 'torch', 't"),
+        (
+            "model.init_args.train.optimizer.weight_deca",
+            0.1,
+            "model.train.optimizer.weight_deca; did you mean weight_decay?",
+        ),
+        (
+            "model.init_args.train.layer_backend",
+            "trch",
+            "model.train.layer_backend: expected one of ['auto', 'torch', 't",
+        ),
         ("model.init_args.rewards", ["nowhere.f"], "model.rewards: No module named 'nowhere'"),
         ("data.init_args.batchsize", 5, "unknown key data.batchsize; did you mean batch_size?"),
         ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
@@ -82,9 +90,9 @@ def test_mistake_in_yaml_is_named(capsys, tmp_path, key, value, expected):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("model.init_args.optimizer.lr", -1e-4, "optimizer.lr=-0.0001 must be above 0"),
-        ("model.init_args.optimizer.weight_decay", -0.1, "optimizer.weight_decay=-0.1 must be at least 0"),
-        ("model.init_args.optimizer.adam_beta2", 1.0, "optimizer.adam_beta2=1.0 must be in [0, 1)"),
+        ("model.init_args.train.optimizer.lr", -1e-4, "optimizer.lr=-0.0001 must be above 0"),
+        ("model.init_args.train.optimizer.weight_decay", -0.1, "optimizer.weight_decay=-0.1 must be at least 0"),
+        ("model.init_args.train.optimizer.adam_beta2", 1.0, "optimizer.adam_beta2=1.0 must be in [0, 1)"),
         ("model.init_args.max_failed_rollouts", 0, "max_failed_rollouts=0 must be at least 1"),
         ("data.init_args.train", "", "a data set's path is ''"),
         (
@@ -245,7 +253,10 @@ def test_printed_config_parses_again_to_the_same(capsys, tmp_path):
             (tmp_path / "printed.yaml").write_text(texts[-1])
         assert texts[0] == texts[1]
         printed = build("fit", "--config", tmp_path / "printed.yaml")
-        assert printed.model.optimizer_config.lr == yaml.safe_load(texts[0])["model"]["init_args"]["optimizer"]["lr"]
+        assert (
+            printed.model.train_settings.optimizer.lr
+            == yaml.safe_load(texts[0])["model"]["init_args"]["train"]["optimizer"]["lr"]
+        )
 
 
 def test_later_settings_win(tmp_path):
@@ -481,3 +492,22 @@ def test_classes_are_built_for_a_caller_who_runs_them(tmp_path, monkeypatch, cap
             with pytest.raises(SystemExit):
                 CommandLine(["--config", str(tmp_path / "config.yaml"), *arguments], run=False)
         assert said in capsys.readouterr().err
+
+
+def test_old_flat_key_is_refused_with_its_new_place(capsys, tmp_path):
+    """In YAML and on the command line, in the long spelling and the short one."""
+    expected = "`{0}` is now `train.{0}`. Write model.train.{1}."
+    for key, value in (("optimizer", {"lr": 1.0}), ("max_tokens_per_microbatch", 64), ("lora", {"rank": 4})):
+        inner = next(iter(value), None) if isinstance(value, dict) else None
+        written = f"{key}.{inner}" if inner else key
+        message = expected.format(key, written)
+        config = changed(GRPO, tmp_path / "config.yaml", f"model.init_args.{key}", value)
+        assert message in refusal(capsys, "fit", "--config", config)
+        for start in ("--model", "--model.init_args"):
+            assert message in refusal(capsys, "fit", "--config", GRPO, f"{start}.{written}", "4")
+
+
+def test_null_reaches_a_setting_inside_train():
+    built = build("fit", "--config", SFT, "--model.train.lr_scheduler", "null", "--model.train.optimizer=null")
+    assert built.model.train_settings.lr_scheduler is None
+    assert built.model.train_settings.optimizer is None

@@ -67,14 +67,15 @@ def test_gpu_overlay_moves_the_demo_to_every_gpu(config: Path):
 @pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
 def test_lora_overlay_adds_adapters_and_nothing_else(config: Path):
     plain, adapted = build("fit", "--config", config), build("fit", "--config", config, "--config", LORA)
-    assert plain.model.lora is None
-    assert dataclasses.asdict(adapted.model.lora) == {
+    assert plain.model.train_settings.lora is None
+    assert dataclasses.asdict(adapted.model.train_settings.lora) == {
         **dataclasses.asdict(LoRASettings()),
-        **yaml.safe_load(LORA.read_text())["model"]["init_args"]["lora"],
+        **yaml.safe_load(LORA.read_text())["model"]["init_args"]["train"]["lora"],
     }
     assert plain.config["fit"]["trainer"] == adapted.config["fit"]["trainer"]
     ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, adapted))
-    assert {name for name in ours if ours[name] != theirs[name]} == {"lora"}
+    assert {name for name in ours if ours[name] != theirs[name]} == {"train"}
+    assert {name for name, value in ours["train"].items() if value != theirs["train"][name]} == {"lora"}
     assert ours.keys() == theirs.keys()
 
 

@@ -34,8 +34,8 @@ def test_reference_has_the_settings_of_our_runs(tmp_path):
     configs = job.command[job.command.index("fit") :]
     built = build(*configs)
     module, data, trainer = built.model, built.datamodule, built.trainer
-    optimizer, loss = module.optimizer_config, module.loss.config
-    schedule = built.config["fit"]["model"]["init_args"]["lr_scheduler"]["init_args"]
+    optimizer, loss = module.train_settings.optimizer, module.loss.config
+    schedule = built.config["fit"]["model"]["init_args"]["train"]["lr_scheduler"]["init_args"]
     train, held_out = data.train_source, data.val_sources["arithmetic"]
     ours = {
         "seed": data.seed,
@@ -273,4 +273,4 @@ def test_methods_learn_in_a_short_form(tmp_path):
 def test_configs_of_runs_are_plain_yaml(tmp_path):
     own_job("run", tmp_path, Path("model"), stop_at=0.85)
     overlay = yaml.safe_load((tmp_path / "run" / "overlay.yaml").read_text())
-    assert overlay["model"]["init_args"]["layer_backend"] == "torch"  # fp32 without TF32 on CUDA
+    assert overlay["model"]["init_args"]["train"]["layer_backend"] == "torch"  # fp32 without TF32 on CUDA

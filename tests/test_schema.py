@@ -37,7 +37,7 @@ def test_every_config_is_valid(validator, config):
         ("model.init_args.loss.clip_hgh", 0.3),
         ("model.init_args.engine.init_args.max_modl_len", 5),
         ("model.init_args.engine.init_args.dtype", "fp32"),
-        ("model.init_args.optimizer.weight_deca", 0.1),
+        ("model.init_args.train.optimizer.weight_deca", 0.1),
         ("data.init_args.batchsize", 5),
         ("trainer.callbacks.0.init_args.num_sample", 4),
         ("modle", {}),
@@ -53,7 +53,7 @@ def test_mistakes_are_marked(validator, tmp_path, key, value):
     [
         ("trainer.logger", False),
         ("trainer.devices", "auto"),
-        ("model.init_args.optimizer.lr", "1e-6"),  # YAML 1.1 reads it as text, the parser as a number
+        ("model.init_args.train.optimizer.lr", "1e-6"),  # YAML 1.1 reads it as text, the parser as a number
         ("model.class_path", "my_package.MyModule"),
         ("trainer.strategy", "auto"),
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.verify.pool import trainer_size
+from tests.module_options import nested
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 
 
@@ -125,7 +126,7 @@ def fit_sft(
 
     # a large epsilon keeps Adam from turning rounding noise of tiny gradients into full steps
     config = OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.01, "adam_eps": 1e-3, **(optimizer or {})})
-    policy = SFTModule(model=str(model), optimizer=config, **{"max_tokens_per_microbatch": 64, **(module or {})})
+    policy = SFTModule(str(model), **nested({"optimizer": config, "max_tokens_per_microbatch": 64, **(module or {})}))
     recorder = Recorder()
     runner = make_trainer(
         strategy, world_size, **{"max_steps": steps, "callbacks": [recorder, *(callbacks or [])], **(trainer or {})}
@@ -164,12 +165,12 @@ def fit_arithmetic(
     from lightning_megatron_rl.modules.sft import SFTModule
 
     pl.seed_everything(7)
-    policy = SFTModule(
-        model=str(model),
-        optimizer=OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.01, "adam_eps": 1e-3, **(optimizer or {})}),
-        lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.2, total_iters=8),
+    options = {
+        "optimizer": OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.01, "adam_eps": 1e-3, **(optimizer or {})}),
+        "lr_scheduler": partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.2, total_iters=8),
         **(module or {}),
-    )
+    }
+    policy = SFTModule(str(model), **nested(options))
     data = SFTDataModule(
         train=ArithmeticRows("train", size=20), tokenizer=str(model), completion_column="answer", batch_size=4
     )

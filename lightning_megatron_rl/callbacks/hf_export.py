@@ -105,7 +105,7 @@ class HFExport(Callback):
         if stage != "fit":
             return
         self.failures = []
-        if self.adapter != "merged" and pl_module.lora is None:
+        if self.adapter != "merged" and pl_module.train_settings.lora is None:
             raise ValueError(
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
                 " adapter='merged', which writes the weights of any model."

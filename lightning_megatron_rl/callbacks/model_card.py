@@ -2,7 +2,7 @@
 
 import math
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,8 +52,8 @@ def describe_run(module: Any, proof: str) -> RunFacts:
         "exported": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "verified": proof,
     }
-    if module.lora is not None:
-        run["adapters"] = module.lora.describe()
+    if module.train_settings.lora is not None:
+        run["adapters"] = module.train_settings.lora.describe()
     # not the x axis
     metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items()) if "/" in name}
     return RunFacts(
@@ -90,12 +90,20 @@ def plain_settings(owner: Any) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in kept_arguments(owner).items():
-        inner = {f"{name}.{key}": item for key, item in _items(value).items()} or {name: value}
-        for key, item in inner.items():
+        for key, item in _leaves(name, value):
             text = _text(mask_secrets({key: item})[key])
             if text is not None:
                 found[key] = _short(text)
     return dict(sorted(found.items()))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a setting, or those inside it: ``train_settings.optimizer.lr``."""
+    inner = _items(value)
+    if not inner:
+        yield name, value
+    for key, item in inner.items():
+        yield from _leaves(f"{name}.{key}", item)
 
 
 def _items(value: Any) -> dict[str, Any]:

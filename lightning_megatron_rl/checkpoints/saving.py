@@ -368,7 +368,7 @@ def _check_base(path: Path, saved: dict[str, Any] | None, own: dict[str, Any] | 
     if saved is None:
         raise ValueError(
             f"checkpoint {path} holds a whole model, and this run trains adapters on the weights of its model"
-            " directory: start it from an export of that run, or turn adapters off (lora: null)."
+            " directory: start it from an export of that run, or turn adapters off (train.lora: null)."
         )
     if own is None:
         raise ValueError(

@@ -80,7 +80,7 @@ def plan_microbatches(
             padding = f" ({least} with padding to a multiple of {rules.row_multiple})" if least != length else ""
             raise ValueError(
                 f"sequence {index} has {length} tokens{padding}, which is more than"
-                f" max_tokens_per_microbatch={max_tokens}: raise it to at least {least}, or shorten prompts or"
+                f" train.max_tokens_per_microbatch={max_tokens}: raise it to at least {least}, or shorten prompts or"
                 " responses"
             )
     at_least = num_microbatches or 0

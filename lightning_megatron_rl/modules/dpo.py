@@ -1,23 +1,21 @@
 """`DPOModule`: direct preference optimisation, a policy from preference pairs without a reward model."""
 
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.preferences import DPO_LOSSES
 from lightning_megatron_rl.algorithms.registry import lookup
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.layers.lora import LoRASettings, adapters_off
-from lightning_megatron_rl.models.layers.moe import MoESettings
-from lightning_megatron_rl.models.verification.verify import VerifyModel
+from lightning_megatron_rl.models.layers.lora import adapters_off
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities.ranges import POSITIVE, Range, check_ranges
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import OptimizerConfig
+    pass
 
 _RANGES = {
     "beta": POSITIVE.called("0.1 is usual, a smaller one ties less"),
@@ -44,17 +42,7 @@ class DPOModule(PairModule, PolicyModule):
         label_smoothing: Share of preferences taken to be the wrong way round; "sigmoid", "sigmoid_norm", "robust" and
             "exo_pair" only, which needs it (1e-3 is usual).
         discopop_tau: How sharply "discopop" goes over from its logistic to its exponential part.
-        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
-        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
-        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`.
-        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
-            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        logprob_chunk_size: Tokens whose logits exist at one time.
-        moe: How the routers of a mixture-of-experts model are trained.
-        lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
+        train: How the model is built and trained.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
@@ -85,30 +73,12 @@ class DPOModule(PairModule, PolicyModule):
         ] = "sigmoid",
         label_smoothing: float = 0.0,
         discopop_tau: float = 0.05,
-        optimizer: Optional["OptimizerConfig"] = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        packing: bool = True,
-        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
-        model_config: dict[str, Any] | None = None,
-        verify_model: VerifyModel = "auto",
-        logprob_chunk_size: int = 2048,
-        moe: MoESettings | None = None,
-        lora: LoRASettings | None = None,
+        train: TrainingSettings | None = None,
         init_from: str | None = None,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]  # PairModule's is PolicyModule's here
             model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            packing=packing,
-            layer_backend=layer_backend,
-            model_config=model_config,
-            verify_model=verify_model,
-            logprob_chunk_size=logprob_chunk_size,
-            moe=moe,
-            lora=lora,
+            train=train,
             init_from=init_from,
         )
         check_ranges(_RANGES, locals())
@@ -133,7 +103,7 @@ class DPOModule(PairModule, PolicyModule):
     def configure_model(self) -> None:
         """Build the policy and the frozen reference; with LoRA the policy holds it."""
         super().configure_model()
-        if self.lora is None and self.reference is None:
+        if self.train_settings.lora is None and self.reference is None:
             self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -156,7 +126,7 @@ class DPOModule(PairModule, PolicyModule):
 
     def score_reference(self, sequences: list[TokenSequence]) -> Scores:
         """Score under the reference policy."""
-        if self.lora is None:
+        if self.train_settings.lora is None:
             return self.score(sequences, self.reference)
         with adapters_off(self.model):
             return self.score(sequences)

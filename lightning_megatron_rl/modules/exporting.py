@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class ExportsWeights(pl.LightningModule):
     """A module whose `model` holds the chunks of a Hugging Face model, with adapters or without."""
 
     model: nn.ModuleList
-    lora: LoRASettings | None
+    train_settings: TrainingSettings
     temperature: float = 1.0  # of the distribution that is scored: logits are divided by it in every pass
     # with its chunks: an address may be another chunk's later, on one rank and not on the next
     _planned_views: "tuple[list[weakref.ref[nn.Module]], ExportViews | ShardedViews | None] | None" = None
@@ -59,7 +59,7 @@ class ExportsWeights(pl.LightningModule):
         """
         self.strategy.gather_parameters()
         chunks = list(self.model)
-        views = None if self.lora is not None else self._plan_views(chunks)
+        views = None if self.train_settings.lora is not None else self._plan_views(chunks)
         if views is None:
             exported = self.hf_model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
             return WeightSource.streamed(exported, next(self.model.parameters()).device)
@@ -106,10 +106,12 @@ class ExportsWeights(pl.LightningModule):
         Raises:
             ValueError: The policy has none, or the directory cannot be written.
         """
-        if self.lora is None:
-            raise ValueError(f"{type(self).__name__}(lora=None) has no adapters: save_pretrained writes its weights.")
+        if self.train_settings.lora is None:
+            raise ValueError(
+                f"{type(self).__name__}(train.lora=None) has no adapters: save_pretrained writes its weights."
+            )
         self.strategy.gather_parameters()
-        self.hf_model.save_adapter(list(self.model), directory, self.lora)
+        self.hf_model.save_adapter(list(self.model), directory, self.train_settings.lora)
 
     def to_onnx(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the chunks are parts of a model.

@@ -1,9 +1,9 @@
 """`GRPOModule`: group-relative policy optimisation. One batch of prompts is one rollout is one `global_step`."""
 
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.advantages import group_advantages
@@ -11,9 +11,6 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
-from lightning_megatron_rl.models.layers.lora import LoRASettings
-from lightning_megatron_rl.models.layers.moe import MoESettings
-from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
@@ -30,15 +27,17 @@ from lightning_megatron_rl.modules.rollout_batch import (
 from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.modules.start import describe_unplanned
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import OptimizerConfig
+    pass
 
 
 class GRPOModule(SamplesResponses):
@@ -60,17 +59,7 @@ class GRPOModule(SamplesResponses):
         reference: The policy that KL is measured to; by default the one that training starts from.
         overlong: Penalty and filter of responses near the length limit; none if not given.
         dynamic_sampling: Draw other prompts for groups without spread; off if not given.
-        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
-        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
-        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`.
-        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
-            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        logprob_chunk_size: Tokens whose logits exist at one time.
-        moe: How the routers of a mixture-of-experts model are trained.
-        lora: Train low-rank adapters and leave the model's own weights as they are; these then are the reference.
+        train: How the model is built and trained.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
         max_failed_rollouts: So many rollouts in a row on all of whose samples a reward or the environment fails end the
@@ -103,32 +92,14 @@ class GRPOModule(SamplesResponses):
         reference: ReferenceSettings | None = None,
         overlong: OverlongSettings | None = None,
         dynamic_sampling: DynamicSampling | None = None,
-        optimizer: Optional["OptimizerConfig"] = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        packing: bool = True,
-        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
-        model_config: dict[str, Any] | None = None,
-        verify_model: VerifyModel = "auto",
-        logprob_chunk_size: int = 2048,
-        moe: MoESettings | None = None,
-        lora: LoRASettings | None = None,
+        train: TrainingSettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
         max_failed_rollouts: int | None = 3,
     ) -> None:
         super().__init__(
             model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            packing=packing,
-            layer_backend=layer_backend,
-            model_config=model_config,
-            verify_model=verify_model,
-            logprob_chunk_size=logprob_chunk_size,
-            moe=moe,
-            lora=lora,
+            train=train,
             init_from=init_from,
         )
         config = loss or GRPOLossConfig()
@@ -161,7 +132,9 @@ class GRPOModule(SamplesResponses):
         self.overlong = overlong
         self.dynamic_sampling = dynamic_sampling
         self.reference_settings = reference or ReferenceSettings()
-        self.reference_kind = self.reference_settings.resolve(kl_coef=config.kl_coef, has_adapters=lora is not None)
+        self.reference_kind = self.reference_settings.resolve(
+            kl_coef=config.kl_coef, has_adapters=self.train_settings.lora is not None
+        )
         check_ranges({"max_failed_rollouts": COUNT.called("null never ends the run")}, locals())
         self.max_failed_rollouts = max_failed_rollouts
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
@@ -179,6 +152,15 @@ class GRPOModule(SamplesResponses):
             return  # prompts of the user's own: checked when the first rollout is split
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         check_split(data.batch_size // replicas, self.updates_per_rollout)
+
+    def replay(self, samples: list[Sample]) -> None:
+        """Take rollouts and their rewards from a record, from now on, in the place of the sampler's."""
+        longest = max(len(sample.policy_ids) for sample in samples)
+        self.engine = ReplayEngine(samples)
+        self.rewards, self.reward_weights = [RecordedReward(samples)], None
+        self.environment = None  # the record holds its replies
+        self.dynamic_sampling = None  # it would draw other prompts than the recorded ones
+        self.sampling = replace(self.sampling, max_tokens=max(longest, 1))
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -277,7 +259,7 @@ class GRPOModule(SamplesResponses):
                 "samples per update",
                 f"{prompts * group} samples / {updates} updates per rollout = {prompts * group // updates}",
             ),
-            ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
+            self._microbatch_row,
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             ("sampler", self.engine.describe()),
             *describe_unplanned(self.engine, self.strategy),

@@ -2,10 +2,9 @@
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -17,21 +16,17 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatte
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
-from lightning_megatron_rl.models.layers.lora import LoRASettings
-from lightning_megatron_rl.models.layers.moe import MoESettings
-from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode
 from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import ReportsSteps
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
-from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
 from lightning_megatron_rl.utilities.notices import finish
-from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:
@@ -42,23 +37,14 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
-class ModelModule(TakesSteps, ReportsSteps):
+class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.
 
     What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
 
     Args:
         model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
-        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
-        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
-        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
-        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
-            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        moe: How the routers of a mixture-of-experts model are trained.
-        lora: Train low-rank adapters and leave the model's own weights as they are.
+        train: How the model is built and trained.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
 
     Raises:
@@ -66,41 +52,23 @@ class ModelModule(TakesSteps, ReportsSteps):
     """
 
     default_lr = 1e-6
-    logprob_chunk_size = 0  # tokens whose logits exist at one time; a model without an output layer has none
 
     def __init__(
         self,
         model: str,
-        optimizer: Optional["OptimizerConfig"] = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        packing: bool = True,
-        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
-        model_config: dict[str, Any] | None = None,
-        verify_model: VerifyModel = "auto",
-        moe: MoESettings | None = None,
-        lora: LoRASettings | None = None,
+        train: TrainingSettings | None = None,
         init_from: str | None = None,
     ) -> None:
         super().__init__()
-        check_ranges({"max_tokens_per_microbatch": COUNT.called("it is a number of tokens")}, locals())
-        check_optimizer_numbers(optimizer)
-        if init_from is not None and lora is not None:
+        if not isinstance(train, TrainingSettings | None):
+            raise TypeError(f"{type(self).__name__}: train is a TrainingSettings, not a {type(train).__name__}.")
+        self.train_settings = train or TrainingSettings()
+        if init_from is not None and self.train_settings.lora is not None:
             raise ValueError(
-                f"init_from={init_from!r} with lora: adapters belong to the weights of a model directory. Export the"
-                " checkpoint's model (HFExport) and give the directory as `model`."
+                f"init_from={init_from!r} with lora: adapters belong to the weights of a model directory. Export"
+                " the checkpoint's model (HFExport) and give the directory as `model`."
             )
         self.model_path = model
-        self.optimizer_config = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.max_tokens_per_microbatch = max_tokens_per_microbatch
-        self.packing = packing
-        self.layer_backend = layer_backend
-        check_mode(verify_model)
-        self.model_config = model_config or {}
-        self.verify_model = verify_model
-        self.moe = moe
-        self.lora = lora
         self.init_from = init_from
         self._hf_model: HFModel | None = None
 
@@ -141,18 +109,18 @@ class ModelModule(TakesSteps, ReportsSteps):
             )
         if self._hf_model is None:
             self._hf_model = self.find_model()
-        self.resolve_moe(self._hf_model.config, self.model_config)
+        self.resolve_moe(self._hf_model.config, self.train_settings.model_config)
         layout = self.strategy.layout
         self._hf_model.check_layout(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(self.model_config),
+            pipeline_split=PipelineSplit.from_overrides(self.train_settings.model_config),
             expert_model_parallel_size=layout.expert_model_parallel_size,
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
-        self._hf_model.check_computation(self.model_config)
+        self._hf_model.check_computation(self.train_settings.model_config)
         if self.init_from is not None:
             read_manifest(user_path(self.init_from))
             self._hf_model.check_checkpoint(user_path(self.init_from))
@@ -163,15 +131,20 @@ class ModelModule(TakesSteps, ReportsSteps):
         self.strategy.optimizers_saved_with_model = {}
         self.strategy.trained_on_top_of = None
         self.strategy.saved_beside = self._hf_model.settings_files("hf")
-        if self.lora is not None:
-            self.lora.check_layout(layout.tensor_model_parallel_size)
-            self.strategy.trained_on_top_of = self.lora.identity(self._hf_model.fingerprint)
+        if self.train_settings.lora is not None:
+            self.train_settings.lora.check_layout(layout.tensor_model_parallel_size)
+            self.strategy.trained_on_top_of = self.train_settings.lora.identity(self._hf_model.fingerprint)
         start = starting_checkpoint(self.trainer)
         if start is not None:
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
             check_gpu(self, training=stage == "fit", engine=self.sampler, frozen_copies=self.frozen_copies)
+
+    @property
+    def logprob_chunk_size(self) -> int:
+        """Tokens whose logits exist at one time; a model without an output layer has none."""
+        return 0
 
     @property
     def sampler(self) -> RolloutEngine | None:
@@ -192,7 +165,7 @@ class ModelModule(TakesSteps, ReportsSteps):
         """Return the Hugging Face side of `model_path`."""
         from lightning_megatron_rl.models.hf.model import HFModel
 
-        return HFModel(self.model_path, verify=self.verify_model)
+        return HFModel(self.model_path, verify=self.train_settings.verify_model)
 
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
@@ -207,12 +180,12 @@ class ModelModule(TakesSteps, ReportsSteps):
         chunks = list(
             self.hf_model.build_chunks(
                 params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.layer_backend,
+                layer_backend=self.train_settings.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
                 load_weights=self.init_from is None,
-                config_overrides=self.model_config | self.moe_fields(),
-                lora=self.lora,
+                config_overrides=self.train_settings.model_config | self.moe_fields(),
+                lora=self.train_settings.lora,
             )
         )
         if self.init_from is not None:
@@ -232,15 +205,15 @@ class ModelModule(TakesSteps, ReportsSteps):
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
         optimizer = self.strategy.build_optimizer(self._optimizer_config())
-        if self.lr_scheduler is None:
+        make_scheduler = self.train_settings.lr_scheduler
+        if make_scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
 
     def _optimizer_config(self) -> "OptimizerConfig":
         from megatron.core.optimizer import OptimizerConfig
 
-        return self.optimizer_config or OptimizerConfig(lr=self.default_lr, weight_decay=0.0)
+        return self.train_settings.optimizer or OptimizerConfig(lr=self.default_lr, weight_decay=0.0)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Do nothing: there is one optimizer, and its parameters stay trainable."""
@@ -362,10 +335,10 @@ class ModelModule(TakesSteps, ReportsSteps):
         config = get_model_config(self.model[0])
         return share_sequences(
             sequences,
-            self.max_tokens_per_microbatch,
+            self.train_settings.max_tokens_per_microbatch,
             self.strategy.layout,
             self.strategy.root_device,
-            packed=self.packing,
+            packed=self.train_settings.packing,
             cost=SequenceCost(*sequence_flops(config, self.hf_model.config.vocab_size)),
             fp8=config.fp8 is not None,
         )

@@ -84,7 +84,7 @@ class PairModule(ModelModule):
         pairs = len(batch) * replicas
         return [
             ("pairs per update", f"{len(batch)} per replica x {replicas} replicas = {pairs}, {2 * pairs} sequences"),
-            ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
+            self._microbatch_row,
         ]
 
     # ---- validation, test, prediction ------------------------------------------------------------------------------

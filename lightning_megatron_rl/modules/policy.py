@@ -1,22 +1,15 @@
 """`PolicyModule`: a language model on Megatron that is scored by log-probs."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING
 
-from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.layers.lora import LoRASettings
-from lightning_megatron_rl.models.layers.moe import MoESettings
-from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.model import ModelModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
-from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import OptimizerConfig
-
     from lightning_megatron_rl.models.layers.routers import RoutingMode
 
 
@@ -32,52 +25,13 @@ class Scores:
 class PolicyModule(ModelModule):
     """A language model on Megatron: builds it, scores sequences with it, updates it.
 
-    Args:
-        model: Hugging Face hub name, or a directory that `save_pretrained` wrote.
-        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
-        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
-        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
-        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
-            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        logprob_chunk_size: Tokens whose logits exist at one time.
-        moe: How the routers of a mixture-of-experts model are trained.
-        lora: Train low-rank adapters and leave the model's own weights as they are.
-        init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
+    Arguments are those of `ModelModule`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        optimizer: Optional["OptimizerConfig"] = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        packing: bool = True,
-        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
-        model_config: dict[str, Any] | None = None,
-        verify_model: VerifyModel = "auto",
-        logprob_chunk_size: int = 2048,
-        moe: MoESettings | None = None,
-        lora: LoRASettings | None = None,
-        init_from: str | None = None,
-    ) -> None:
-        super().__init__(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            packing=packing,
-            layer_backend=layer_backend,
-            model_config=model_config,
-            verify_model=verify_model,
-            moe=moe,
-            lora=lora,
-            init_from=init_from,
-        )
-        check_ranges({"logprob_chunk_size": COUNT.called("it is a number of tokens")}, locals())
-        self.logprob_chunk_size = logprob_chunk_size
+    @property
+    def logprob_chunk_size(self) -> int:
+        """Tokens whose logits exist at one time."""
+        return self.train_settings.logprob_chunk_size
 
     def output_processor(self, vocab_size: int | None = None) -> OutputProcessor:
         """Return what makes log-probs and entropies of hidden states, of the policy's vocabulary or another model's."""

@@ -1,10 +1,9 @@
 """`PPOModule`: proximal policy optimisation with a critic of its own. One batch of prompts is one rollout."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -15,10 +14,7 @@ from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.families.registry import num_experts
-from lightning_megatron_rl.models.layers.lora import LoRASettings
-from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.models.layers.value_head import value_processor
-from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -26,6 +22,7 @@ from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import Rollout, turn_rewards
 from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
@@ -59,17 +56,7 @@ class PPOModule(GRPOModule):
         loss: The actor's objective; its `advantage` is not used, its `aggregation` is the critic's too.
         reference: The policy that KL is measured to; by default the one that training starts from.
         overlong: Penalty and filter of responses near the length limit; none if not given.
-        optimizer: Megatron's own `OptimizerConfig` of the actor (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the actor's optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
-        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
-        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`, of actor and critic.
-        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
-            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        logprob_chunk_size: Tokens whose logits exist at one time.
-        moe: How the routers of a mixture-of-experts actor are trained.
-        lora: Train low-rank adapters of the actor and leave its own weights as they are.
+        train: How the model is built and trained.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
         max_failed_rollouts: So many rollouts in a row on all of whose samples a reward or the environment fails end the
@@ -101,16 +88,7 @@ class PPOModule(GRPOModule):
         loss: GRPOLossConfig | None = None,
         reference: ReferenceSettings | None = None,
         overlong: OverlongSettings | None = None,
-        optimizer: Optional["OptimizerConfig"] = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        packing: bool = True,
-        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
-        model_config: dict[str, Any] | None = None,
-        verify_model: VerifyModel = "auto",
-        logprob_chunk_size: int = 2048,
-        moe: MoESettings | None = None,
-        lora: LoRASettings | None = None,
+        train: TrainingSettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
         max_failed_rollouts: int | None = 3,
@@ -129,16 +107,7 @@ class PPOModule(GRPOModule):
             loss=loss,
             reference=reference,
             overlong=overlong,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            packing=packing,
-            layer_backend=layer_backend,
-            model_config=model_config,
-            verify_model=verify_model,
-            logprob_chunk_size=logprob_chunk_size,
-            moe=moe,
-            lora=lora,
+            train=train,
             evaluation=evaluation,
             init_from=init_from,
             max_failed_rollouts=max_failed_rollouts,
@@ -169,7 +138,7 @@ class PPOModule(GRPOModule):
         from lightning_megatron_rl.models.hf.model import HFModel
         from lightning_megatron_rl.models.value_model import ValueModel
 
-        found = ValueModel(self.critic_settings.model or self.model_path, verify=self.verify_model)
+        found = ValueModel(self.critic_settings.model or self.model_path, verify=self.train_settings.verify_model)
         experts = num_experts(found.config)
         if experts > 1:
             raise ValueError(
@@ -188,12 +157,12 @@ class PPOModule(GRPOModule):
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(self.model_config),
+            pipeline_split=PipelineSplit.from_overrides(self.train_settings.model_config),
             expert_model_parallel_size=layout.expert_model_parallel_size,
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             sequence_parallel=layout.sequence_parallel,
         )
-        found.check_computation(self.model_config)
+        found.check_computation(self.train_settings.model_config)
         return found
 
     def configure_model(self) -> None:
@@ -204,11 +173,11 @@ class PPOModule(GRPOModule):
             init_from = self.critic_settings.init_from
             chunks = self._critic_model.build_chunks(
                 params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.layer_backend,
+                layer_backend=self.train_settings.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
                 load_weights=init_from is None,
-                config_overrides=self.model_config,
+                config_overrides=self.train_settings.model_config,
             )
             if init_from is not None:
                 self.strategy.load_weights(user_path(init_from), chunks)

@@ -124,7 +124,7 @@ class HoldsReference(PolicyModule):
     def _find_teacher(self, model: str) -> "HFModel":
         from lightning_megatron_rl.models.hf.model import HFModel
 
-        teacher = HFModel(model, verify=self.verify_model)
+        teacher = HFModel(model, verify=self.train_settings.verify_model)
         theirs, ours = teacher.config.vocab_size, self.hf_model.config.vocab_size
         if theirs < ours or teacher.tokenizer.get_vocab() != self.hf_model.tokenizer.get_vocab():
             raise ValueError(
@@ -149,7 +149,7 @@ class HoldsReference(PolicyModule):
         return list(
             self._teacher.build_chunks(
                 params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.layer_backend,
+                layer_backend=self.train_settings.layer_backend,
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
             )

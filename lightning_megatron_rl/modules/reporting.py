@@ -28,7 +28,6 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
 
     samples_responses = False  # whether an engine works in turn with the trainer
     model_path: str
-    packing: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,18 +76,21 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         return ", products in TF32" if fp32_on_gpu and asks_for_tf32() else ""
 
     @property
-    def _packing_name(self) -> str:
-        return "packed" if self.packing else "padded"
+    def _microbatch_row(self) -> tuple[str, str]:
+        settings = self.train_settings
+        packing = "packed" if settings.packing else "padded"
+        return "tokens per micro-batch", f"at most {settings.max_tokens_per_microbatch}, {packing}"
 
     def _print_start_table(self, batch: Any) -> None:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         optimizer = "distributed optimizer" if self.strategy.use_distributed_optimizer else "optimizer on every replica"
         trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        lora = self.train_settings.lora
         rows = [
             ("model", f"{self.model_path} ({self.hf_model.config.model_type}), {parameters:,} parameters on this rank"),
             ("layout", self.strategy.layout.describe(self.trainer.world_size)),
             ("precision", f"{self.strategy.precision_plugin.precision}{self._products}, {optimizer}"),
-            *([] if self.lora is None else [("LoRA", f"{self.lora.describe()}; {trained:,} parameters are trained")]),
+            *([] if lora is None else [("LoRA", f"{lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
             *self.describe_moe(),
             *self._describe_cpus(),

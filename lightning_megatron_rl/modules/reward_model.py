@@ -3,24 +3,20 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.preferences import bradley_terry
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.layers.lora import LoRASettings
-from lightning_megatron_rl.models.layers.moe import MoESettings
-from lightning_megatron_rl.models.verification.verify import VerifyModel
 from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities.ranges import NOT_NEGATIVE, check_ranges
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import OptimizerConfig
-
     from lightning_megatron_rl.models.value_model import ValueModel
 
 
@@ -34,17 +30,8 @@ class RewardModule(PairModule):
         model: Hugging Face hub name, or a directory that `save_pretrained` wrote: a language model, which gets a new
             head, or a reward model.
         center_coef: Weight of (chosen + rejected)^2, which keeps scores around zero.
-        optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included; a side takes one token more than
-            it has.
-        packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
-        layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`.
-        verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
-            "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        moe: How the routers of a mixture-of-experts model are trained.
-        lora: Train low-rank adapters and the head, and leave the model's own weights as they are.
+        train: How the model is built and trained; a side takes one token more of the budget than it has, and with
+            adapters the head is trained as well.
 
     Raises:
         ValueError: A negative `center_coef`, or a token budget below 1.
@@ -61,36 +48,23 @@ class RewardModule(PairModule):
         self,
         model: str,
         center_coef: float = 0.0,
-        optimizer: Optional["OptimizerConfig"] = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        packing: bool = True,
-        layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto",
-        model_config: dict[str, Any] | None = None,
-        verify_model: VerifyModel = "auto",
-        moe: MoESettings | None = None,
-        lora: LoRASettings | None = None,
+        train: TrainingSettings | None = None,
     ) -> None:
         super().__init__(
             model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            packing=packing,
-            layer_backend=layer_backend,
-            model_config=model_config,
-            verify_model=verify_model,
-            moe=moe,
-            lora=lora,
+            train=train,
         )
         check_ranges({"center_coef": NOT_NEGATIVE.called("below 0 it drives scores away from zero")}, locals())
         self.center_coef = center_coef
+        chunk_size = self.train_settings.logprob_chunk_size
+        if chunk_size != TrainingSettings().logprob_chunk_size:
+            rank_zero_warn(f"train.logprob_chunk_size={chunk_size} does nothing: a RewardModule computes no log-probs.")
 
     def find_model(self) -> "ValueModel":
         """Return the Hugging Face side of `model_path`, with a value head."""
         from lightning_megatron_rl.models.value_model import ValueModel
 
-        return ValueModel(self.model_path, verify=self.verify_model)
+        return ValueModel(self.model_path, verify=self.train_settings.verify_model)
 
     def output_processor(self) -> OutputProcessor:
         """Return what makes values of hidden states."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
 from lightning_megatron_rl.modules.sharing import Share
+from lightning_megatron_rl.modules.training import TrainingSettings
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.layers.routers import RouterHooks, RoutingMode
@@ -20,7 +21,7 @@ class TrainsRouters(pl.LightningModule):
     default_aux_loss_coeff: float = 0.0  # where `moe` does not say: the reward is what RL optimises
     has_old_logprobs: bool = False  # whether sequences are scored before they are trained on, which can be replayed
 
-    moe: MoESettings | None = None  # what the user gave
+    train_settings: TrainingSettings
     moe_in_force: MoESettings | None = None  # None on a dense model
     routers: "RouterHooks | None" = None
 
@@ -32,7 +33,7 @@ class TrainsRouters(pl.LightningModule):
     def resolve_moe(self, config: Any, model_config: dict[str, Any]) -> None:
         """Find the settings in force for a model of Hugging Face `config`; see `resolve_moe_settings`."""
         self.moe_in_force = resolve_moe_settings(
-            self.moe,
+            self.train_settings.moe,
             config,
             model_config,
             default_aux_loss_coeff=self.default_aux_loss_coeff,

@@ -126,11 +126,11 @@ class SamplesResponses(HoldsReference):
         return self.engine
 
     def _check_lengths(self) -> None:
-        limit = self.engine.max_model_len
-        if limit > self.max_tokens_per_microbatch:
+        limit, budget = self.engine.max_model_len, self.train_settings.max_tokens_per_microbatch
+        if limit > budget:
             raise ValueError(
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch} < engine.max_model_len={limit}: a sampled"
-                " sequence may not fit into a micro-batch. Raise max_tokens_per_microbatch or lower max_model_len."
+                f"train.max_tokens_per_microbatch={budget} < engine.max_model_len={limit}: a sampled sequence may not"
+                " fit into a micro-batch. Raise train.max_tokens_per_microbatch or lower max_model_len."
             )
         self.evaluation.settings.check_length(limit)
         if self.sampling.max_tokens >= limit:

@@ -40,7 +40,7 @@ class SFTModule(PolicyModule):
             per_update = f"at most {data.batch_size}, of at most {data.max_tokens_per_batch} tokens together"
         return [
             ("sequences per update", per_update),
-            ("tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {self._packing_name}"),
+            self._microbatch_row,
         ]
 
     def on_validation_epoch_start(self) -> None:

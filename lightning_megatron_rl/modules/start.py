@@ -19,6 +19,7 @@ from lightning_megatron_rl.devices.measure import (
 )
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
 from lightning_megatron_rl.planner.memory import Split, StateBytes, trainer_parts
 from lightning_megatron_rl.planner.moments import MemoryPlan
@@ -31,22 +32,16 @@ from lightning_megatron_rl.strategy.state_size import has_fused_adam, state_size
 from lightning_megatron_rl.weights.sharded_views import BUCKET_BYTES
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import OptimizerConfig
-
-    from lightning_megatron_rl.models.layers.lora import LoRASettings
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
 class Starts(Protocol):
     """What of a module decides whether it fits on a GPU."""
 
-    max_tokens_per_microbatch: int
-    logprob_chunk_size: int
-    layer_backend: Any
-    model_config: dict[str, Any]
-    lora: "LoRASettings | None"
-    optimizer_config: "OptimizerConfig | None"  # None: Adam
+    train_settings: TrainingSettings
 
+    @property
+    def logprob_chunk_size(self) -> int: ...  # noqa: D102
     @property
     def strategy(self) -> "MegatronStrategy": ...  # noqa: D102
     @property
@@ -83,7 +78,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
     )
     checks.check_architecture(facts)
     checks.check_precision(facts, precision.precision)
-    fields = module.model_config
+    fields = module.train_settings.model_config
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))
     has_engine = _backend(module) == "transformer_engine"
     if has_engine:
@@ -135,13 +130,13 @@ def make_plan(
         size,
         _split(strategy),
         precision=strategy.precision_plugin.precision,
-        tokens=module.max_tokens_per_microbatch,
+        tokens=module.train_settings.max_tokens_per_microbatch,
         logprob_chunk=module.logprob_chunk_size,
-        recompute=module.model_config.get("recompute_granularity") == "full",
+        recompute=module.train_settings.model_config.get("recompute_granularity") == "full",
         fused_activation=_fuses_activation(module),
         frozen_copies=frozen_copies,
         training=training,
-        adapters=module.lora is not None,
+        adapters=module.train_settings.lora is not None,
         state=_state_size(module) if training else None,
         push_bucket=BUCKET_BYTES if _puts_together(module, engine) else 0,
     )
@@ -170,7 +165,7 @@ def _needs_of(engine: RolloutEngine | None) -> EngineNeeds | None:
 
 def _puts_together(module: Starts, engine: RolloutEngine | None) -> bool:
     """Whether weights are put together from several ranks for a sampler on a GPU."""
-    if module.lora is not None or module.strategy.layout.is_whole:
+    if module.train_settings.lora is not None or module.strategy.layout.is_whole:
         return False
     needs = _needs_of(engine)
     return needs is not None and needs.on_gpu
@@ -198,7 +193,7 @@ def _state_size(module: Starts) -> StateBytes:
     size = state_size(
         strategy.precision_plugin,
         strategy.resolve_ddp_config(),
-        module.optimizer_config,
+        module.train_settings.optimizer,
         fused=has_fused_adam(),
     )
     return replace(size, optimizer=size.optimizer + module.num_averages * torch.float32.itemsize)
@@ -206,7 +201,7 @@ def _state_size(module: Starts) -> StateBytes:
 
 def _fuses_activation(module: Starts) -> bool:
     """Whether one kernel computes the MLP's gate: the user's choice, else that of `models.fusions`."""
-    fields = module.model_config
+    fields = module.train_settings.model_config
     if fields.get("use_te_activation_func"):
         return True
     by_default = (
@@ -217,7 +212,7 @@ def _fuses_activation(module: Starts) -> bool:
 
 def _backend(module: Starts) -> LayerBackend:
     return resolve_layer_backend(
-        module.layer_backend,
+        module.train_settings.layer_backend,
         module.strategy.root_device,
         params_dtype=module.strategy.precision_plugin.params_dtype,
         context_parallel_size=module.strategy.layout.context_parallel_size,

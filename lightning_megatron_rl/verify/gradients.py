@@ -29,7 +29,7 @@ def export_gradients(module: PolicyModule) -> Iterator[tuple[str, Tensor]]:
     chunks = list(module.model)
     module.strategy.gather_parameters()
     with gradients_in_place(chunks):
-        if module.lora is None:
+        if module.train_settings.lora is None:
             yield from module.hf_model.export_weights(chunks, torch.float32)
             return
         dense, experts = module.hf_model.export_adapter(chunks)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
-from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import FrozenBatch
 from lightning_megatron_rl.verify.gradients import export_gradients, perturb
@@ -119,7 +119,10 @@ def run_layout(
     try:
         subject = build(layout.strategy)
         module, strategy = subject.module, subject.strategy
-        prepare(module, batch, layout, max_tokens_per_microbatch)
+        module.train_settings = verification_settings(module.train_settings, layout, max_tokens_per_microbatch)
+        if isinstance(module, GRPOModule):
+            assert batch.samples is not None
+            module.replay(batch.samples)
         strategy.cluster_environment = LocalProcesses()
         strategy.timeout_s = timeout_s
         devices, num_nodes = trainer_size(layout.world_size)
@@ -148,25 +151,22 @@ def run_layout(
     return probe.measurement(module, device)
 
 
-def prepare(module: PolicyModule, batch: FrozenBatch, layout: Layout, max_tokens_per_microbatch: int | None) -> None:
-    """Put the frozen batch in the place of sampler and rewards, and fix what would blur or hide a difference."""
+def verification_settings(
+    settings: TrainingSettings, layout: Layout, max_tokens_per_microbatch: int | None
+) -> TrainingSettings:
+    """Return a module's settings without what would blur or hide a difference, and with what `layout` can take."""
     from megatron.core.optimizer import OptimizerConfig
 
-    config = module.optimizer_config or OptimizerConfig(weight_decay=0.0)
-    module.optimizer_config = replace(config, lr=_LR, min_lr=None, adam_eps=_ADAM_EPS)
-    module.lr_scheduler = None
-    if max_tokens_per_microbatch is not None:
-        module.max_tokens_per_microbatch = max_tokens_per_microbatch
+    config, overrides = settings.optimizer or OptimizerConfig(weight_decay=0.0), settings.model_config
     if layout.strategy["pipeline_model_parallel_size"] == 1:  # there is no first and last stage to give layers to
-        module.model_config = {k: v for k, v in module.model_config.items() if k not in _STAGE_OVERRIDES}
-    if isinstance(module, GRPOModule):
-        assert batch.samples is not None
-        module.engine = ReplayEngine(batch.samples)
-        module.rewards, module.reward_weights = [RecordedReward(batch.samples)], None
-        module.environment = None  # the record holds its replies
-        longest = max(len(sample.policy_ids) for sample in batch.samples)
-        module.dynamic_sampling = None  # it would draw other prompts than the frozen ones
-        module.sampling = replace(module.sampling, max_tokens=max(longest, 1))
+        overrides = {name: value for name, value in overrides.items() if name not in _STAGE_OVERRIDES}
+    return replace(
+        settings,
+        optimizer=replace(config, lr=_LR, min_lr=None, adam_eps=_ADAM_EPS),
+        lr_scheduler=None,
+        max_tokens_per_microbatch=max_tokens_per_microbatch or settings.max_tokens_per_microbatch,
+        model_config=overrides,
+    )
 
 
 class FrozenData(pl.LightningDataModule):

@@ -23,8 +23,9 @@ from lightning_megatron_rl.verify.report import Report, Row, describe_environmen
 _PARTS = 4  # micro-batches that the batch is cut into, about
 _SINGLE = parse_layout("single")
 _BALANCE_NOTE = (
-    "note: the load-balancing loss is on (moe.aux_loss_coeff={:g}); it is defined by the micro-batch (docs/moe.md), so"
-    " every layout with other micro-batches than the single process departs. Verify with --model.moe.aux_loss_coeff 0."
+    "note: the load-balancing loss is on (train.moe.aux_loss_coeff={:g}); it is defined by the micro-batch"
+    " (docs/moe.md), so every layout with other micro-batches than the single process departs. Verify with"
+    " --model.train.moe.aux_loss_coeff 0."
 )
 _LAYOUT_ARGUMENTS = set(ParallelLayout.__dataclass_fields__)
 
@@ -125,7 +126,7 @@ def verify_layouts(
         if reference.balance_coeff:
             report.note = _BALANCE_NOTE.format(reference.balance_coeff)
         names = [layout.name for layout in asked] or default_layouts(processes, has_experts=reference.num_experts > 1)
-        split = _split_budget(frozen, module.max_tokens_per_microbatch, processes)
+        split = _split_budget(frozen, module.train_settings.max_tokens_per_microbatch, processes)
         for layout in (parse_layout(name) for name in names if name != _SINGLE.name):
             budget = layout.max_tokens_per_microbatch or split
             add(

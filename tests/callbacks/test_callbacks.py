@@ -122,13 +122,14 @@ def test_samples_are_of_one_run_and_limited(worker_pool, qwen3_dir, tmp_path):
 def predict(model: Path, directory: Path, strategy: dict[str, Any], world_size: int) -> list[Any]:
     """What `SFTModule` predicts on this rank, written by two runs."""
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     found = []
     for _ in range(2):
         trainer = make_trainer(strategy, world_size, callbacks=[PredictionFiles(str(directory)), PredictionFiles()])
         data = SequenceDataModule(frozen_sequences(6), 4)
         data.predict_dataloader = data.train_dataloader  # type: ignore[method-assign]
-        found = trainer.predict(SFTModule(str(model), max_tokens_per_microbatch=64), data)
+        found = trainer.predict(SFTModule(str(model), train=TrainingSettings(max_tokens_per_microbatch=64)), data)
         trainer.strategy.barrier()
     return [[row.tolist() for row in scores.logprobs] for scores in found]
 

@@ -79,8 +79,9 @@ def test_training_starts_from_it_in_any_layout(
 
 def validate(model: Path, path: Path) -> tuple[int, dict[str, torch.Tensor]]:
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
-    module = SFTModule(str(model), max_tokens_per_microbatch=64)
+    module = SFTModule(str(model), train=TrainingSettings(max_tokens_per_microbatch=64))
     trainer = make_trainer({}, 1)
     trainer.validate(module, ValidationData(frozen_sequences(4), 4), ckpt_path=str(path), verbose=False)
     return trainer.global_step, {name: tensor.clone() for name, tensor in module.export_weights()}

@@ -37,6 +37,7 @@ from lightning_megatron_rl.rollout.protocol import (
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.weights.source import WeightSource
 from tests.drills.faults import Point, die_at
+from tests.module_options import nested
 from tests.modules.runs import length, parity
 from tests.rollout.seeded_engine import SeededEngine
 from tests.training import make_trainer
@@ -163,7 +164,7 @@ def make_module(job: Job) -> Any:
         "max_tokens_per_microbatch": 96,
     }
     if job.kind == "sft":
-        return SFTModule(**options)
+        return SFTModule(**nested(options))
     engine: RolloutEngine = WeighedEngine()
     if job.vllm:
         engine = VLLMEngine(max_model_len=64, dtype="float32", kv_cache_memory_gb=0.05, max_num_seqs=8, num_threads=1)
@@ -178,8 +179,8 @@ def make_module(job: Job) -> Any:
         "reference": ReferenceSettings(refresh_every_n_steps=2),
     }
     if job.kind == "grpo":
-        return GRPOModule(**options)
-    return PPOModule(critic=CriticSettings(warmup_rollouts=1), critic_optimizer=optimizer(2e-3), **options)
+        return GRPOModule(**nested(options))
+    return PPOModule(critic=CriticSettings(warmup_rollouts=1), critic_optimizer=optimizer(2e-3), **nested(options))
 
 
 def make_data(job: Job) -> Any:

@@ -20,6 +20,7 @@ from lightning_megatron_rl.rollout.protocol import (
     derive_seed,
 )
 from lightning_megatron_rl.weights.source import WeightViews, source_of
+from tests.module_options import nested
 from tests.modules.runs import parity, prompts
 from tests.training import Recorder, SequenceDataModule, make_trainer
 
@@ -193,9 +194,13 @@ def fit_grpo(
         updates_per_rollout=2,
         sampling=SamplingParams(max_tokens=16),
         engine=sampler,
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3),
-        max_tokens_per_microbatch=256,
-        **(module or {}),
+        **nested(
+            {
+                "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3),
+                "max_tokens_per_microbatch": 256,
+                **(module or {}),
+            }
+        ),
     )
     recorder, watcher = Recorder(), Watcher(kill_at)
     trainer = make_trainer(

@@ -34,9 +34,12 @@ def push_and_export(model: Path) -> tuple[dict[str, torch.Tensor], dict[str, tor
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
-    policy = SFTModule(str(model), optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_microbatch=64)
+    policy = SFTModule(
+        str(model), train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_microbatch=64)
+    )
     trainer = make_trainer({}, 1, max_steps=1, precision="bf16-mixed")
     trainer.fit(policy, SequenceDataModule(frozen_sequences(4), 4))
     first = policy.weights_to_push()

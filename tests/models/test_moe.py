@@ -84,8 +84,8 @@ def test_router_settings_of_a_dense_model_are_refused(settings):
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({}, {"model_config": {"moe_z_loss_coeff": 0.1}}, r"moe_z_loss_coeff=0\.1: .* set moe\.z_loss_coeff"),
-        ({}, {"model_config": {"moe_router_dtype": "fp64"}}, r"set moe\.router_dtype"),
+        ({}, {"model_config": {"moe_z_loss_coeff": 0.1}}, r"moe_z_loss_coeff=0\.1: .* set train\.moe\.z_loss_coeff"),
+        ({}, {"model_config": {"moe_router_dtype": "fp64"}}, r"set train\.moe\.router_dtype"),
         ({"router_replay": "R2"}, {"has_old_logprobs": False}, "no pass for old log-probs"),
         ({"router_replay": "R2"}, {"model_config": {"moe_router_fusion": True}}, "ignore the replay in silence"),
         ({"router_replay": "R2"}, {"model_config": {"overlap_moe_expert_parallel_comm": True}}, "take turns"),

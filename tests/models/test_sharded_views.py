@@ -72,9 +72,12 @@ def train(
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
     from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
-    policy = SFTModule(str(model), optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_microbatch=64, lora=lora)
+    policy = SFTModule(
+        str(model), train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_microbatch=64, lora=lora)
+    )
     trainer = make_trainer(strategy, world_size, max_steps=1, precision=precision)
     trainer.fit(policy, SequenceDataModule(frozen_sequences(8), 8))
     return policy

@@ -16,6 +16,7 @@ from lightning_megatron_rl.models.verification import verify as verification
 from lightning_megatron_rl.models.verification.probe import Comparison
 from lightning_megatron_rl.models.verification.probe_process import ProbeError, _environment, run_probe
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.distributed import WorkerPool
 from tests.models.verdicts import tiny
 from tests.models.workers import start_megatron
@@ -115,7 +116,10 @@ def test_overrides_of_what_is_computed_are_probed(probes, qwen3_dir):
 
 
 def test_an_unknown_mode_is_refused(qwen3_dir):
-    for make in (lambda: SFTModule(str(qwen3_dir), verify_model="maybe"), lambda: HFModel(str(qwen3_dir), verify="no")):
+    for make in (
+        lambda: SFTModule(str(qwen3_dir), train=TrainingSettings(verify_model="maybe")),
+        lambda: HFModel(str(qwen3_dir), verify="no"),
+    ):
         with pytest.raises(ValueError, match=r"verify_model='.*' is none of 'auto', 'always', 'never'"):
             make()
 

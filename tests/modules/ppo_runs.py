@@ -11,6 +11,7 @@ from lightning_megatron_rl.data.loader import GlobalBatches, ResumableLoader
 from lightning_megatron_rl.modules.critic import CriticSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.rollout.protocol import SamplingParams
+from tests.module_options import nested
 from tests.modules.runs import MAX_RESPONSE, NUM_GENERATIONS, ReplayEngine, length, parity, prompts
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
 
@@ -74,7 +75,7 @@ def fit_ppo(
         "max_tokens_per_microbatch": 96,
         **(module or {}),
     }
-    policy = PPOModule(model=str(model), **options)
+    policy = PPOModule(model=str(model), **nested(options))
     recorder, actor = Recorder(), ActorOverTime()
     runner = make_trainer(
         strategy,

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_megatron_rl.data.loader import GlobalBatches, ResumableLoader
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.preference import PreferencePair
+from tests.module_options import nested
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
 
@@ -68,7 +69,7 @@ def fit_pairs(
     config = OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.01, "adam_eps": 1e-3, **(optimizer or {})})
     classes = {"reward": RewardModule, "dpo": DPOModule}
     options: dict[str, Any] = {"max_tokens_per_microbatch": 64, "optimizer": config, **(module or {})}
-    trained = classes[kind](model=str(model), **options)
+    trained = classes[kind](model=str(model), **nested(options))
     recorder = Recorder()
     runner = make_trainer(
         strategy, world_size, **{"max_steps": steps, "callbacks": [recorder, *(callbacks or [])], **(trainer or {})}

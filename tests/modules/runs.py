@@ -11,6 +11,7 @@ from lightning_megatron_rl.rollout import replay
 from lightning_megatron_rl.rollout.protocol import SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.weights.source import WeightSource, source_of
+from tests.module_options import nested
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.training import Recorder, Run, SequenceDataModule, make_trainer
 
@@ -110,7 +111,7 @@ def fit_grpo(
         "max_tokens_per_microbatch": 96,
         **(module or {}),
     }
-    policy = (make_module or GRPOModule)(**options)
+    policy = (make_module or GRPOModule)(**nested(options))
     recorder = Recorder()
     runner = make_trainer(
         strategy, world_size, **{"max_steps": steps, "callbacks": [recorder, *(callbacks or [])], **(trainer or {})}

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.modules.dpo import DPOModule
+from tests.module_options import nested
 from tests.modules.preference_runs import fit_pairs, frozen_pairs
 from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
@@ -136,4 +137,4 @@ def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
 )
 def test_settings_that_cannot_train_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        DPOModule("nothing", **options)
+        DPOModule("nothing", **nested(options))

@@ -13,6 +13,7 @@ from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.distributed import WorkerError
 from tests.models.test_quantised import save_quantised
+from tests.module_options import nested
 from tests.modules.runs import (
     NUM_GENERATIONS,
     ReplayEngine,
@@ -147,7 +148,7 @@ def test_failing_reward_costs_its_samples_the_default_and_is_counted(worker_pool
 )
 def test_settings_that_cannot_train_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        GRPOModule(**{"model": "nothing", "rewards": [length], "engine": ReplayEngine(), **options})
+        GRPOModule(**nested({"model": "nothing", "rewards": [length], "engine": ReplayEngine(), **options}))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +236,10 @@ class ReferenceScores(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         sequences = module.last_rollout.sequences
-        lora, module.lora = module.lora, None
+        settings = module.train_settings
+        module.train_settings = replace(settings, lora=None)
         base = module.build_chunks()
-        module.lora = lora
+        module.train_settings = settings
         self.found = {
             "copies": module.reference,
             "reference": [sequence.fields["ref_logprobs"] for sequence in sequences],

@@ -11,6 +11,7 @@ from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.distributed import WorkerError
 from tests.modules.runs import ReplayEngine, fit_grpo, length
 from tests.strategy.test_megatron import LAYOUTS
@@ -65,7 +66,7 @@ def test_checkpoint_of_another_model_is_refused(worker_pool, tied_dir, tuned):
 
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"init_from='x\.ckpt' with lora"):
-        SFTModule("nothing", lora=LoRASettings(), init_from="x.ckpt")
+        SFTModule("nothing", train=TrainingSettings(lora=LoRASettings()), init_from="x.ckpt")
     options: dict[str, Any] = {"model": "nothing", "rewards": [length], "engine": ReplayEngine(), "init_from": "x.ckpt"}
     with pytest.raises(ValueError, match=r"init_from='x\.ckpt' without critic\.model"):
         PPOModule(**options)

@@ -352,7 +352,7 @@ def test_routing_of_somebody_else_is_replayed(worker_pool, qwen3_moe_dir, layout
     ("module", "message"),
     [
         ({"moe": R2, "model_config": {"moe_router_fusion": True}}, "fused top-k"),
-        ({"model_config": {"moe_aux_loss_coeff": 0.1}}, r"set moe\.aux_loss_coeff"),
+        ({"model_config": {"moe_aux_loss_coeff": 0.1}}, r"set train\.moe\.aux_loss_coeff"),
         ({"moe": MoESettings(expert_bias_update_rate=1e-3)}, "no expert bias"),
     ],
     ids=["fused", "model_config", "no bias"],

@@ -14,6 +14,7 @@ from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.models.layers.value_head import new_weight
 from lightning_megatron_rl.modules.reward_model import RewardModule, scored_at_end
+from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.distributed import WorkerError
 from tests.modules.preference_runs import fit_pairs, frozen_pairs
 from tests.selection import by_default
@@ -177,4 +178,4 @@ def test_settings_that_cannot_train_are_refused():
     with pytest.raises(ValueError, match=r"center_coef=-1\.0"):
         RewardModule("nothing", center_coef=-1.0)
     with pytest.raises(ValueError, match="max_tokens_per_microbatch=0"):
-        RewardModule("nothing", max_tokens_per_microbatch=0)
+        RewardModule("nothing", train=TrainingSettings(max_tokens_per_microbatch=0))

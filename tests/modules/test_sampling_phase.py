@@ -89,6 +89,7 @@ def fit(
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     fails = rank is None or int(os.environ["RANK"]) == rank
     engine = SleepingEngine(level, lose_at, break_at) if fails else SleepingEngine(level)
@@ -98,8 +99,7 @@ def fit(
         engine=engine,
         num_generations=NUM_GENERATIONS,
         sampling=SamplingParams(max_tokens=10),
-        optimizer=OptimizerConfig(lr=1e-3),
-        max_tokens_per_microbatch=96,
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3), max_tokens_per_microbatch=96),
     )
     parts = {"offload_while_sampling": ["parameters", "optimizer", "gradients"]}
     trainer = make_trainer({**parts, **strategy}, world_size, max_steps=2, val_check_interval=1, limit_val_batches=1)

@@ -14,6 +14,7 @@ from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.devices.facts import GPU, Extension
 from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.reference import ReferenceSettings
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
@@ -214,8 +215,7 @@ MODULE: Any = SimpleNamespace(  # what is asked of a module before its memory is
         precision_plugin=SimpleNamespace(precision="16-mixed", params_dtype=torch.float16),
         layout=SimpleNamespace(context_parallel_size=1),
     ),
-    model_config={},
-    layer_backend="torch",
+    train_settings=TrainingSettings(layer_backend="torch"),
 )
 
 

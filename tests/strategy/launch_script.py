@@ -49,6 +49,7 @@ def main() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     recorder = Recorder()
     callbacks: list[pl.Callback] = [recorder]
@@ -72,7 +73,10 @@ def main() -> None:
     )
     (options.out / f"{trainer.local_rank}.pid").write_text(str(os.getpid()))
     module = SFTModule(
-        options.model, OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3), max_tokens_per_microbatch=64
+        options.model,
+        train=TrainingSettings(
+            optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3), max_tokens_per_microbatch=64
+        ),
     )
     trainer.fit(module, SequenceDataModule(frozen_sequences(8), 4))
     steps = [{name: step[name] for name in ("policy/loss", "policy/grad_norm")} for step in recorder.steps]

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.training import Recorder, Run, SequenceDataModule, fit_sft, frozen_sequences, make_trainer
 
@@ -142,7 +143,9 @@ def evaluate_and_fit_twice(model: Path, strategy: dict[str, Any], world_size: in
     """Use one module in every entry point of the Trainer, each with a Trainer of its own."""
     from megatron.core.optimizer import OptimizerConfig
 
-    policy = SFTModule(str(model), OptimizerConfig(**SGD), max_tokens_per_microbatch=64)
+    policy = SFTModule(
+        str(model), train=TrainingSettings(optimizer=OptimizerConfig(**SGD), max_tokens_per_microbatch=64)
+    )
     sequences = frozen_sequences(8)
 
     def trainer() -> pl.Trainer:
@@ -210,8 +213,7 @@ def fit_monitored(model: Path, directory: Path, save_last: Any, strategy: dict[s
         enable_checkpointing=True,
         callbacks=[stopping, keeper],
     )
-    policy = SFTModule(str(model), max_tokens_per_microbatch=64)
-    policy.optimizer_config = _adam()
+    policy = SFTModule(str(model), train=TrainingSettings(_adam(), max_tokens_per_microbatch=64))
     trainer.fit(policy, UnevenDataModule(frozen_sequences(32), 4))
     best = trainer.validate(policy, UnevenDataModule(frozen_sequences(4), 4), ckpt_path="best", verbose=False)[0]
     return {
@@ -252,7 +254,10 @@ def test_early_stopping_and_checkpoints_by_a_metric(worker_pool, qwen3_dir, tmp_
 def evaluation_modes(model: Path, world_size: int) -> list[bool]:
     """Whether each loop that evaluates does so in inference mode, under the Trainer's defaults."""
     trainer = make_trainer({}, world_size, max_steps=1)
-    trainer.fit(SFTModule(str(model), max_tokens_per_microbatch=64), SequenceDataModule(frozen_sequences(4), 4))
+    trainer.fit(
+        SFTModule(str(model), train=TrainingSettings(max_tokens_per_microbatch=64)),
+        SequenceDataModule(frozen_sequences(4), 4),
+    )
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     return [loop.inference_mode for loop in loops]
 

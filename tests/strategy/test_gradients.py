@@ -327,10 +327,14 @@ def fit_whole(model: Path, strategy: dict[str, Any], world_size: int, **options:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     seen = WholeGradients()
     module = SFTModule(
-        str(model), OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3), max_tokens_per_microbatch=64
+        str(model),
+        train=TrainingSettings(
+            optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3), max_tokens_per_microbatch=64
+        ),
     )
     trainer = make_trainer(strategy, world_size, max_steps=2, callbacks=[seen], **options)
     trainer.fit(module, SequenceDataModule(frozen_sequences(8), 4))

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron_rl.compat.csv_logger import AppendingWriter
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities.files import Lock
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
@@ -51,7 +52,9 @@ class Logs:
     def module(self) -> SFTModule:
         from megatron.core.optimizer import OptimizerConfig
 
-        return SFTModule(str(self.model), OptimizerConfig(lr=1e-3), max_tokens_per_microbatch=64)
+        return SFTModule(
+            str(self.model), train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3), max_tokens_per_microbatch=64)
+        )
 
     def fit(self, steps: int, ckpt_path: Path | None = None) -> tuple[str, Any]:
         trainer = self.trainer(steps)

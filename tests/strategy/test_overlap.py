@@ -14,6 +14,7 @@ from lightning_megatron_rl.checkpoints.saving import Contents
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy import megatron
 from tests.selection import by_default
 from tests.strategy.test_megatron import assert_same_run
@@ -211,7 +212,10 @@ def fit_with_readers(model: Path, directory: Path, ddp: dict[str, Any], force: b
             enable_checkpointing=True,
             callbacks=[readers, keeper, recorder],
         )
-        policy = SFTModule(str(model), OptimizerConfig(lr=1e-2, adam_eps=1e-3), max_tokens_per_microbatch=64)
+        policy = SFTModule(
+            str(model),
+            train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-3), max_tokens_per_microbatch=64),
+        )
         data = frozen_sequences(24)
         if ckpt_path:  # this loader starts from its beginning
             data = data[16:] + data[:16]

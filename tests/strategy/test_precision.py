@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from tests.strategy.test_megatron import RELATIVE
 from tests.strategy.test_saving import OrderedDataModule
@@ -178,7 +179,9 @@ def fit_and_resume(
             callbacks=[keeper, facts, recorder],
             **precision(name),
         )
-        policy = SFTModule(str(model), OptimizerConfig(**optimizer), max_tokens_per_microbatch=64)
+        policy = SFTModule(
+            str(model), train=TrainingSettings(optimizer=OptimizerConfig(**optimizer), max_tokens_per_microbatch=64)
+        )
         data = frozen_sequences(16)
         if ckpt_path:  # this loader starts from its beginning
             data = data[8:] + data[:8]

@@ -20,6 +20,7 @@ from lightning_megatron_rl.checkpoints import format as checkpoint_io
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 
@@ -58,7 +59,10 @@ class OrderedDataModule(SequenceDataModule):
 def make_module(model: Path) -> SFTModule:
     from megatron.core.optimizer import OptimizerConfig
 
-    return SFTModule(str(model), OptimizerConfig(lr=1e-3, adam_eps=1e-3), max_tokens_per_microbatch=64)
+    return SFTModule(
+        str(model),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3, adam_eps=1e-3), max_tokens_per_microbatch=64),
+    )
 
 
 def save_and_resume(model: Path, directory: Path, world_size: int) -> dict[str, Any]:
@@ -195,7 +199,7 @@ class OwnTensors(SFTModule):
     """A user's module with a buffer that it changes, one that is not persistent, a parameter and a metric."""
 
     def __init__(self, model: str, optimizer: Any, variant: str = "") -> None:
-        super().__init__(model, optimizer, max_tokens_per_microbatch=64)
+        super().__init__(model, TrainingSettings(optimizer, max_tokens_per_microbatch=64))
         if variant != "without":
             self.register_buffer("seen", torch.zeros(2 if variant != "longer" else 3))
         if variant == "extra":
@@ -247,7 +251,7 @@ def save_and_load_own_tensors(model: Path, directory: Path, world_size: int) -> 
     trainer, module = fit(2, None)
     trainer.save_checkpoint(path)
     found = {"saved": module.own(), "resumed": fit(3, path)[1].own()}
-    evaluated = OwnTensors(str(model), OptimizerConfig(lr=1e-3))
+    evaluated = OwnTensors(str(model), train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3)))
     make_trainer({}, world_size).validate(evaluated, SequenceDataModule(frozen_sequences(4), 4), ckpt_path=path)
     found["validated"] = evaluated.own()
     found["refusals"] = {variant: refusal(variant) for variant in ("without", "extra", "longer")}

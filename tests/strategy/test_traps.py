@@ -76,11 +76,12 @@ def set_up(model: Path, strategy: dict[str, Any], world_size: int, sharded_in_dd
     from megatron.core.utils import get_model_config
 
     from lightning_megatron_rl.modules.sft import SFTModule
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
     policy = SFTModule(
         str(model),
         # flags of the user's that contradict each other, and perhaps the strategy
-        OptimizerConfig(lr=1e-3, use_distributed_optimizer=not sharded_in_ddp_config),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=not sharded_in_ddp_config)),
     )
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=sharded_in_ddp_config, check_for_nan_in_grad=True
@@ -170,8 +171,12 @@ def update_with_idle_replicas(model: Path, strategy: dict[str, Any], world_size:
     from megatron.core.utils import get_model_config
 
     from lightning_megatron_rl.modules.sft import SFTModule, token_nll
+    from lightning_megatron_rl.modules.training import TrainingSettings
 
-    policy = SFTModule(str(model), OptimizerConfig(lr=1e-3, adam_eps=1e-3), max_tokens_per_microbatch=40)
+    policy = SFTModule(
+        str(model),
+        train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3, adam_eps=1e-3), max_tokens_per_microbatch=40),
+    )
     trainer = make_trainer(strategy, world_size, max_steps=0)
     sequences = frozen_sequences(8)
     trainer.fit(policy, SequenceDataModule(sequences, 8))

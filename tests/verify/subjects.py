@@ -12,10 +12,11 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.job import Subject
+from tests.module_options import nested
 
 
 def sft(model: Path, layout: dict[str, Any], module: type[SFTModule] = SFTModule, **options: Any) -> Subject:
-    return Subject(module(model=str(model), **options), MegatronStrategy(**layout))
+    return Subject(module(model=str(model), **nested(options)), MegatronStrategy(**layout))
 
 
 def grpo(model: Path, layout: dict[str, Any], **options: Any) -> Subject:
@@ -30,7 +31,7 @@ def grpo(model: Path, layout: dict[str, Any], **options: Any) -> Subject:
         "sampling": SamplingParams(temperature=0.8, max_tokens=10),
         "loss": GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation="seq_mean_token_mean"),
     }
-    return Subject(GRPOModule(model=str(model), **{**settings, **options}), MegatronStrategy(**layout))
+    return Subject(GRPOModule(model=str(model), **nested({**settings, **options})), MegatronStrategy(**layout))
 
 
 def never_called(samples: list[Any]) -> list[float]:
@@ -84,7 +85,7 @@ class FaultySFT(SFTModule):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        fault = self.faults.get(self.max_tokens_per_microbatch)
+        fault = self.faults.get(self.train_settings.max_tokens_per_microbatch)
         if fault is None or self.trainer.global_rank != fault.rank:
             return
         found = [parameter for name, parameter in self.model.named_parameters() if fault.name in name]

@@ -72,11 +72,11 @@ def test_users_own_wrong_module_is_caught(qwen3_dir, tmp_path, capsys):
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--batch", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--layoutz", "tp2"], "unknown key layoutz"),
-        (["--model.init_args.packin", "true"], "unknown key model.packin; did you mean packing?"),
+        (["--model.init_args.train.packin", "true"], "unknown key model.train.packin; did you mean packing?"),
         (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: verify-layout compares layouts of MegatronStrategy"),
         (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "BoringModel is no PolicyModule"),
         (["--out", "nowhere/report.json"], "--out nowhere/report.json: there is no directory"),
-        (["--model.max_tokens_per_microbatch", "0"], "max_tokens_per_microbatch=0"),
+        (["--model.train.max_tokens_per_microbatch", "0"], "max_tokens_per_microbatch=0"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_in_a_line(qwen3_dir, tmp_path, capsys, arguments, message):
@@ -107,8 +107,8 @@ def test_config_is_built_with_the_layout_in_place_of_its_own(qwen3_dir, tmp_path
     assert not subject.strategy.layout.sequence_parallel
     assert subject.strategy.use_distributed_optimizer
     assert subject.trainer["gradient_clip_val"] == 1.0
-    assert subject.module.optimizer_config is not None
-    assert subject.module.optimizer_config.adam_beta2 == 0.98
+    assert subject.module.train_settings.optimizer is not None
+    assert subject.module.train_settings.optimizer.adam_beta2 == 0.98
     by_name = FromConfig(["--config", str(changed(config, tmp_path / "n.yaml", "trainer.strategy", "megatron"))])
     assert by_name(parse_layout("tp2").strategy).strategy.layout.tensor_model_parallel_size == 2
 

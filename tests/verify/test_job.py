@@ -2,12 +2,8 @@
 
 from examples.environments.guessing import NumberGuessing
 from lightning_megatron_rl.modules.grpo import GRPOModule
-from lightning_megatron_rl.modules.rollout_batch import to_sequence
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
-from lightning_megatron_rl.verify.batch import FrozenBatch
-from lightning_megatron_rl.verify.job import prepare
-from lightning_megatron_rl.verify.layouts import parse_layout
 
 
 def test_recorded_episodes_are_replayed_without_their_environment():
@@ -15,7 +11,7 @@ def test_recorded_episodes_are_replayed_without_their_environment():
     prompt = Prompt([5, 6], "p")
     sample = Sample(prompt, [7, 8, 8, 9], [-0.1, 0, 0, -0.2], reward=2.0, turns=[Turn(0, 1), Turn(3, 4)])
     sample.outcome = Outcome("done")
-    prepare(module, FrozenBatch("mine", [to_sequence(sample)], [sample]), parse_layout("dp1"), None)
+    module.replay([sample])
     assert module.environment is None
     assert isinstance(module.engine, ReplayEngine)
     assert module.rewards[0]([sample]) == [2.0]

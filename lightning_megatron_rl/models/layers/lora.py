@@ -49,7 +49,7 @@ class LoRASettings:
         ValueError: A rank below 1, an alpha that is not positive, a dropout outside [0, 1), no targets, or DoRA.
 
     Example:
-        ``SFTModule(model="Qwen/Qwen3-0.6B", lora=LoRASettings(rank=8, target_modules=["linear_qkv", "linear_proj"]))``
+        ``SFTModule(model="Qwen/Qwen3-0.6B", train=TrainingSettings(lora=LoRASettings(rank=8)))``
     """
 
     rank: int = 16
@@ -60,14 +60,14 @@ class LoRASettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_ranges(_RANGES, vars(self), "lora.")
+        check_ranges(_RANGES, vars(self), "train.lora.")
         if not self.target_modules:
-            raise ValueError(f"lora.target_modules is empty: name linear layers, e.g. {_ALL_LINEAR}.")
+            raise ValueError(f"train.lora.target_modules is empty: name linear layers, e.g. {_ALL_LINEAR}.")
         if self.dora:
             raise ValueError(
-                "lora.dora=True: Megatron-Bridge 0.6.2 leaves DoRA's magnitudes out of merged and of exported weights,"
-                " and takes norms over one tensor-parallel rank's part of a row; sampler and trainer would differ. Use"
-                " LoRA (dora=False)."
+                "train.lora.dora=True: Megatron-Bridge 0.6.2 leaves DoRA's magnitudes out of merged and of exported"
+                " weights, and takes norms over one tensor-parallel rank's part of a row; sampler and trainer would"
+                " differ. Use LoRA (dora=False)."
             )
 
     def identity(self, base: str) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class LoRASettings:
         """Raise `ValueError` if the rank cannot be split over the tensor-parallel ranks."""
         if self.rank % tensor_model_parallel_size:
             raise ValueError(
-                f"lora.rank={self.rank} is split over tensor_model_parallel_size={tensor_model_parallel_size}, but"
-                f" {self.rank} % {tensor_model_parallel_size} = {self.rank % tensor_model_parallel_size}: use a"
+                f"train.lora.rank={self.rank} is split over tensor_model_parallel_size={tensor_model_parallel_size},"
+                f" but {self.rank} % {tensor_model_parallel_size} = {self.rank % tensor_model_parallel_size}: use a"
                 " multiple."
             )
 
@@ -113,14 +113,14 @@ def check_targets(chunks: list[nn.Module], settings: LoRASettings) -> list[nn.Mo
     for target in settings.target_modules:
         if not any(_fits(target, name) for name in names):
             raise ValueError(
-                f"lora.target_modules: {target!r} matches no linear layer. There are"
+                f"train.lora.target_modules: {target!r} matches no linear layer. There are"
                 f" {', '.join(sorted({name.rpartition('.')[2] for name in names}))}, in full for example {names[0]};"
                 " a target is one of the former, or a pattern of the latter with *."
             )
     if not all(found for _, founds in everywhere for found in founds):
         raise ValueError(
-            f"lora.target_modules={settings.target_modules} adapts no layer of some pipeline stage or expert-parallel"
-            " rank, which then has nothing to train: use fewer of them, or targets in each."
+            f"train.lora.target_modules={settings.target_modules} adapts no layer of some pipeline stage or"
+            " expert-parallel rank, which then has nothing to train: use fewer of them, or targets in each."
         )
     raise_everywhere(_expert_problem(chunks[0].config, [name for names in targeted for name in names], settings))
     return chunks
@@ -137,14 +137,14 @@ def _expert_problem(config: Any, names: Sequence[str], settings: LoRASettings) -
     experts = [name for name in names if _EXPERTS in name]
     if experts and ".local_experts." not in experts[0]:
         return (
-            f"lora.target_modules adapts grouped experts ({experts[0]}), whose adapters are not supported: set"
+            f"train.lora.target_modules adapts grouped experts ({experts[0]}), whose adapters are not supported: set"
             " model_config={'moe_grouped_gemm': False}, or target '*.self_attention.*' only."
         )
     size = parallel_state.get_expert_tensor_parallel_world_size()
     if experts and settings.rank % size:
         return (
-            f"lora.rank={settings.rank} is split over expert_tensor_parallel_size={size} in experts ({experts[0]}), but"
-            f" {settings.rank} % {size} = {settings.rank % size}: use a multiple."
+            f"train.lora.rank={settings.rank} is split over expert_tensor_parallel_size={size} in experts"
+            f" ({experts[0]}), but {settings.rank} % {size} = {settings.rank % size}: use a multiple."
         )
     return None
 

@@ -36,7 +36,7 @@ class MoESettings:
         ValueError: A negative coefficient or rate.
 
     Example:
-        ``GRPOModule(..., moe=MoESettings(router_replay="R2"))``
+        ``GRPOModule(..., train=TrainingSettings(moe=MoESettings(router_replay="R2")))``
     """
 
     aux_loss_coeff: float | None = None
@@ -48,7 +48,7 @@ class MoESettings:
 
     def __post_init__(self) -> None:
         names = ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate")
-        check_ranges(dict.fromkeys(names, NOT_NEGATIVE.called("0 turns it off")), vars(self), "moe.")
+        check_ranges(dict.fromkeys(names, NOT_NEGATIVE.called("0 turns it off")), vars(self), "train.moe.")
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the fields of Megatron's `TransformerConfig`; its own router losses are off, see `routers`."""
@@ -110,13 +110,13 @@ def resolve_moe_settings(
         if name in model_config:
             raise ValueError(
                 f"model_config: {name}={model_config[name]!r}: routers have one place for their settings: set"
-                f" moe.{setting} (MoESettings) in its place."
+                f" train.moe.{setting} (MoESettings) in its place."
             )
     replaying = settings.router_replay != "none"
     if replaying and not has_old_logprobs:
         raise ValueError(
-            f"moe.router_replay={settings.router_replay!r}: this method has no pass for old log-probs whose routing its"
-            " update could replay: leave it at 'none'."
+            f"train.moe.router_replay={settings.router_replay!r}: this method has no pass for old log-probs whose"
+            " routing its update could replay: leave it at 'none'."
         )
     for name in ("moe_router_fusion", "overlap_moe_expert_parallel_comm"):
         if replaying and model_config.get(name):
@@ -126,7 +126,7 @@ def resolve_moe_settings(
                 " them up",
             }[name]
             raise ValueError(
-                f"moe.router_replay={settings.router_replay!r} with model_config {name}=True: {reason}."
+                f"train.moe.router_replay={settings.router_replay!r} with model_config {name}=True: {reason}."
                 f" Remove {name} or set router_replay='none'."
             )
     coeff = settings.aux_loss_coeff
@@ -134,8 +134,8 @@ def resolve_moe_settings(
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             if getattr(settings, name):
                 raise ValueError(
-                    f"moe.freeze_router=True with moe.{name}={getattr(settings, name)}: the loss would act on a router"
-                    f" that does not learn. Set {name}=0 or freeze_router=False."
+                    f"train.moe.freeze_router=True with train.moe.{name}={getattr(settings, name)}: the loss would act"
+                    f" on a router that does not learn. Set {name}=0 or freeze_router=False."
                 )
         coeff = 0.0
     return replace(settings, aux_loss_coeff=default_aux_loss_coeff if coeff is None else coeff)

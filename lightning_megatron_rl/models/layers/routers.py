@@ -75,8 +75,8 @@ class RouterHooks:
         self.config = get_model_config(chunks[0])
         if settings.expert_bias_update_rate and not self.config.moe_router_enable_expert_bias:
             raise ValueError(
-                f"moe.expert_bias_update_rate={settings.expert_bias_update_rate}: this model's routers have no expert"
-                " bias. Set it to 0, or balance with moe.aux_loss_coeff."
+                f"train.moe.expert_bias_update_rate={settings.expert_bias_update_rate}: this model's routers have no"
+                " expert bias. Set it to 0, or balance with train.moe.aux_loss_coeff."
             )
         self.routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         for layer, router in enumerate(self.routers):
@@ -112,7 +112,7 @@ class RouterHooks:
                 with one of another shape or of experts that are not.
         """
         if mode != "free" and self.settings.router_replay == "none":
-            raise ValueError(f"routing={mode!r} needs moe.router_replay='R2'; this run has 'none'")
+            raise ValueError(f"routing={mode!r} needs train.moe.router_replay='R2'; this run has 'none'")
         tokens = sum(lengths) if mode == "record" else 0
         shape = (tokens, len(self.routers), self.config.moe_router_topk)
         whole = torch.zeros(shape, dtype=torch.int32, device=self.device)

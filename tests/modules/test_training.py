@@ -1,0 +1,61 @@
+"""`TrainingSettings`: its ranges, and what becomes of arguments that were modules' own."""
+
+import inspect
+
+import pytest
+
+from lightning_megatron_rl.modules.dpo import DPOModule
+from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.ppo import PPOModule
+from lightning_megatron_rl.modules.reward_model import RewardModule
+from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import MOVED, TrainingSettings
+
+MODULES = (SFTModule, DPOModule, RewardModule, GRPOModule, PPOModule)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_moved_argument_is_refused_with_its_new_place(module):
+    for name in MOVED:
+        with pytest.raises(TypeError, match=rf"^{module.__name__}: `{name}` is now `train\.{name}`\."):
+            module("nothing", **{name: None})
+
+
+def test_other_unknown_arguments_are_python_s():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'packin'"):
+        SFTModule("nothing", packin=True)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'rewards'"):
+        GRPOModule("nothing")
+
+
+def test_second_argument_is_no_optimizer():
+    with pytest.raises(TypeError, match=r"train is a TrainingSettings, not a dict"):
+        SFTModule("nothing", {"lr": 1e-3})
+
+
+def test_subclass_may_have_an_argument_of_that_name():
+    class Own(SFTModule):
+        def __init__(self, model: str, packing: str) -> None:
+            super().__init__(model)
+            self.own_packing = packing
+
+    assert Own("nothing", packing="dense").own_packing == "dense"
+    assert "train" in inspect.signature(SFTModule).parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens_per_microbatch": 0}, r"^train\.max_tokens_per_microbatch=0 must be at least 1"),
+        ({"logprob_chunk_size": 0.5}, r"^train\.logprob_chunk_size=0\.5 must be a whole number"),
+        ({"verify_model": "maybe"}, "verify_model='maybe' is none of"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingSettings(**options)
+
+
+def test_setting_that_a_reward_model_has_no_use_for_warns():
+    with pytest.warns(UserWarning, match="logprob_chunk_size=64 does nothing"):
+        RewardModule("nothing", train=TrainingSettings(logprob_chunk_size=64))
