@@ -49,9 +49,6 @@ def main(args: list[str] | None = None) -> None:
 
     Args:
         args: Command line without the program's name; the process's own if not given.
-
-    Example:
-        ``main(["fit", "--config", "configs/demo/sft.yaml"])``
     """
     arguments = sys.argv[1:] if args is None else args
     if not arguments or arguments in (["--help"], ["-h"]):

@@ -268,9 +268,6 @@ def run(args: list[str] | None = None) -> LightningCLI:
 
     Args:
         args: Command line without the program's name; the process's own if not given.
-
-    Example:
-        ``run(["fit", "--config", "configs/demo/grpo.yaml"])``
     """
     return CommandLine(args)
 

@@ -7,11 +7,7 @@ from typing import Any
 
 @dataclass
 class Prompt:
-    """One prompt of a data set, tokenised once; token ids are never produced from text again.
-
-    Example:
-        ``Prompt(token_ids=[5, 9], text="1+1=", answer="2", index=0)``
-    """
+    """One prompt of a data set, tokenised once; token ids are never produced from text again."""
 
     token_ids: list[int]  # [prompt tokens], chat template applied
     text: str  # what the ids decode to, for rewards and logs
@@ -27,11 +23,7 @@ class Prompt:
 
 @dataclass
 class Turn:
-    """What the policy wrote in one turn of an episode: tokens `start` to `stop` of the response.
-
-    Example:
-        ``Turn(start=0, stop=2, text="3*4=", reward=0.1)``
-    """
+    """What the policy wrote in one turn of an episode: tokens `start` to `stop` of the response."""
 
     start: int  # of the first token, in the response
     stop: int  # behind the last one
@@ -41,11 +33,7 @@ class Turn:
 
 @dataclass
 class Outcome:
-    """How an episode ended.
-
-    Example:
-        ``Outcome("done", reward=1.0, success=True)``
-    """
+    """How an episode ended."""
 
     reason: str  # "done", "max_turns", "length" when the token limits left no room, "error"
     reward: float = 0.0  # given at the end, beside those of the turns; of an error what the sample gets in all
@@ -65,9 +53,6 @@ class Sample:
 
     A response of several turns is one transcript: what the policy wrote and, between its turns, what the environment
     replied. `turns` says which is which; a response without `turns` is all the policy's.
-
-    Example:
-        ``Sample(prompt=prompt, response_ids=[7, 2], response_logprobs=[-0.1, -0.3], response="2")``
     """
 
     prompt: Prompt

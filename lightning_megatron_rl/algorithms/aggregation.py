@@ -66,9 +66,6 @@ def aggregation(choice: str | Aggregation) -> Aggregation:
 
     Raises:
         ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
-
-    Example:
-        ``aggregation("token_mean")``
     """
     return choose(AGGREGATIONS, choice, "aggregation", ("counts", "lengths", "group_lengths", "max_length"))
 

@@ -14,9 +14,6 @@ class Correction(Protocol):
 
     All are `[b, s]`, a row is one whole sequence, and the bool `mask` marks the tokens that count. A weight of 0
     rejects a token, which keeps its place in the denominator.
-
-    Example:
-        ``def trust(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor: return mask.float()``
     """
 
     def __call__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Returned:

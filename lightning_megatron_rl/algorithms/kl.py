@@ -12,11 +12,7 @@ MAX_K3 = 10.0  # one token with a vanishing probability must not outweigh the ba
 
 
 class KLEstimator(Protocol):
-    """From log-probs under π and π_ref of tokens sampled by π, of one shape, to an estimate per token of the KL.
-
-    Example:
-        ``def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: return (logprobs - ref_logprobs).abs()``
-    """
+    """From log-probs under π and π_ref of tokens sampled by π, of one shape, to an estimate per token of the KL."""
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Returned:
         """Return the estimate of each token, a tensor; the gradient of `logprobs` is kept."""

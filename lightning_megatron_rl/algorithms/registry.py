@@ -35,9 +35,6 @@ def choose[T: Callable[..., Any]](
     Raises:
         ValueError: An unknown name, with those that exist; a path that cannot be imported; something that cannot be
             called with the arguments.
-
-    Example:
-        ``choose(POLICY_LOSSES, "my_package.losses.reinforce", "policy loss")``
     """
     if isinstance(choice, str) and (choice in registry or "." not in choice):
         return lookup(registry, choice, kind)

@@ -62,9 +62,6 @@ class HFExport(Callback):
         average: Export the average that a `WeightAverage` callback keeps, in place of the weights themselves.
         on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
             lists the failures (exit code 1); with "warn" it ends as if nothing had been; "raise" stops it at once.
-
-    Example:
-        ``Trainer(callbacks=[HFExport(dirpath="runs/grpo/hf")])``
     """
 
     def __init__(

@@ -24,9 +24,6 @@ class MemorySnapshot(Callback):
     Raises:
         ValueError: A negative step, or nothing to remember.
         RuntimeError: When the run starts: it is not on CUDA.
-
-    Example:
-        ``Trainer(callbacks=[MemorySnapshot("runs/memory", steps=[2])])``
     """
 
     def __init__(self, directory: str, steps: list[int] | None = None, max_entries: int = 100_000) -> None:

@@ -66,11 +66,7 @@ def describe_run(module: Any, proof: str) -> RunFacts:
 
 
 def describe_data(data: Any) -> str:
-    """Return a data module's class, and the sources that it has.
-
-    Example:
-        ``PromptDataModule: train_source=JSONLines(path='prompts.jsonl'), batch_size=16``
-    """
+    """Return a data module's class, and the sources that it has."""
     settings = plain_settings(data)
     named = {name: repr(value) for name, value in vars(data).items() if name in ("train_source", "val_sources")}
     listed = ", ".join(f"{name}={_short(value)}" for name, value in {**named, **settings}.items())
@@ -84,9 +80,6 @@ def plain_settings(owner: Any) -> dict[str, str]:
 
     Args:
         owner: Module or data module.
-
-    Example:
-        ``{"num_generations": "8", "sampling.temperature": "1.0", ...}``
     """
     found: dict[str, str] = {}
     for name, value in kept_arguments(owner).items():
@@ -130,11 +123,7 @@ def _short(text: str) -> str:
 
 
 def git_commit(directory: Path) -> str | None:
-    """Return the commit that is checked out in a directory, and whether files differ from it; None outside of git.
-
-    Example:
-        ``"1a2b3c... with local changes"``
-    """
+    """Return the commit that is checked out in a directory, and whether files differ from it; None outside of git."""
     answers = []
     for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
@@ -160,9 +149,6 @@ def format_card(facts: RunFacts, *, adapter: bool) -> str:
     Args:
         facts: Of the run.
         adapter: The directory holds adapters in PEFT's format.
-
-    Example:
-        ``format_card(facts, adapter=False).startswith("---\\nbase_model: Qwen/Qwen3-0.6B")``
     """
     fields = {
         "base_model": facts.base_model,

@@ -27,9 +27,6 @@ class PredictionFiles(Callback):
     Args:
         dirpath: Directory of the files ``predictions-dp<replica>.jsonl``; the logger's if not given. A file that is
             there already stays: then it is ``predictions-dp<replica>-2.jsonl`` and so on.
-
-    Example:
-        ``Trainer(callbacks=[PredictionFiles("runs/predictions")])``
     """
 
     def __init__(self, dirpath: str | None = None) -> None:

@@ -38,9 +38,6 @@ class RolloutSamples(Callback):
         max_file_mb: Size in 10^6 bytes at which a file gets no more samples. None for no limit.
 
     What the limits leave out is said once when it begins, and as a number at the end.
-
-    Example:
-        ``Trainer(callbacks=[RolloutSamples(num_samples=2, every_n_steps=10)])``
     """
 
     def __init__(

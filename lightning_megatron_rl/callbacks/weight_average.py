@@ -33,9 +33,6 @@ class WeightAverage(Callback):
 
     Raises:
         ValueError: A decay outside (0, 1), numbers of steps that are none, or two of these callbacks.
-
-    Example:
-        ``Trainer(callbacks=[WeightAverage(decay=0.99), HFExport("runs/ema", average=True)])``
     """
 
     def __init__(

@@ -23,9 +23,6 @@ class WeightSync(Callback):
 
     The version is the Trainer's `global_step`, so a run that was restored pushes what it restored. `GRPOModule` adds
     this callback by itself unless the Trainer has one.
-
-    Example:
-        ``Trainer(callbacks=[WeightSync()])``
     """
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -86,11 +86,7 @@ def _root_logger_kept() -> Iterator[None]:
 
 @functools.cache
 def import_lora() -> Any:
-    """Return Megatron-Bridge's `LoRA` class, which wraps a linear layer into one with an adapter.
-
-    Example:
-        ``import_lora()(target_modules=["linear_qkv"], dim=8, alpha=16)``
-    """
+    """Return Megatron-Bridge's `LoRA` class, which wraps a linear layer into one with an adapter."""
     _import_conversion()
     utils = importlib.import_module("megatron.bridge.peft.utils")
     if importlib.util.find_spec("transformer_engine") is None:

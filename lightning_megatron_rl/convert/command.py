@@ -79,9 +79,6 @@ def main(args: list[str]) -> int:
 
     Args:
         args: Arguments after `convert`.
-
-    Example:
-        ``main(["Qwen/Qwen3-0.6B", "qwen3.ckpt", "--verify"])``
     """
     try:
         return _convert(args)

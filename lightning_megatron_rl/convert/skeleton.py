@@ -50,9 +50,6 @@ class Skeleton:
         dtype: Of the parameters.
         lora: Adapters on it; a checkpoint then holds those alone.
         prefix: Of its names in a checkpoint: that of a model saved beside the trained one.
-
-    Example:
-        ``with single_process(): Skeleton(HFModel("Qwen/Qwen3-0.6B"), torch.bfloat16).bytes``
     """
 
     def __init__(

@@ -52,11 +52,7 @@ class _ValueSettingsOnly(_SettingsOnly, ValueModel):
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One of the models in a distributed checkpoint, with what its conversion needs.
-
-    Example:
-        ``StoredModel.find(Path("runs/grpo/step=100.ckpt"), part="critic")``
-    """
+    """One of the models in a distributed checkpoint, with what its conversion needs."""
 
     path: Path  # the checkpoint
     description: dict[str, Any]  # of the checkpoint

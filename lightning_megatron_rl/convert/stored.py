@@ -104,11 +104,7 @@ class _Into(DefaultLoadPlanner):
 
 
 class StoredTasks(Sequence[Any]):
-    """Megatron-Bridge's conversion tasks with the weights that a checkpoint has, each read when it is its turn.
-
-    Example:
-        ``model.export_weights(skeleton.chunks, tasks=StoredTasks(skeleton, stored))``
-    """
+    """Megatron-Bridge's conversion tasks with the weights that a checkpoint has, each read when it is its turn."""
 
     def __init__(self, skeleton: Skeleton, stored: StoredTensors) -> None:
         self._skeleton, self._stored = skeleton, stored

@@ -59,11 +59,7 @@ class StreamedShards(StagedShards):
 
 
 def stage_streamed(sharded: dict[str, Any], directory: Path, *, make: Callable[[Tensor], Tensor]) -> StagedShards:
-    """Plan a save of a sharded state dict on the meta device; see `StreamedShards`.
-
-    Example:
-        ``PendingCheckpoint(..., stage=partial(stage_streamed, make=make))``
-    """
+    """Plan a save of a sharded state dict on the meta device; see `StreamedShards`."""
     staged = StreamedShards(directory, make)
     plan_save(sharded, staged, content_metadata())
     return staged

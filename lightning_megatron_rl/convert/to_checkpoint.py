@@ -75,9 +75,6 @@ def write_checkpoint(model: HFModel, destination: Path, dtype: torch.dtype | Non
     Raises:
         ValueError: `destination` is not empty, or the model lacks weights.
         OSError: There is no room for it, or it cannot be written.
-
-    Example:
-        ``with single_process(): write_checkpoint(HFModel("Qwen/Qwen3-0.6B"), Path("qwen.ckpt"))``
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists and is not empty: remove it or choose another directory")

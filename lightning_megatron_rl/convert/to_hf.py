@@ -25,9 +25,6 @@ class HFConversion:
 
     Raises:
         ValueError: The checkpoint is of another model.
-
-    Example:
-        ``conversion = HFConversion(StoredModel.find(path)); conversion.write(Path("hf")); conversion.verify(...)``
     """
 
     def __init__(self, stored: StoredModel, dtype: torch.dtype | None = None) -> None:

@@ -30,9 +30,6 @@ class ArithmeticRows:
 
     Raises:
         ValueError: for a share outside 0 to 1, or when called, if there are too few such problems.
-
-    Example:
-        ``ArithmeticRows("train", size=2)()``
     """
 
     def __init__(
@@ -80,9 +77,6 @@ class ArithmeticPairs:
 
     Raises:
         ValueError: when called, if there are too few such problems.
-
-    Example:
-        ``ArithmeticPairs("train", size=2)()``
     """
 
     def __init__(

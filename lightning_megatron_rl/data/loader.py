@@ -124,9 +124,6 @@ class EvaluationLoader[Item]:
 
     Neither loader is a `DataLoader`: the items are in memory already, and Lightning leaves other iterables alone
     instead of building them again around a sampler of its own.
-
-    Example:
-        ``EvaluationLoader(prompts, GlobalBatches(len(prompts), batch_size=64))``
     """
 
     def __init__(self, items: Sequence[Item], batches: GlobalBatches) -> None:
@@ -150,9 +147,6 @@ class ResumableLoader[Item]:
 
     Raises:
         ValueError: when restored within an epoch whose batches would be others than those of the checkpoint.
-
-    Example:
-        ``ResumableLoader(prompts, GlobalBatches(len(prompts), batch_size=64, shuffle=True, drop_last=True))``
     """
 
     def __init__(self, items: Sequence[Item], batches: GlobalBatches) -> None:

@@ -16,11 +16,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 @dataclass
 class PreferencePair:
-    """Two responses to one prompt, of which the first was preferred; loss masks cover the responses.
-
-    Example:
-        ``PreferencePair(chosen=TokenSequence(ids, mask), rejected=TokenSequence(other_ids, other_mask))``
-    """
+    """Two responses to one prompt, of which the first was preferred; loss masks cover the responses."""
 
     chosen: TokenSequence
     rejected: TokenSequence

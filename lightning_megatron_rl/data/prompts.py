@@ -47,9 +47,6 @@ class PromptDataModule(RowDataModule[Prompt]):
 
     Raises:
         ValueError: in `setup`, for rows that cannot be used and batches that do not divide.
-
-    Example:
-        ``PromptDataModule("openai/gsm8k", tokenizer="Qwen/Qwen3-0.6B", batch_size=64, apply_chat_template=True)``
     """
 
     def __init__(

@@ -197,9 +197,6 @@ def segments_to_sequence(tokenizer: "PreTrainedTokenizerBase", segments: list[Se
 
     Raises:
         ValueError: if there is no target token, or nothing before the first one.
-
-    Example:
-        ``segments_to_sequence(tokenizer, [Segment("1+1="), Segment("2", is_target=True)], "row 0")``
     """
     token_ids: list[int] = []
     is_target: list[bool] = []

@@ -34,9 +34,6 @@ class DataSource:
         split: Split of a directory or hub data set; a file or callable has none.
         name: Configuration of a directory or hub data set, like `main` of `openai/gsm8k`.
         limit: Take only the first so many rows.
-
-    Example:
-        ``DataSource("openai/gsm8k", name="main", split="test", limit=500)``
     """
 
     path: str

@@ -135,9 +135,6 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
 
     Raises:
         ValueError: if there is none.
-
-    Example:
-        ``load_tokenizer("Qwen/Qwen3-0.6B")``
     """
     from transformers import AutoTokenizer
 
@@ -183,9 +180,6 @@ def render_chat(
 
     Raises:
         ValueError: if there is no chat template, it refuses the messages, or it does not read one of the `options`.
-
-    Example:
-        ``render_chat(tokenizer, [{"role": "user", "content": "Hi"}], "row 0", add_generation_prompt=True)``
     """
     from jinja2.exceptions import TemplateError
 
@@ -211,9 +205,6 @@ def check_chat_options(tokenizer: "PreTrainedTokenizerBase", options: Mapping[st
 
     Raises:
         ValueError: With those that it reads.
-
-    Example:
-        ``check_chat_options(qwen3, {"enable_thinking": False})``
     """
     if not options:
         return
@@ -232,11 +223,7 @@ def check_chat_options(tokenizer: "PreTrainedTokenizerBase", options: Mapping[st
 
 @cache
 def template_variables(template: str) -> frozenset[str]:
-    """The variables that a chat template reads and does not set itself.
-
-    Example:
-        ``template_variables("{% if enable_thinking %}x{% endif %}{{ messages[0].content }}")``
-    """
+    """The variables that a chat template reads and does not set itself."""
     from jinja2 import Environment, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -296,9 +283,6 @@ def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment) -> 
 
     Raises:
         ValueError: if it ends with an end-of-sequence token and the tokenizer has none.
-
-    Example:
-        ``tokenize_segment(tokenizer, Segment("1+1="))``
     """
     ids: list[int] = tokenizer(segment.text, add_special_tokens=segment.add_special_tokens)["input_ids"]
     if not segment.append_eos:

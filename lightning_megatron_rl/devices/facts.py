@@ -7,11 +7,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GPU:
-    """One device that torch sees.
-
-    Example:
-        ``GPU("NVIDIA H100 80GB HBM3", capability=(9, 0), total_bytes=85 * 10**9, free_bytes=84 * 10**9)``
-    """
+    """One device that torch sees."""
 
     name: str
     capability: tuple[int, int]  # compute capability, (9, 0) for Hopper

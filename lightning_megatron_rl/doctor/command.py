@@ -37,9 +37,6 @@ def main(args: list[str]) -> int:
 
     Args:
         args: Arguments after `doctor`.
-
-    Example:
-        ``main(["--device", "cpu", "--json"])``
     """
     options = make_parser().parse_args(args)
 
@@ -97,11 +94,7 @@ def format_finding(finding: Finding) -> str:
 
 
 def conclusion(device: str, findings: list[Finding]) -> str:
-    """Return the last line: whether runs on `device` can start.
-
-    Example:
-        ``ready for runs on cpu``
-    """
+    """Return the last line: whether runs on `device` can start."""
     missing = [finding.name for finding in findings if finding.level == "missing"]
     if missing:
         return f"not ready for runs on {device}: {', '.join(missing)}"

@@ -18,11 +18,7 @@ SHARED_MEMORY_BYTES = GIB  # vLLM's processes and data loaders pass messages thr
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Example:
-        ``Finding("libnuma", "missing", "not found", "apt-get install libnuma1")``
-    """
+    """One line of the report."""
 
     name: str
     level: Level

@@ -41,11 +41,7 @@ LOAD_SECONDS = 1.0  # over which the load of other processes is measured
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """The machine without its GPUs.
-
-    Example:
-        ``SystemFacts(python="3.12.3", versions={"torch": "2.11.0"})``
-    """
+    """The machine without its GPUs."""
 
     python: str
     system: str = "Linux"
@@ -124,9 +120,6 @@ def fits(found: str, wanted: str) -> bool:
         found: As installed.
         wanted: Comparisons of releases by ==, >=, <= and <, separated by commas. The package `packaging` does more, but
             is missing where nothing is installed yet.
-
-    Example:
-        ``fits("2.11.0+cu130", "==2.11.0")``
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)*)(\.post\d+)?(\+.*)?", found)
     if match is None:

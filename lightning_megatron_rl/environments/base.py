@@ -28,11 +28,7 @@ class EnvironmentSetupError(ValueError):
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy wrote in one turn.
-
-    Example:
-        ``Action(text="[3*4]", token_ids=[61, 21, 12, 22, 63], number=0)``
-    """
+    """What the policy wrote in one turn."""
 
     text: str  # decoded, special tokens left out
     token_ids: list[int]
@@ -65,22 +61,14 @@ class Reply:
 
 @dataclass
 class Ending:
-    """What an episode is worth as a whole, beside the rewards of its turns.
-
-    Example:
-        ``Ending(reward=1.0, success=True)``
-    """
+    """What an episode is worth as a whole, beside the rewards of its turns."""
 
     reward: float = 0.0
     success: bool | None = None  # None: there is no such thing
 
 
 class Episode(Protocol):
-    """One conversation with the policy; only one call of it runs at a time.
-
-    Example:
-        ``episode = environment.start(prompt, seed); episode.step(Action("[3*4]", ids)); episode.finish("done")``
-    """
+    """One conversation with the policy; only one call of it runs at a time."""
 
     def step(self, action: Action) -> Reply:
         """Reply to a turn of the policy."""
@@ -99,9 +87,6 @@ class Environment(Protocol):
     """Starts episodes. A config names the class by its dotted path.
 
     `start`, `step` and `finish` are called in threads, those of several episodes at the same time. They may be `async`.
-
-    Example:
-        ``GRPOModule(model="Qwen/Qwen3-0.6B", rewards=[], environment=Calculator())``
     """
 
     def start(self, prompt: Prompt, seed: int) -> Episode:
@@ -134,9 +119,6 @@ class EpisodeSettings:
 
     Raises:
         ValueError: A setting is outside its range.
-
-    Example:
-        ``EpisodeSettings(max_turns=4, max_turn_tokens=64)``
     """
 
     max_turns: int = 8

@@ -161,9 +161,6 @@ class CalculatorRows:
 
     Raises:
         ValueError: Fewer rows or digits than one, or, when called, fewer problems than rows.
-
-    Example:
-        ``CalculatorRows("train", size=100)()``
     """
 
     def __init__(

@@ -39,9 +39,6 @@ class GuardedEnvironment:
 
     Raises:
         ValueError: The deadline may take longer than the ranks wait, with the arithmetic.
-
-    Example:
-        ``GuardedEnvironment(Calculator(), EpisodeSettings(max_turns=4), vocab_size=128).start([prompt], [7])``
     """
 
     def __init__(

@@ -21,10 +21,6 @@ class MergedTasks(Sequence[Any]):
 
     A task's weight is merged when the task is its turn, so that one merged weight exists at a time; a collective of the
     tensor-parallel ranks, which all iterate.
-
-    Example:
-        ``bridge.export_hf_weights(chunks, conversion_tasks=MergedTasks(bridge.get_conversion_tasks(chunks), chunks),
-        merge_adapter_weights=False)``
     """
 
     def __init__(self, tasks: Sequence[Any], chunks: Sequence[nn.Module]) -> None:

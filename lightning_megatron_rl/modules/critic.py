@@ -45,9 +45,6 @@ class CriticSettings:
 
     Raises:
         ValueError: A value outside its range.
-
-    Example:
-        ``CriticSettings(model="runs/reward_model/hf/last", warmup_rollouts=10)``
     """
 
     model: str | None = None
@@ -68,9 +65,6 @@ class Critic:
     Args:
         hf_model: Its Hugging Face side.
         chunks: As `ValueModel.build_chunks` made them.
-
-    Example:
-        ``module.score_rows(sequences, module.critic.chunks, processor=value_processor())``
     """
 
     def __init__(self, hf_model: "ValueModel", chunks: list[nn.Module]) -> None:

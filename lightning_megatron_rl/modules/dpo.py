@@ -48,9 +48,6 @@ class DPOModule(PairModule, PolicyModule):
     Raises:
         ValueError: An unknown loss; a beta, a label smoothing or a discopop_tau out of range; smoothing that the loss
             does not have, or lacks.
-
-    Example:
-        ``Trainer(strategy=MegatronStrategy()).fit(DPOModule(model="Qwen/Qwen3-0.6B"), PreferenceDataModule(...))``
     """
 
     def __init__(

@@ -21,9 +21,6 @@ class DynamicSampling:
 
     Raises:
         ValueError: Fewer than one round.
-
-    Example:
-        ``GRPOModule(..., dynamic_sampling=DynamicSampling(max_rounds=3))``
     """
 
     max_rounds: int = 3
@@ -44,9 +41,6 @@ def shuffled_prompts(prompts: list[Prompt], seed: int, step: int, round_number: 
     """Go through `prompts` in an order of each step and round, the same on every rank and in every layout.
 
     The data loader's position does not move, so a resumed run draws the same.
-
-    Example:
-        ``next(shuffled_prompts(data.train_items, seed=1234, step=7, round_number=1))``
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, step, round_number, "dynamic sampling"))
     return (prompts[row] for row in torch.randperm(len(prompts), generator=generator).tolist())

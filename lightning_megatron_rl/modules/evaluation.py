@@ -40,9 +40,6 @@ class EvaluationSettings:
 
     Raises:
         ValueError: Settings that contradict each other, with the remedy.
-
-    Example:
-        ``EvaluationSettings(num_samples=8, pass_at=(1, 8))``
     """
 
     num_samples: int = 0

@@ -10,9 +10,6 @@ class FailureWatch:
 
     Args:
         limit: So many of them in a row end the run; None never does.
-
-    Example:
-        ``FailureWatch(3).add("rollouts", "the reward 'judge'", failed=True, errors=["KeyError: 'x'"])``
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -68,9 +68,6 @@ class GRPOModule(SamplesResponses):
     Raises:
         ValueError: One generation per prompt, weights that do not match the rewards, sampling that the trainer cannot
             score.
-
-    Example:
-        ``GRPOModule(model="Qwen/Qwen3-0.6B", rewards=[math_equal], num_generations=8)``
     """
 
     has_old_logprobs = True

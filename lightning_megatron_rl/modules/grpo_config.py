@@ -107,9 +107,6 @@ class GRPOLossConfig:
 
     Raises:
         ValueError: A value outside its range, an unknown name with those that exist, or settings that contradict.
-
-    Example:
-        ``GRPOLossConfig(policy_loss="gspo", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4)``
     """
 
     advantage: str | AdvantageEstimator = "grpo"

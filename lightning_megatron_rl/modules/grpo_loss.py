@@ -30,9 +30,6 @@ class GRPOLoss:
     Args:
         config: The objective.
         sum_over_shares: Sums a tensor in place over the ranks that each hold a part of every sequence.
-
-    Example:
-        ``module.update(sequences, GRPOLoss(GRPOLossConfig()))``
     """
 
     def __init__(self, config: GRPOLossConfig, sum_over_shares: Callable[[Tensor], Tensor] = one_rank) -> None:

@@ -64,9 +64,6 @@ class PPOModule(GRPOModule):
 
     Raises:
         ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
-
-    Example:
-        ``PPOModule(model="Qwen/Qwen3-0.6B", rewards=[math_equal], critic=CriticSettings(warmup_rollouts=10))``
     """
 
     compares_groups = False

@@ -39,9 +39,6 @@ class ReferenceSettings:
     Raises:
         ValueError: A number of steps below 1, a refresh of something that is no copy, a teacher that would not be used,
             or a decay without an average, outside (0, 1), or missing.
-
-    Example:
-        ``ReferenceSettings(refresh_every_n_steps=100)``
     """
 
     kind: Literal["auto", "none", "frozen_copy", "adapters_off", "average"] = "auto"
@@ -218,11 +215,7 @@ class HoldsReference(PolicyModule):
 
 @torch.no_grad()
 def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
-    """Give `target` the weights and buffers of `source`, chunk by chunk; Megatron's wrappers around either are ignored.
-
-    Example:
-        ``copy_weights(list(module.model), module.reference)``
-    """
+    """Give `target` the weights and buffers of `source`, chunk by chunk; Megatron's wrappers around either are ignored."""
     from megatron.core.utils import unwrap_model
 
     for giver, taker in zip(unwrap_model(list(source)), unwrap_model(list(target)), strict=True):

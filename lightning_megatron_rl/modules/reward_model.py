@@ -35,9 +35,6 @@ class RewardModule(PairModule):
 
     Raises:
         ValueError: A negative `center_coef`, or a token budget below 1.
-
-    Example:
-        ``Trainer(strategy=MegatronStrategy()).fit(RewardModule(model="Qwen/Qwen3-0.6B"), PreferenceDataModule(...))``
     """
 
     metrics_prefix = "reward_model"

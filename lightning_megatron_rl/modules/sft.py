@@ -16,11 +16,7 @@ _LARGEST = 709.0  # e^710 is no float64
 
 
 class SFTModule(PolicyModule):
-    """Minimise the negative log-likelihood of the target tokens, averaged over all of them in the global batch.
-
-    Example:
-        ``Trainer(strategy=MegatronStrategy()).fit(SFTModule(model="Qwen/Qwen3-0.6B"), SFTDataModule(...))``
-    """
+    """Minimise the negative log-likelihood of the target tokens, averaged over all of them in the global batch."""
 
     default_aux_loss_coeff = 1e-2
 

@@ -34,11 +34,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(value: Any) -> bytes:
-    """Return a picklable object as bytes; of a view of a larger tensor, what it shows goes with it and no more.
-
-    Example:
-        ``unpack(pack([torch.arange(3), "three"]))``
-    """
+    """Return a picklable object as bytes; of a view of a larger tensor, what it shows goes with it and no more."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)

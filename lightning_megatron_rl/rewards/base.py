@@ -36,9 +36,6 @@ class Reward(Protocol):
 
     Annotate the parameter and the result as here, then a config may name the function or class by its dotted path.
     It may be an `async` function, or an object whose `__call__` is one; what it awaits is cancelled at the deadline.
-
-    Example:
-        ``def short(samples: list[Sample]) -> list[float]: return [1.0 / len(s.response_ids) for s in samples]``
     """
 
     def __call__(self, samples: list[Sample], /) -> list[float]:

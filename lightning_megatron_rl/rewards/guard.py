@@ -42,9 +42,6 @@ class GuardedReward:
 
     Raises:
         ValueError: A setting is outside its range.
-
-    Example:
-        ``GuardedReward(judge, deadline_s=30.0, default=-1.0, batch_size=16)``
     """
 
     def __init__(

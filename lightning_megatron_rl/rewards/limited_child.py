@@ -52,9 +52,6 @@ class LimitedChild:
         Raises:
             RequestError: It took too long over this request, or died; the next one has another child.
             RuntimeError: It does not start.
-
-        Example:
-            ``child.ask(["1/2", "0.5"])``
         """
         with self._lock:
             child = self._running()
@@ -76,11 +73,7 @@ class LimitedChild:
         raise RequestError(f"ended with code {code}")
 
     def close(self) -> None:
-        """End the child; the next request starts another one.
-
-        Example:
-            ``child.close()``
-        """
+        """End the child; the next request starts another one."""
         with self._lock:
             if self._child is not None:
                 self._child.stop()

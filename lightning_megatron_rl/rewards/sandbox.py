@@ -54,9 +54,6 @@ class SandboxLimits:
 
     Raises:
         ValueError: A limit is not positive.
-
-    Example:
-        ``SandboxLimits(wall_seconds=2.0, memory_bytes=2**28)``
     """
 
     wall_seconds: float = 10.0
@@ -72,11 +69,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended.
-
-    Example:
-        ``SandboxResult(code=0, stdout="2\\n", stderr="", seconds=0.1)``
-    """
+    """How a program ended."""
 
     code: int | None  # exit code, 128 + signal if one ended it; None if it was killed at the deadline
     stdout: str

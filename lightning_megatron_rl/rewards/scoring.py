@@ -18,9 +18,6 @@ def compute_rewards(samples: list[Sample], rewards: Sequence[Reward], weights: S
         ValueError: rewards and weights that `reward_names` refuses; a result that is not a list with one number per
             sample; what a reward needs is not there.
         RuntimeError: a reward with ``on_error="raise"`` failed, with the sample that it failed on.
-
-    Example:
-        ``compute_rewards(samples, [math_equal, FormatReward("<a>.*</a>")], weights=[1.0, 0.1])``
     """
     names = reward_names(rewards, weights)
     if not samples:

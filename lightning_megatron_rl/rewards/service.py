@@ -122,9 +122,6 @@ class HTTPReward(ServiceReward):
 
     Raises:
         ValueError: A url that is none, or a number that is not positive.
-
-    Example:
-        ``HTTPReward("http://judge:8000/score", batch_size=16)``
     """
 
     def __init__(
@@ -180,9 +177,6 @@ class VLLMRewardModel(ServiceReward):
 
     Raises:
         ValueError: A url that is none, or a number that is not positive.
-
-    Example:
-        ``VLLMRewardModel("http://localhost:8000")``
     """
 
     def __init__(

@@ -53,9 +53,6 @@ class PatternAnswer:
 
     Raises:
         ValueError: a pattern that is no regular expression, or has several groups.
-
-    Example:
-        ``PatternAnswer(r"<answer>(.*?)</answer>")(samples)``
     """
 
     def __init__(self, pattern: str, ignore_case: bool = False, name: str = "pattern_answer") -> None:
@@ -158,9 +155,6 @@ def prompt_answer(sample: Sample, name: str) -> str:
 
     Raises:
         RewardSetupError: there is none.
-
-    Example:
-        ``prompt_answer(sample, "exact_match")``
     """
     if sample.prompt.answer is None or not sample.prompt.answer.strip():
         raise RewardSetupError(

@@ -110,9 +110,6 @@ class RolloutEngine(Protocol):
     An engine that shares GPUs with the trainer can sleep while the trainer works. It wakes in two parts, because
     weights and cache may not fit beside what the trainer still holds while it exports: ``wake(["weights"])``,
     ``update_weights(...)``, ``wake(["kv_cache"])``.
-
-    Example:
-        ``engine.start(path); engine.update_weights(source, version=1); engine.generate(requests, SamplingParams())``
     """
 
     weight_version: int  # version of the weights that sample; 0 is what `start` loaded

@@ -10,11 +10,7 @@ from lightning_megatron_rl.utilities.text_files import parse_json, read_lines, u
 
 
 def record_line(sample: Sample, step: int, run_id: str = "") -> str:
-    """Return one sample of `step` as a line of JSON.
-
-    Example:
-        ``file.writelines(record_line(sample, step=3) for sample in samples)``
-    """
+    """Return one sample of `step` as a line of JSON."""
     record = {
         "step": step,  # first: `RecordFile` reads it without parsing the line
         "run": run_id,
@@ -44,9 +40,6 @@ def read_first_step(path: str | Path) -> list[Sample]:
 
     Raises:
         ValueError: The file is missing or empty, or a line is not a sample: with its number and what is wrong.
-
-    Example:
-        ``read_first_step("runs/demo/grpo/samples/rollouts-dp0.jsonl")``
     """
     if not user_path(path).exists():
         raise ValueError(f"{path}: no such file. RolloutSamples writes rollouts-dp<replica>.jsonl while a run trains.")

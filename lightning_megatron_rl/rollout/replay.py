@@ -26,9 +26,6 @@ class ReplayEngine(RolloutEngine):
 
     Raises:
         ValueError: when sampling, for a prompt without (enough) responses.
-
-    Example:
-        ``GRPOModule(..., engine=ReplayEngine(samples), rewards=[RecordedReward(samples)])``
     """
 
     def __init__(self, samples: list[Sample]) -> None:

@@ -66,9 +66,6 @@ def check_config(path: str | Path) -> None:
 
     Raises:
         ValueError: With the file and, where there is one, line, column and what is wrong there.
-
-    Example:
-        ``check_config("configs/demo/grpo.yaml")``
     """
     text = "".join(line for _, line in read_lines(path))
     try:

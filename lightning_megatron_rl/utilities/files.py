@@ -118,9 +118,6 @@ def check_writable(path: Path, setting: str | None = None) -> None:
     Raises:
         OSError: Names all three.
         ValueError: It is a URL.
-
-    Example:
-        ``check_writable(Path("runs/hf"), "HFExport(dirpath)")``
     """
     check_local(path, setting or "destination")
     there = _nearest(path)
@@ -141,9 +138,6 @@ class Lock:
 
     Raises:
         OSError: It cannot be opened.
-
-    Example:
-        ``with closing(Lock(path)) as lock: print("left by a dead process" if lock.held else "perhaps not")``
     """
 
     def __init__(self, path: Path) -> None:

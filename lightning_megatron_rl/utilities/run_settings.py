@@ -46,9 +46,6 @@ def describe_settings(owner: Any) -> dict[str, Any]:
 
     Args:
         owner: A module, data module, strategy, engine, reward, ...
-
-    Example:
-        ``{"class": "GRPOModule", "num_generations": 8, "sampling": {"temperature": 1.0, ...}, ...}``
     """
     settings: dict[str, Any] = mask_secrets(_described(owner, ()))
     return settings

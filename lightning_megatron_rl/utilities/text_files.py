@@ -21,9 +21,6 @@ def user_path(path: str | Path) -> Path:
 
     Raises:
         ValueError: It is empty, or there is no such home directory.
-
-    Example:
-        ``user_path("~/rows.jsonl")``
     """
     if not str(path).strip() or "\0" in str(path):
         raise ValueError(f"{str(path)!r} is no path: name a file or directory")
@@ -38,9 +35,6 @@ def text_file(path: str | Path) -> Path:
 
     Raises:
         ValueError: It is missing, a directory, no plain file, cannot be read, is compressed or UTF-16.
-
-    Example:
-        ``text_file("rows.jsonl")``
     """
     found = user_path(path)
     if found.is_dir():
@@ -67,9 +61,6 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
     Raises:
         ValueError: What `text_file` refuses; a line that is not UTF-8, with its number.
-
-    Example:
-        ``for number, line in read_lines("rows.jsonl"): ...``
     """
     with text_file(path).open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
@@ -90,9 +81,6 @@ def parse_json(text: str, where: str) -> Any:
 
     Raises:
         ValueError: It is not valid JSON, nested too deep, or holds half of a character; with `where`.
-
-    Example:
-        ``parse_json('{"prompt": "1+1="}', "rows.jsonl, line 1")``
     """
     try:
         value = json.loads(text)
@@ -115,8 +103,5 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         ValueError: As `read_lines` and `parse_json`.
-
-    Example:
-        ``read_json("model/config.json")["architectures"]``
     """
     return parse_json("".join(line for _, line in read_lines(path)), str(path))

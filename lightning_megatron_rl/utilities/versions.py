@@ -22,10 +22,6 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those distributions that are installed.
-
-    Example:
-        ``installed_versions(("torch", "transformer-engine"))``
-    """
+    """Return the versions of those distributions that are installed."""
     found = {name: installed_version(name) for name in names}
     return {name: number for name, number in found.items() if number is not None}

@@ -24,9 +24,6 @@ class FrozenBatch:
 
     A module that samples gets the prompts of `samples` and an engine that replays the responses; any other gets
     `sequences`.
-
-    Example:
-        ``FrozenBatch("mine", sequences=[TokenSequence(ids, mask)])``
     """
 
     description: str

@@ -39,9 +39,6 @@ def main(args: list[str]) -> int:
 
     Args:
         args: Arguments after `verify-layout`.
-
-    Example:
-        ``main(["--config", "configs/demo/sft.yaml", "--processes", "2"])``
     """
     parser = make_parser()
     options, fit_args = parser.parse_known_args(args)

@@ -25,9 +25,6 @@ class FromConfig:
 
     Args:
         args: Arguments of `lightning-megatron-rl fit`.
-
-    Example:
-        ``verify_layouts(FromConfig(["--config", "configs/demo/sft.yaml"]), ["tp2"])``
     """
 
     def __init__(self, args: Sequence[str]) -> None:

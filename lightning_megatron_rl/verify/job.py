@@ -35,11 +35,7 @@ _STAGE_OVERRIDES = {field.name for field in fields(PipelineSplit)}
 
 @dataclass
 class Subject:
-    """What is verified: a fresh module and the strategy that runs it.
-
-    Example:
-        ``Subject(SFTModule(model="Qwen/Qwen3-0.6B"), MegatronStrategy(**layout))``
-    """
+    """What is verified: a fresh module and the strategy that runs it."""
 
     module: PolicyModule
     strategy: MegatronStrategy

@@ -23,11 +23,7 @@ _NAMED = 5  # parameters that the conclusion names
 
 @dataclass
 class Row:
-    """One layout, and how far it is from the single process.
-
-    Example:
-        ``report["tp2"].weight_error``
-    """
+    """One layout, and how far it is from the single process."""
 
     layout: str
     world_size: int  # processes
@@ -47,11 +43,7 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows, the reference first.
-
-    Example:
-        ``report = verify_layouts(build, ["tp2"]); assert report.ok, report``
-    """
+    """All rows, the reference first."""
 
     subject: str  # what was verified
     batch: str
@@ -128,11 +120,7 @@ class Report:
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Return the machine, and the versions of what computes.
-
-    Example:
-        ``describe_environment("cpu")["torch"]``
-    """
+    """Return the machine, and the versions of what computes."""
     cores = f"{usable_cpus().count} CPU cores, {platform.machine()}"
     machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else cores
     found = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}  # with its CUDA

@@ -68,9 +68,6 @@ def verify_layouts(
     Raises:
         ValueError: Arguments that cannot be: an unknown layout, more processes than there are, a malformed batch.
         RuntimeError: The single process itself fails.
-
-    Example:
-        ``report = verify_layouts(build, ["tp2", "dp2"], processes=2); assert report.ok, report``
     """
     _check_numbers(processes, device, steps, tolerance, processes if pool is None else pool.node_size)
     asked = [parse_layout(name) for name in layouts or []]

@@ -300,11 +300,7 @@ def some(names: Sequence[str], limit: int = 3) -> str:
 
 
 def num_weights(path: Path) -> int:
-    """Return how many numbers a checkpoint's files hold.
-
-    Example:
-        ``num_weights(local_checkpoint("Qwen/Qwen3-0.6B"))``
-    """
+    """Return how many numbers a checkpoint's files hold."""
     headers = [read_header(path / file)[0] for file in sorted(set(weight_map(path).values()))]
     return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
 

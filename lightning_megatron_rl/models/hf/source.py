@@ -22,11 +22,7 @@ _DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class Names(list[str]):
-    """Names of which one is found at once, however many there are; they stay as they are.
-
-    Example:
-        ``"a" in Names(["a", "b"])``
-    """
+    """Names of which one is found at once, however many there are; they stay as they are."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -38,11 +34,7 @@ class Names(list[str]):
 
 @cache
 def source_class() -> Any:
-    """Return our class of Megatron-Bridge's `SafeTensorsStateSource`, which is imported late.
-
-    Example:
-        ``source_class()(directory).load_tensors(["lm_head.weight"])``
-    """
+    """Return our class of Megatron-Bridge's `SafeTensorsStateSource`, which is imported late."""
     from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 
     class FileTensors(SafeTensorsStateSource):  # type: ignore[misc]

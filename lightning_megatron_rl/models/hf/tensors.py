@@ -18,9 +18,6 @@ class HFWeights:
     Args:
         bridge: Megatron-Bridge's converter for the checkpoint.
         chunks: The whole model, on any device; of its parameters it is the shapes that count.
-
-    Example:
-        ``weights = model.open_weights(chunks); weights.read(weights.tasks[0])``
     """
 
     def __init__(self, bridge: Any, chunks: list[Any]) -> None:

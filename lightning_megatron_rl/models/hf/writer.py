@@ -94,9 +94,6 @@ class PartialDirectory(LockedDirectory):
     Raises:
         ValueError: `directory` exists and is not empty.
         OSError: Another process is writing it.
-
-    Example:
-        ``with PartialDirectory(Path("hf")) as partial: write(partial.path); partial.publish()``
     """
 
     def __init__(self, directory: Path) -> None:
@@ -182,9 +179,6 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 
     Raises:
         OSError: With the arithmetic.
-
-    Example:
-        ``check_space(Path("runs/hf"), 2 * 600_000_000, "600,000,000 weights of 2 bytes")``
     """
     free = free_bytes(directory)
     if needed > free:

@@ -65,9 +65,6 @@ def tune_for_experts(backend: LayerBackend, num_experts: int | None) -> None:
     Args:
         backend: Of the layers; torch's have no grouped products.
         num_experts: Of the model; None or 0 for a dense one.
-
-    Example:
-        ``tune_for_experts("transformer_engine", 128)``
     """
     if backend == "transformer_engine" and num_experts:
         for name, value in EXPERTS_ENVIRONMENT.items():
@@ -84,8 +81,5 @@ def fuses_gradients(backend: LayerBackend, asked: bool | None, *, has_adapters: 
         backend: Of the layers; torch's products cannot.
         asked: The user's `gradient_accumulation_fusion`.
         has_adapters: Whether adapters alone are trained.
-
-    Example:
-        ``fuses_gradients("transformer_engine", None, has_adapters=False) is True``
     """
     return backend == "transformer_engine" and (not has_adapters if asked is None else asked)

@@ -23,9 +23,6 @@ def logprob_processor(
     are differentiable. They belong to the sampled distribution: logits divided by `temperature`. Columns beyond
     `vocab_size`, which pad the vocabulary to the tensor-parallel size, take no part. At most `chunk_size` tokens have
     logits at any time. Raises `ValueError` for a temperature or a chunk size that is not positive.
-
-    Example:
-        ``model(tokens, positions, None, labels=labels, output_processor=logprob_processor(vocab_size=128))[0]``
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be > 0: log-probs divide the logits by it")

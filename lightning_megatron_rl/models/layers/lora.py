@@ -47,9 +47,6 @@ class LoRASettings:
 
     Raises:
         ValueError: A rank below 1, an alpha that is not positive, a dropout outside [0, 1), no targets, or DoRA.
-
-    Example:
-        ``SFTModule(model="Qwen/Qwen3-0.6B", train=TrainingSettings(lora=LoRASettings(rank=8)))``
     """
 
     rank: int = 16

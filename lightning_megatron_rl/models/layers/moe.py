@@ -34,9 +34,6 @@ class MoESettings:
 
     Raises:
         ValueError: A negative coefficient or rate.
-
-    Example:
-        ``GRPOModule(..., train=TrainingSettings(moe=MoESettings(router_replay="R2")))``
     """
 
     aux_loss_coeff: float | None = None

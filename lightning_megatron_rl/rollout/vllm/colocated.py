@@ -100,9 +100,6 @@ class ColocatedVLLMEngine(RolloutEngine):
         bucket_mb: Size of the buffer for weights that come one by one; a planned push has its own. # MiB
         seed: vLLM's own seed; samples only depend on the seeds of their requests.
         vllm_args: Other arguments of vLLM's own, as in `VLLMEngine`.
-
-    Example:
-        ``GRPOModule(..., engine=ColocatedVLLMEngine(sleep_level=2))``
     """
 
     def __init__(

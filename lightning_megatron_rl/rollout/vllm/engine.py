@@ -80,9 +80,6 @@ class VLLMEngine(SupervisedEngine):
         vllm_args: Other arguments of vLLM's own, by their names in `vllm.EngineArgs`, such as
             ``{"max_num_batched_tokens": 8192}``; those that the engine sets itself are refused.
         echo_output: Show the process's output.
-
-    Example:
-        ``engine = VLLMEngine(max_model_len=512); engine.start("Qwen3-0.6B"); engine.generate(requests, params)``
     """
 
     def __init__(
