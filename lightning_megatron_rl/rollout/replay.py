@@ -45,7 +45,7 @@ class ReplayEngine(RolloutEngine):
             )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
 
-    def describe_needs(self) -> EngineNeeds:
+    def describe_needs(self) -> EngineNeeds | None:
         """It takes no GPU."""
         return EngineNeeds(device="cpu")
 

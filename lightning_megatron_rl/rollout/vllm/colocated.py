@@ -134,7 +134,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._awake: set[str] = set()
         self._in_process = InProcess(bucket_mb * 2**20)
 
-    def describe_needs(self) -> EngineNeeds:
+    def describe_needs(self) -> EngineNeeds | None:
         """Return what its worker takes of each trainer's GPU."""
         return EngineNeeds(
             dtype=self.dtype,

@@ -217,7 +217,7 @@ class VLLMEngine(SupervisedEngine):
         count = "" if self._threads is None else f", {self._threads} thread(s)"
         return f"vLLM in a process of its own, {self._llm_arguments['dtype']}, {how}{count}"
 
-    def describe_needs(self) -> EngineNeeds:
+    def describe_needs(self) -> EngineNeeds | None:
         """Return what its processes take of GPUs."""
         return EngineNeeds(
             device=self.device,
