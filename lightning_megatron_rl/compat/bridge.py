@@ -58,7 +58,8 @@ def model_bridge(auto_bridge: Any) -> Any:
 
     config = auto_bridge.hf_pretrained.config
     remote = get_causal_lm_class_name_via_auto_map(config=config)
-    kind = remote if remote is not None else getattr(transformers, config.architectures[0])
+    name = config.architectures[0]
+    kind = remote if remote is not None else getattr(transformers, name, name)  # bridges of other packages go by names
     converter = get_model_bridge(kind, hf_config=config)
     converter.export_weight_dtype = auto_bridge.export_weight_dtype
     return converter

@@ -119,7 +119,7 @@ def test_card_tells_where_the_model_comes_from(exported, qwen3_dir):
     assert cells["num_generations"] == "4"
     assert cells["sampling.temperature"] == "0.8"
     assert cells["loss_config.kl_coef"] == "0.1"
-    assert cells["optimizer_config.lr"] == "0.001"
+    assert cells["train_settings.optimizer.lr"] == "0.001"
     assert cells["reward_weights"] == "[1.0, 0.5]"
     assert not {"synced_version", "last_rollout.num_generations"} & cells.keys(), "state of the run is no setting"
     last = result.steps[-1]

@@ -94,6 +94,6 @@ def test_rank_that_expert_tensor_parallel_ranks_cannot_share_is_refused(worker_p
     settings = LoRASettings(rank=3)
     for message in worker_pool.run(adapter_error, checkpoint("qwen3_moe"), settings, etp=2, world_size=2):
         assert message.startswith(
-            "lora.rank=3 is split over expert_tensor_parallel_size=2 in experts (decoder.layers.0"
+            "train.lora.rank=3 is split over expert_tensor_parallel_size=2 in experts (decoder.layers.0"
         )
         assert "3 % 2 = 1" in message
