@@ -215,7 +215,7 @@ class HoldsReference(PolicyModule):
 
 @torch.no_grad()
 def copy_weights(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
-    """Give `target` the weights and buffers of `source`, chunk by chunk; Megatron's wrappers around either are ignored."""
+    """Give `target` the weights and buffers of `source`, chunk by chunk, without Megatron's wrappers around them."""
     from megatron.core.utils import unwrap_model
 
     for giver, taker in zip(unwrap_model(list(source)), unwrap_model(list(target)), strict=True):

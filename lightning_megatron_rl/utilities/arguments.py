@@ -10,7 +10,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def new_parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser that takes no abbreviations, shows its texts as they are written, and exits with 2 on an error."""
+    """Return a parser that takes no abbreviations, shows its texts as written, and exits with 2 on an error."""
     return _Parser(
         program,
         description=description,

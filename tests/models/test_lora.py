@@ -200,7 +200,9 @@ def test_patterns_count_layers_over_the_whole_model(worker_pool, checkpoint):
 def test_target_that_matches_nothing_is_refused_before_weights_are_loaded(worker_pool, broken, target):
     settings = LoRASettings(rank=4, target_modules=["linear_qkv", target])
     for message in worker_pool.run(adapter_error, broken, settings, 2, world_size=2):
-        assert message.startswith(f"train.lora.target_modules: {target!r} matches no linear layer. There are linear_fc1")
+        assert message.startswith(
+            f"train.lora.target_modules: {target!r} matches no linear layer. There are linear_fc1"
+        )
         assert "linear_fc1, linear_fc2, linear_proj, linear_qkv, in full for example decoder.layers.0" in message
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
@@ -53,7 +54,8 @@ def refusal(
     from megatron.core.optimizer import OptimizerConfig
 
     options = {"max_steps": 1, **(trainer or {})}
-    policy = module() if module is ModulelessModule else module(model, OptimizerConfig(**(optimizer or {"lr": 1e-3})))
+    train = TrainingSettings(optimizer=OptimizerConfig(**(optimizer or {"lr": 1e-3})))
+    policy = module() if module is ModulelessModule else module(model, train)
     held = socket.socket()
     try:
         if occupy_port and os.environ["RANK"] != "0":

@@ -69,7 +69,8 @@ class SupervisedEngine(RolloutEngine):
         self._transport: Transport | None = None  # from GPU to GPU; None: shared memory
         self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
         # what was given and is held to the layout; the same weights are right every time
-        self._checked: weakref.WeakKeyDictionary[WeightViews, WeightSource] = weakref.WeakKeyDictionary()
+        # (made with the first of it: an engine that has not started can be pickled)
+        self._checked: weakref.WeakKeyDictionary[WeightViews, WeightSource] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -139,6 +140,8 @@ class SupervisedEngine(RolloutEngine):
         """Return the same weights held to the model's layout; whole ones are all right before the first is sent."""
         if source.whole is None:
             return self._layout.check_source(source)
+        if self._checked is None:
+            self._checked = weakref.WeakKeyDictionary()
         if source.whole not in self._checked:
             self._checked[source.whole] = self._layout.check_source(source)
         return self._checked[source.whole]
@@ -191,7 +194,7 @@ class SupervisedEngine(RolloutEngine):
 
     def let_go(self) -> None:
         """Take memory back that the process keeps open from one update to the next; it has its own weights."""
-        self._checked.clear()
+        self._checked = None
         if self._transport is None or not self._transport.is_open:
             return
         if self._worker is not None and not self._worker.is_gone:
