@@ -110,11 +110,7 @@ def _choice(classes: Iterable[type]) -> Schema:
 
 def _parameters(kind: type) -> Schema:
     """Return the schema of what a class is built with."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-
-    lazy = {"OptimizerConfig": OptimizerConfig, "DistributedDataParallelConfig": DistributedDataParallelConfig}
-    hints = typing.get_type_hints(kind.__init__, localns=lazy)  # type: ignore[misc]
+    hints = typing.get_type_hints(kind.__init__, localns=_imported_late())  # type: ignore[misc]
     wanted = [
         parameter.name
         for parameter in inspect.signature(kind).parameters.values()
@@ -126,6 +122,14 @@ def _parameters(kind: type) -> Schema:
         "properties": {name: of_type(hints.get(name, Any)) for name in wanted},
         "additionalProperties": takes_more,
     }
+
+
+def _imported_late() -> dict[str, Any]:
+    """Classes that our own import for type checkers alone."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    return {"OptimizerConfig": OptimizerConfig, "DistributedDataParallelConfig": DistributedDataParallelConfig}
 
 
 def of_type(hint: Any) -> Schema:
@@ -157,7 +161,8 @@ def of_type(hint: Any) -> Schema:
 def _dataclass(hint: type) -> Schema:
     """Return the schema of a dataclass's fields, which YAML has directly, or under class_path and init_args."""
     try:
-        hints = typing.get_type_hints(hint)
+        ours = hint.__module__.startswith("lightning_megatron_rl.")
+        hints = typing.get_type_hints(hint, localns=_imported_late() if ours else None)
     except (NameError, TypeError):  # names that Megatron imports for type checkers alone
         hints = {}
     fields = [field.name for field in dataclasses.fields(hint) if field.init]

@@ -74,7 +74,7 @@ def test_recorded_rollout_becomes_a_batch(qwen3_dir, tmp_path):
         (
             4,
             {"response_ids": [5] * 9000, "response_logprobs": [-1.0] * 9000},
-            "9002 tokens > max_tokens_per_microbatch",
+            "9002 tokens > train.max_tokens_per_microbatch",
         ),
     ],
 )
