@@ -251,7 +251,7 @@ def save_and_load_own_tensors(model: Path, directory: Path, world_size: int) -> 
     trainer, module = fit(2, None)
     trainer.save_checkpoint(path)
     found = {"saved": module.own(), "resumed": fit(3, path)[1].own()}
-    evaluated = OwnTensors(str(model), train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-3)))
+    evaluated = OwnTensors(str(model), OptimizerConfig(lr=1e-3))
     make_trainer({}, world_size).validate(evaluated, SequenceDataModule(frozen_sequences(4), 4), ckpt_path=path)
     found["validated"] = evaluated.own()
     found["refusals"] = {variant: refusal(variant) for variant in ("without", "extra", "longer")}
