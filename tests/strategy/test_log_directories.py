@@ -126,8 +126,8 @@ def test_loggers_get_the_settings(shared):
     directory, _ = shared
     settings = yaml.safe_load((directory / "hparams.yaml").read_text())
     assert settings["model"]["class"] == "SFTModule"
-    assert settings["model"]["max_tokens_per_microbatch"] == 64
-    assert settings["model"]["optimizer_config"]["lr"] == 1e-3
+    assert settings["model"]["train_settings"]["max_tokens_per_microbatch"] == 64
+    assert settings["model"]["train_settings"]["optimizer"]["lr"] == 1e-3
     assert settings["data"]["batch_size"] == 4
     assert settings["strategy"]["tensor_model_parallel_size"] == 1
     assert settings["strategy"]["async_save"] is True
