@@ -5,10 +5,13 @@ import os
 import signal
 import socket
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.plugins import ClusterEnvironment
 from torch import distributed as dist
+
+if TYPE_CHECKING:  # a sampler's process, which meets the trainer's here, does without Lightning's seconds of import
+    from lightning.pytorch.plugins import ClusterEnvironment
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,7 +38,7 @@ def local_store(rank: int, world_size: int, port: int, timeout: timedelta) -> di
     return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
 
 
-def join(environment: ClusterEnvironment, num_processes: int, device: torch.device, timeout: timedelta) -> None:
+def join(environment: "ClusterEnvironment", num_processes: int, device: torch.device, timeout: timedelta) -> None:
     """Start this rank's default process group, unless there is one.
 
     Args:

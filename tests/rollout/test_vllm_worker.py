@@ -1,5 +1,7 @@
 """The loop that answers the trainer's messages."""
 
+import subprocess
+import sys
 import threading
 import weakref
 from multiprocessing import Pipe
@@ -13,6 +15,14 @@ DEADLINE_S = 20.0
 
 class Tokens:
     """Stands for what a rollout returns, or is asked for."""
+
+
+def test_the_samplers_process_does_without_the_trainers_libraries():
+    """They take seconds of its start: Lightning and Megatron are the trainer's, and vLLM imports Transformers itself."""
+    code = "import sys, lightning_megatron_rl.rollout.vllm.worker; print(*{name.split('.')[0] for name in sys.modules})"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert "lightning_megatron_rl" in imported.stdout.split()
+    assert not {"lightning", "megatron", "transformers", "vllm", "datasets"} & set(imported.stdout.split())
 
 
 def test_nothing_of_a_message_is_held_while_the_next_is_waited_for():
