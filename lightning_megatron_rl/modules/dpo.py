@@ -1,6 +1,6 @@
 """`DPOModule`: direct preference optimisation, a policy from preference pairs without a reward model."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities.ranges import POSITIVE, Range, check_ranges
-
-if TYPE_CHECKING:
-    pass
 
 _RANGES = {
     "beta": POSITIVE.called("0.1 is usual, a smaller one ties less"),

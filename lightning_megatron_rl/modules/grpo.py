@@ -1,7 +1,6 @@
 """`GRPOModule`: group-relative policy optimisation. One batch of prompts is one rollout is one `global_step`."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,9 +34,6 @@ from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
-
-if TYPE_CHECKING:
-    pass
 
 
 class GRPOModule(SamplesResponses):

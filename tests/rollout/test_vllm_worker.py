@@ -18,7 +18,7 @@ class Tokens:
 
 
 def test_the_samplers_process_does_without_the_trainers_libraries():
-    """They take seconds of its start: Lightning and Megatron are the trainer's, and vLLM imports Transformers itself."""
+    """They take seconds of its start: Lightning and Megatron are the trainer's; vLLM comes later."""
     code = "import sys, lightning_megatron_rl.rollout.vllm.worker; print(*{name.split('.')[0] for name in sys.modules})"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert "lightning_megatron_rl" in imported.stdout.split()

@@ -68,9 +68,8 @@ class SupervisedEngine(RolloutEngine):
         self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
         self._transport: Transport | None = None  # from GPU to GPU; None: shared memory
         self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
-        # what was given and is held to the layout; the same weights are right every time
-        # (made with the first of it: an engine that has not started can be pickled)
-        self._checked: weakref.WeakKeyDictionary[WeightViews, WeightSource] | None = None
+        # what was given, and the same held to the layout: it is right every time
+        self._checked: tuple[weakref.ref[WeightViews], WeightSource] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -140,11 +139,9 @@ class SupervisedEngine(RolloutEngine):
         """Return the same weights held to the model's layout; whole ones are all right before the first is sent."""
         if source.whole is None:
             return self._layout.check_source(source)
-        if self._checked is None:
-            self._checked = weakref.WeakKeyDictionary()
-        if source.whole not in self._checked:
-            self._checked[source.whole] = self._layout.check_source(source)
-        return self._checked[source.whole]
+        if self._checked is None or self._checked[0]() is not source.whole:
+            self._checked = weakref.ref(source.whole), self._layout.check_source(source)
+        return self._checked[1]
 
     def _update_through_host(self, source: WeightSource, version: int) -> Sent:
         plan = self._started().write(source.tensors())
