@@ -153,6 +153,25 @@ def test_parts_of_unequal_size_are_gathered_and_reduced(worker_pool: WorkerPool)
     assert first_grad + second_grad == [[20.0 * row] * 2 for row in range(1, 5)]
 
 
+def route_beside_transformer_engine() -> float:
+    """Megatron's router where Transformer Engine is installed, whose product is one for CUDA; its distance to torch's."""
+    module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    assert "te_general_gemm" in vars(module), "the name that Megatron has imported it under"
+
+    def product(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    vars(module)["te_general_gemm"] = product
+    install_cpu_support(CPU)
+    tokens, weight = torch.randn(3, 1, 4), torch.randn(2, 4)
+    found = module.router_gating_linear(tokens, weight, None, torch.float32)
+    return float((found - tokens @ weight.t()).abs().max())
+
+
+def test_routers_multiply_by_torch(fresh_worker: WorkerPool):
+    assert fresh_worker.run(route_beside_transformer_engine, world_size=1) == [0.0]
+
+
 def install_for_cuda() -> None:
     finders, methods = list(sys.meta_path), (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda)
     install_cpu_support(torch.device("cuda"))
