@@ -23,7 +23,7 @@ demo: setup ## SFT, then GRPO with vLLM rollouts, on two CPU cores
 
 # two tests at a time: they are made for two cores. ARGS="-n 0" runs one after the other, as --pdb needs it
 test: setup ## Run the tests
-	@$(PYTHON) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest -n 2 $(ARGS)
 
 lint: setup ## Check style
 	@$(PYTHON) -m ruff check $(SOURCES)

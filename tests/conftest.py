@@ -39,10 +39,12 @@ SHARE_A_PROCESS = ("rollout",)  # folders whose files share engines
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which tests run one after the other
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep what shares fixtures in one process where several run (`-n 2`): a file, or a whole room."""
+    """Keep what shares fixtures in one process where several run (`-n 2`): a file, or a whole folder."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Rooms(LoadScopeScheduling):
+    config.option.loadscopereorder = False  # what wants a GPU to itself comes last
+
+    class Folders(LoadScopeScheduling):
         # not pytest-xdist's groups: with pytest 9.2 they are ignored without a word (pytest-xdist issue 1386)
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
@@ -50,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return nodeid.partition("[")[0]
             return file.parent.name if file.parent.name in SHARE_A_PROCESS else str(file)
 
-    return Rooms(config, log)
+    return Folders(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """`TrainingSettings`: how a model is built and trained, the same for every module."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -37,7 +37,7 @@ class TrainingSettings:
         lora: Train low-rank adapters and leave the model's own weights as they are.
 
     Raises:
-        ValueError: A number out of range, or an unknown `verify_model`.
+        ValueError: A number out of range, an unknown `verify_model`, or a `model_config` that is no mapping.
     """
 
     optimizer: Optional["OptimizerConfig"] = None
@@ -55,6 +55,10 @@ class TrainingSettings:
         check_ranges({"max_tokens_per_microbatch": _TOKENS, "logprob_chunk_size": _TOKENS}, vars(self), "train.")
         check_optimizer_numbers(self.optimizer, "train.optimizer.")
         check_mode(self.verify_model)
+        if not isinstance(self.model_config, Mapping):
+            raise ValueError(
+                f"train.model_config: {self.model_config!r} is no mapping of fields to values; {{}} changes none"
+            )
 
 
 MOVED = {name: f"train.{name}" for name in signature(TrainingSettings).parameters}

@@ -154,7 +154,7 @@ def test_parts_of_unequal_size_are_gathered_and_reduced(worker_pool: WorkerPool)
 
 
 def route_beside_transformer_engine() -> float:
-    """Megatron's router where Transformer Engine is installed, whose product is one for CUDA; its distance to torch's."""
+    """Megatron's router where Transformer Engine is installed, whose product is CUDA's; its distance to torch's."""
     module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     assert "te_general_gemm" in vars(module), "the name that Megatron has imported it under"
 

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Several tests at a time share the GPUs (`-n 4`), but those marked `alone`, which measure memory, have them to
+    """Several tests at a time share the GPUs (`-n 6`), but those marked `alone`, which measure memory, have them to
     themselves: they wait for the others, and while they wait no other begins.
     """
     root = tmp_path_factory.getbasetemp()

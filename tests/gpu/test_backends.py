@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightning_megatron_rl.models.layers.fusions import EXPERTS_ENVIRONMENT
 from lightning_megatron_rl.verify.pool import WorkerPool
 from tests.convert.jobs import assert_same_tensors, must_convert, tensors
-from tests.gpu.machine import processes
+from tests.gpu.machine import needs_processes
 from tests.tiny_models import make_tokenizer, save_tiny_model, tiny_config
 from tests.training import Run, fit_arithmetic, fit_sft
 
@@ -102,12 +102,14 @@ def fit_layout(
     )
 
 
+@needs_processes(2)
 @pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}])
 def test_resumes_in_another_layout(gpu_pool, qwen3_dir, tmp_path, layout):
     """Saved on one GPU, resumed on two with tensor, pipeline or data parallelism."""
     check_resume(gpu_pool, qwen3_dir, tmp_path, layout, BF16_RELATIVE)
 
 
+@needs_processes(2)
 def test_mixture_resumes_with_its_experts_on_two_gpus(gpu_pool, tmp_path):
     model = save_tiny_model(tmp_path / "model", "qwen3_moe")
     check_resume(gpu_pool, model, tmp_path / "ckpt", {"expert_model_parallel_size": 2}, EXPERTS_RELATIVE)
@@ -115,7 +117,6 @@ def test_mixture_resumes_with_its_experts_on_two_gpus(gpu_pool, tmp_path):
 
 def check_resume(pool: WorkerPool, model: Path, checkpoints: Path, layout: dict[str, Any], relative: float) -> None:
     """Steps 3 and 4 on two GPUs from a checkpoint of one are those of one that went on."""
-    processes(2)
     whole = pool.run(fit_layout, model, 1, {}, checkpoints, None, **ONE)[0]
     path = str(checkpoints / "step=2.ckpt")
     rest = pool.run(fit_layout, model, 2, layout, None, path, **{**ONE, "world_size": 2})[0]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.engines import GPURun, draw_around_engine, fit_grpo
-from tests.gpu.machine import gpus, processes
+from tests.gpu.machine import needs_gpus, needs_processes
 
 pytestmark = pytest.mark.deadline(600)
 ONE = {"world_size": 1, "init_process_group": False, "timeout": 400}
@@ -62,9 +62,8 @@ def test_sampler_in_process_leaves_random_numbers_alone(fresh_pool, models):
     assert after == before
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_processes(size)) for size in (2, 4)])
 def test_sampler_in_several_trainers_processes(fresh_pool, models, size):
-    processes(size)
     strategy = {
         "tensor_model_parallel_size": 2,  # the model has two groups of keys
         "sequence_parallel": True,
@@ -76,9 +75,9 @@ def test_sampler_in_several_trainers_processes(fresh_pool, models, size):
         check_parity(run, 4)
 
 
+@needs_gpus(2)
 def test_sampler_on_two_gpus_beside_two_trainers(gpu_pool, models):
     """Weights of two ranks come in buckets; then two workers read them where they lie, on both GPUs."""
-    gpus(2)
     strategy = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
@@ -97,9 +96,9 @@ def test_sampler_on_two_gpus_beside_two_trainers(gpu_pool, models):
     assert run.shared_files == []
 
 
+@needs_gpus(2)
 def test_killed_sampler_of_two_gpus_gets_its_weights(gpu_pool, models):
     """Its successor knows nothing of what lies where: the weights come in buckets once more."""
-    gpus(2)
     options: dict[str, Any] = {"engine": {"tensor_parallel_size": 2}, "strategy": {"tensor_model_parallel_size": 2}}
     both = {**ONE, "world_size": 2}
     run = gpu_pool.run(fit_grpo, models["dense"], 2, steps=5, kill_at=2, **options, **both)[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gpu.engines import MIB, Transports, fit_grpo, send_every_way
-from tests.gpu.machine import gpus
+from tests.gpu.machine import needs_gpus
 from tests.gpu.test_engine import ONE, check_parity
 from tests.gpu.test_training import backend, fit_on_cuda
 from tests.tiny_models import save_tiny_model
@@ -60,17 +60,17 @@ def test_weights_are_the_same_by_every_way(gpu_pool, models, family):
     check_ways(gpu_pool.run(send_every_way, models[family], "child", {}, **ONE)[0])
 
 
+@needs_gpus(2)
 def test_weights_to_other_gpus(gpu_pool, models):
-    gpus(2)
     found = gpu_pool.run(send_every_way, models["dense"], "child", {"devices": [1]}, **ONE)[0]
     check_nccl(found)
     found = gpu_pool.run(send_every_way, models["moe"], "child", {"tensor_parallel_size": 2}, **ONE)[0]
     check_ways(found, in_place=False)
 
 
+@needs_gpus(4)
 def test_weights_to_four_gpus(gpu_pool, models):
     """More workers than the model has groups of keys and values: vLLM gives two of them the same."""
-    gpus(4)
     found = gpu_pool.run(send_every_way, models["dense"], "child", {"tensor_parallel_size": 4}, **ONE)[0]
     check_ways(found, in_place=False)
 
