@@ -60,7 +60,9 @@ class Sample:
     response_logprobs: list[float]  # [response tokens], of the sampler's own (tempered) distribution; 0 on replies
     response: str = ""  # decoded, special tokens left out
     finish_reason: str = "stop"  # "stop", or "length" when cut by the token limit
-    weight_version: int = 0  # version of the weights that sampled it
+    weight_version: int = 0  # version of the weights that sampled it, or its first token
+    # (version of the weights, tokens drawn with them) end to end; empty: `weight_version` drew all
+    segments: list[tuple[int, int]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # unweighted components by name
     reward: float = 0.0  # weighted sum of the components
     reward_errors: dict[str, str] = field(default_factory=dict)  # by reward: why its component is the default
@@ -75,6 +77,7 @@ class Sample:
             prompt=prompt,
             response_ids=list(self.response_ids),
             response_logprobs=list(self.response_logprobs),
+            segments=list(self.segments),
             rewards=dict(self.rewards),
             reward_errors=dict(self.reward_errors),
             turns=[replace(turn) for turn in self.turns],

@@ -59,6 +59,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         if not self.val_sources:
             # Lightning asks whether the hook is overridden: a fit then has no validation, and `validate` is refused
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+        self.read_ahead = 0  # batches of prompts that a stream of rollouts takes early
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._sets: dict[str, list[Item]] = {}
         self._train_loader: ResumableLoader[Item] | None = None
@@ -140,6 +141,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             shuffle=shuffle,
             seed=self.seed,
             drop_last=True,
+            read_ahead=self.read_ahead,
         )
 
     def val_dataloader(self) -> list[EvaluationLoader[Item]]:

@@ -21,6 +21,8 @@ class GlobalBatches:
         shuffle: Whether every epoch has an order of its own.
         seed: Seed of the orders; epoch `e` uses `seed + e`, as PyTorch's `DistributedSampler` does.
         drop_last: Whether to leave out a last batch that is not full. Kept, it may be uneven or empty on some ranks.
+        read_ahead: Batches that an epoch's first one brings besides its own rows. Each later one brings those of the
+            batch so many places ahead, and the last ones bring none, so an epoch has as many batches as without.
 
     Example:
         5 rows, ``batch_size=4``, 2 ranks, in order: rank 0 takes [0, 2] and [4], rank 1 takes [1, 3] and [].
@@ -36,7 +38,9 @@ class GlobalBatches:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        read_ahead: int = 0,
     ) -> None:
+        self.read_ahead = read_ahead
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.max_tokens: int | None = None  # of a batch
@@ -50,8 +54,12 @@ class GlobalBatches:
     def __getitem__(self, number: int) -> list[int]:
         """The rows of batch `number`, counted from the first batch of epoch 0."""
         epoch, in_epoch = divmod(number, self.per_epoch)
-        start = in_epoch * self.batch_size
-        return list(self._order(epoch)[start : start + self.batch_size][self.rank :: self.num_replicas])
+        first, last = in_epoch + self.read_ahead if in_epoch else 0, min(in_epoch + self.read_ahead, self.per_epoch - 1)
+        order, rows = self._order(epoch), []
+        for place in range(first, last + 1):
+            start = place * self.batch_size
+            rows += order[start : start + self.batch_size][self.rank :: self.num_replicas]
+        return rows
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
@@ -174,13 +182,15 @@ class ResumableLoader[Item]:
             "max_tokens_per_batch": batches.max_tokens,
             "shuffle": batches.shuffle,
             "seed": batches.seed,
+            "read_ahead": batches.read_ahead,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved position; between two epochs the data may have changed."""
         now = self.state_dict()
-        keys = ("num_rows", "batch_size", "max_tokens_per_batch", "shuffle", "seed")
-        changed = [f"{key} was {state_dict[key]!r}, is {now[key]!r}" for key in keys if state_dict[key] != now[key]]
+        then = {"read_ahead": 0} | state_dict  # checkpoints of 0.1 have none
+        keys = ("num_rows", "batch_size", "max_tokens_per_batch", "shuffle", "seed", "read_ahead")
+        changed = [f"{key} was {then[key]!r}, is {now[key]!r}" for key in keys if then[key] != now[key]]
         epoch, in_epoch = divmod(state_dict["num_done"], state_dict["per_epoch"])
         if changed and in_epoch:
             raise ValueError(

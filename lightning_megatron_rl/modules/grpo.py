@@ -19,6 +19,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
     Rollout,
     add_sample_metrics,
     add_sequence_metrics,
+    add_staleness_metrics,
     check_batch_arithmetic,
     check_split,
     to_sequence,
@@ -26,6 +27,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
 from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.modules.start import describe_unplanned
+from lightning_megatron_rl.modules.streaming import StreamedRollouts, StreamingSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
 from lightning_megatron_rl.rewards.base import Reward
@@ -55,6 +57,7 @@ class GRPOModule(SamplesResponses):
         reference: The policy that KL is measured to; by default the one that training starts from.
         overlong: Penalty and filter of responses near the length limit; none if not given.
         dynamic_sampling: Draw other prompts for groups without spread; off if not given.
+        streaming: Sample ahead of training, at most so many versions; off if not given. docs/asynchronous.md.
         train: How the model is built and trained.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
@@ -85,6 +88,7 @@ class GRPOModule(SamplesResponses):
         reference: ReferenceSettings | None = None,
         overlong: OverlongSettings | None = None,
         dynamic_sampling: DynamicSampling | None = None,
+        streaming: StreamingSettings | None = None,
         train: TrainingSettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
@@ -124,6 +128,7 @@ class GRPOModule(SamplesResponses):
         self.has_old_logprobs = not config.bypass
         self.overlong = overlong
         self.dynamic_sampling = dynamic_sampling
+        self.streamed = StreamedRollouts(streaming) if streaming is not None and streaming.is_on else None
         self.reference_settings = reference or ReferenceSettings()
         self.reference_kind = self.reference_settings.resolve(
             kl_coef=config.kl_coef, has_adapters=self.train_settings.lora is not None
@@ -152,6 +157,7 @@ class GRPOModule(SamplesResponses):
         self.engine = ReplayEngine(samples)
         self.rewards, self.reward_weights = [RecordedReward(samples)], None
         self.environment = None  # the record holds its replies
+        self.streamed = None  # a record holds one batch
         self.dynamic_sampling = None  # it would draw other prompts than the recorded ones
         self.sampling = replace(self.sampling, max_tokens=max(longest, 1))
 
@@ -264,6 +270,7 @@ class GRPOModule(SamplesResponses):
     def log_rollout(self, rollout: Rollout, tally: Tally) -> None:
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
         add_sample_metrics(tally, rollout.samples, self.num_generations)
+        add_staleness_metrics(tally, rollout.samples, self.trainer.global_step)
         if not self.loss.config.bypass:  # the trainer's log-probs are not known then
             add_sequence_metrics(tally, rollout.sequences)
         metrics = tally.reduce(self.reduce_on_device).compute()

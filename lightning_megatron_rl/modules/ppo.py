@@ -22,6 +22,7 @@ from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import Rollout, turn_rewards
 from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
+from lightning_megatron_rl.modules.streaming import StreamingSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
@@ -56,6 +57,7 @@ class PPOModule(GRPOModule):
         loss: The actor's objective; its `advantage` is not used, its `aggregation` is the critic's too.
         reference: The policy that KL is measured to; by default the one that training starts from.
         overlong: Penalty and filter of responses near the length limit; none if not given.
+        streaming: Sample ahead of training, at most so many versions; off if not given. docs/asynchronous.md.
         train: How the model is built and trained.
         evaluation: What validation samples and reports besides one response per prompt.
         init_from: Distributed checkpoint of a run of this model, in any layout, whose weights replace those of `model`.
@@ -85,6 +87,7 @@ class PPOModule(GRPOModule):
         loss: GRPOLossConfig | None = None,
         reference: ReferenceSettings | None = None,
         overlong: OverlongSettings | None = None,
+        streaming: StreamingSettings | None = None,
         train: TrainingSettings | None = None,
         evaluation: EvaluationSettings | None = None,
         init_from: str | None = None,
@@ -104,6 +107,7 @@ class PPOModule(GRPOModule):
             loss=loss,
             reference=reference,
             overlong=overlong,
+            streaming=streaming,
             train=train,
             evaluation=evaluation,
             init_from=init_from,

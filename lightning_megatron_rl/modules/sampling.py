@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -17,6 +18,7 @@ from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.reference import HoldsReference
 from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
+from lightning_megatron_rl.modules.streaming import STATE, StreamedRollouts
 from lightning_megatron_rl.parallel.distributed import data_parallel_gather
 from lightning_megatron_rl.rewards.base import Reward, reward_name
 from lightning_megatron_rl.rewards.guard import guard_all
@@ -44,6 +46,7 @@ class SamplesResponses(HoldsReference):
     sampling: SamplingParams
     validation_sampling: SamplingParams
     evaluation: Evaluation
+    streamed: StreamedRollouts | None = None  # None: each batch is sampled when it is trained on
     max_failed_rollouts: int | None = None  # in a row
     failures: FailureWatch
     synced_version: int | None = None  # weights that the engine samples with
@@ -71,6 +74,8 @@ class SamplesResponses(HoldsReference):
         assert self.hf_model.tokenizer is not None  # its files are checked before the engine loads them
         self._fit_prompts()
         self.check_prompts(stage)
+        if self.streamed is not None and stage == "fit":
+            self.streamed.prepare(self)  # type: ignore[arg-type]
         self.failures = FailureWatch(self.max_failed_rollouts)
         self.synced_version = None  # another Trainer counts its steps from 0 again
         self._phase = SamplingPhase(self.engine, self.strategy, self.phase)
@@ -178,6 +183,8 @@ class SamplesResponses(HoldsReference):
 
     def close_engine(self) -> None:
         """End the engine; the next phase that samples starts it anew."""
+        if self.streamed is not None:
+            self.streamed.close()
         self.engine.close()
         self._engine_started, self._engine_ready, self.synced_version = False, False, None
         if self._phase is not None:
@@ -185,6 +192,8 @@ class SamplesResponses(HoldsReference):
 
     def teardown(self, stage: str) -> None:
         """The engine reads no memory of this run any more; it keeps its own weights."""
+        if self.streamed is not None:
+            self.streamed.close()
         self.engine.let_go()
         super().teardown(stage)
 
@@ -192,17 +201,50 @@ class SamplesResponses(HoldsReference):
         """Forget what the engine has: the weights are about to be others."""
         super().on_load_checkpoint(checkpoint)
         self.synced_version = None
+        states = checkpoint.get(STATE)
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.streamed is not None and states is not None:
+            self.streamed.load(states)
+        elif states is not None:
+            raise ValueError(
+                "the checkpoint holds a stream of rollouts, prompts that were read and not yet trained on: resume with"
+                " the run's `streaming`, or start from exported weights instead of ckpt_path."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what the streams of all replicas have under way; a collective."""
+        super().on_save_checkpoint(checkpoint)
+        if self.streamed is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            states: list[str | None] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(states, self.streamed.state())
+            if any(state is not None for state in states):
+                checkpoint[STATE] = [state for state in states if state is not None]
 
     # ---- samples and rewards ---------------------------------------------------------------------------------------
 
     def sample(self, prompts: list[Prompt]) -> list[Sample]:
-        """Return rewarded samples of `prompts`."""
+        """Return rewarded samples of `prompts`, or those of the batch that a stream has for this step."""
+        if self.streamed is not None:
+            return self._next_batch(prompts, self.streamed)
         self.sampling_phase.prepare_sampling()
         with self.phase("rollout"):
             samples = self.generate(prompts, self.sampling, self.num_generations)
         with self.phase("reward"):
             self.reward(samples)
         return samples
+
+    def _next_batch(self, prompts: list[Prompt], streamed: StreamedRollouts) -> list[Sample]:
+        while True:
+            self.sampling_phase.prepare_sampling()
+            with self.phase("rollout"):
+                samples: list[Sample] | None = self.sampling_phase.run(
+                    lambda prompts=prompts: streamed.next_batch(self, prompts, self._judge)  # type: ignore[arg-type,misc]
+                )
+            if not self._lost_anywhere(samples is None):
+                return samples or []
+            self.synced_version, prompts = None, []  # they were admitted
+            self.sync_weights(self.trainer.global_step)
 
     def generate(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return the replica's samples of its prompts, or its episodes; the leader samples, every rank gets them."""
@@ -225,6 +267,8 @@ class SamplesResponses(HoldsReference):
             "step": self.trainer.global_step,
         }
         try:
+            if self.streamed is not None:
+                self.streamed.put_away()
             if self._guarded is None:
                 return generate_samples(self.engine, prompts, params, **options)
             return play_episodes(self.engine, self._guarded, prompts, params, **options)
@@ -233,6 +277,8 @@ class SamplesResponses(HoldsReference):
 
     def finish_sampling(self) -> None:
         """Let the engine sleep, if it does, and take back what the trainer needs."""
+        if self.streamed is not None and self.engine.sleep_level:
+            self.sampling_phase.run(self.streamed.put_away)
         if not self.sampling_phase.finish():
             self.synced_version = None
 
@@ -252,14 +298,18 @@ class SamplesResponses(HoldsReference):
             return
 
         def compute() -> list[tuple[dict[str, float], float, dict[str, str]]]:
-            if self.rewards:
-                compute_rewards(samples, self.rewards, self.reward_weights)
-            if self._guarded is not None:
-                add_episode_rewards(samples)
+            self._judge(samples)
             return [(sample.rewards, sample.reward, sample.reward_errors) for sample in samples]
 
         for sample, results in zip(samples, self.strategy.replica.run_on_leader(compute), strict=True):
             sample.rewards, sample.reward, sample.reward_errors = results
+
+    def _judge(self, samples: list[Sample]) -> None:
+        """Fill in the rewards in this process."""
+        if self.rewards:
+            compute_rewards(samples, self.rewards, self.reward_weights)
+        if self._guarded is not None:
+            add_episode_rewards(samples)
 
     # ---- validation, test, prediction ------------------------------------------------------------------------------
 
@@ -331,6 +381,8 @@ class SamplesResponses(HoldsReference):
                 with self.phase(START_PHASE):
                     self.sampling_phase.run(self.engine.wait_ready)
             self._engine_ready = True
+        if self.streamed is not None:
+            self.sampling_phase.run(self.streamed.before_update)
         self.sampling_phase.prepare_sync()
         with self.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted

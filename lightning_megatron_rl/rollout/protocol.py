@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -86,6 +86,61 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class StreamRequest:
+    """One response that is sampled beside others which came earlier, or are still to come."""
+
+    name: str  # no other under way has it
+    token_ids: list[int]  # [prompt tokens], and those of the response that were sampled before
+    seed: int
+    max_tokens: int  # that may still be sampled
+
+
+@dataclass
+class Progress:
+    """What was sampled of a streamed response since it was last told."""
+
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of each token, under the weights that drew it
+    segments: list[tuple[int, int]] = field(default_factory=list)  # (version of the weights, tokens drawn with them)
+    finish_reason: str | None = None  # None: it is not complete
+
+    def add(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
+        """Append tokens that weights of `version` drew."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.segments = join_segments(self.segments, [(version, len(token_ids))])
+
+
+def join_segments(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return runs of tokens of one version each, end to end.
+
+    Example:
+        ``join_segments([(3, 10), (4, 2)], [(4, 5)]) == [(3, 10), (4, 7)]``
+    """
+    joined = list(first)
+    for version, count in second:
+        if joined and joined[-1][0] == version:
+            joined[-1] = version, joined[-1][1] + count
+        else:
+            joined.append((version, count))
+    return joined
+
+
+@dataclass(frozen=True)
+class StreamMode:
+    """How an engine samples a stream of responses.
+
+    Args:
+        background: Go on sampling while nobody asks; else only within `collect`.
+        keeps_cache: Responses under way keep their cache at an update of the weights; else it is computed anew.
+    """
+
+    background: bool = False
+    keeps_cache: bool = False
+
+
+@dataclass(frozen=True)
 class SyncReport:
     """What one update of an engine's weights took."""
 
@@ -102,6 +157,10 @@ class WeightsLostError(RuntimeError):
 
     `update_weights` with a full set makes the engine whole again.
     """
+
+
+class ResponsesLostError(RuntimeError):
+    """The responses under way went with the engine's process; submit them again, with what is known of them."""
 
 
 class RolloutEngine(Protocol):
@@ -159,6 +218,29 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """End the engine and free what it holds; calling it twice is fine."""
+
+
+class StreamingEngine(RolloutEngine, Protocol):
+    """An engine that takes responses in one by one, and whose weights may change while they are under way."""
+
+    stream_mode: StreamMode | None  # set before `start`; None: it only answers `generate`
+
+    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        """Take responses in; those under way go on."""
+
+    def collect(self, wait_s: float, *, everything: bool = False) -> list[Progress]:
+        """Wait until a response is complete, at most `wait_s` seconds; return what is new of complete ones, or of all.
+
+        Raises:
+            ResponsesLostError: The process that had them is gone.
+        """
+
+    def withdraw(self) -> list[Progress]:
+        """Stop all responses under way and return what is new of them; submitted again, they go on from there.
+
+        Raises:
+            ResponsesLostError: The process that had them is gone.
+        """
 
 
 def derive_seed(base_seed: int, step: int, prompt_index: int, dataset: str = "") -> int:

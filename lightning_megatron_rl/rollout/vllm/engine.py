@@ -172,6 +172,7 @@ class VLLMEngine(SupervisedEngine):
             gpu_memory_utilization=self.gpu_memory_utilization,
             sleeps=self.sleep_level > 0,
             graphs_only=not (eager or self._compiles),
+            streams=self.stream_mode is not None,
             others=self.vllm_args,
         )
         visible = self._choose_devices() if device == "cuda" else None

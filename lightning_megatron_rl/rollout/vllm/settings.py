@@ -55,6 +55,7 @@ def llm_arguments(
     gpu_memory_utilization: float,
     sleeps: bool,
     graphs_only: bool = False,
+    streams: bool = False,
     others: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
@@ -72,6 +73,8 @@ def llm_arguments(
         gpu_memory_utilization: Share of the GPU's memory if the cache's size is None.
         sleeps: Whether it is to sleep, which needs an allocator of vLLM's own on CUDA.
         graphs_only: CUDA graphs of the model as it is, not of a compiled one.
+        streams: Whether weights may change while responses are under way: each step then ends before the next begins,
+            or a token would count as one of the wrong weights.
         others: The user's, which `check_vllm_args` has let pass.
 
     Raises:
@@ -101,6 +104,8 @@ def llm_arguments(
         arguments["worker_extension_cls"] = CUDA_EXTENSION
         arguments["weight_transfer_config"] = {"backend": BACKEND}
         arguments["enable_sleep_mode"] = sleeps
+        if streams:
+            arguments["async_scheduling"] = False
         if graphs_only:
             arguments["compilation_config"] = GRAPHS_ALONE
         # given the cache's size, vLLM uses the share only to refuse a GPU where less than that is free

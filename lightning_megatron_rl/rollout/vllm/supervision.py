@@ -1,17 +1,23 @@
 """The life of vLLM's process: started, given the newest weights, put to sleep and woken, replaced when it fails."""
 
+import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
-    RolloutEngine,
+    Progress,
+    ResponsesLostError,
     SamplingParams,
+    StreamingEngine,
+    StreamMode,
+    StreamRequest,
     SyncReport,
     WeightsLostError,
     check_requests,
@@ -40,7 +46,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class SupervisedEngine(RolloutEngine):
+def one_at_a_time[**P, R](
+    method: Callable[Concatenate["SupervisedEngine", P], R],
+) -> Callable[Concatenate["SupervisedEngine", P], R]:
+    """Let only one thread at a time talk to the process: a stream of rollouts has a thread of its own."""
+
+    @functools.wraps(method)
+    def locked(engine: "SupervisedEngine", *args: P.args, **kwargs: P.kwargs) -> R:
+        if engine._lock is None:  # by the first call: an engine that was never used can be copied
+            engine._lock = threading.RLock()
+        with engine._lock:
+            return method(engine, *args, **kwargs)
+
+    return locked
+
+
+class SupervisedEngine(StreamingEngine):
     """vLLM in a child process; `VLLMEngine` says what it is started with."""
 
     call_timeout_s: float
@@ -51,7 +72,11 @@ class SupervisedEngine(RolloutEngine):
     _llm_arguments: dict[str, Any]
     _environment: dict[str, str]
 
+    stream_mode: StreamMode | None = None
+    _lock: "threading.RLock | None" = None
+
     def _forget(self) -> None:
+        self._stream_worker: WorkerProcess | None = None  # which has responses under way
         self.weight_version = 0
         self.num_restarts = 0
         self._worker: WorkerProcess | None = None
@@ -76,6 +101,7 @@ class SupervisedEngine(RolloutEngine):
         """Process id of the engine's process, if there is one."""
         return None if self._worker is None or self._worker.is_gone else self._worker.pid
 
+    @one_at_a_time
     def wait_ready(self) -> None:
         """Block until the process can sample with the weights last pushed.
 
@@ -84,6 +110,7 @@ class SupervisedEngine(RolloutEngine):
         """
         self._retrying(lambda worker: None)
 
+    @one_at_a_time
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         """Sample `num_samples` responses for each request.
 
@@ -105,6 +132,57 @@ class SupervisedEngine(RolloutEngine):
             raise RuntimeError(f"the engine sampled with weights of version {version}, not {self.weight_version}")
         return generations
 
+    @one_at_a_time
+    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        """Take responses in, beside those under way; see `StreamingEngine`.
+
+        Raises:
+            ValueError: A request is refused; see `check_requests`.
+            ResponsesLostError: The process that had earlier ones is gone; none of these was taken in either.
+            RuntimeError: As `generate`.
+        """
+
+        def call(worker: WorkerProcess) -> None:
+            assert self._limits is not None
+            whole = [GenerationRequest(r.token_ids, r.seed, max_tokens=r.max_tokens) for r in requests]
+            check_requests(whole, params, **self._limits)
+            if self._stream_worker not in (None, worker):
+                self._stream_worker = None
+                raise ResponsesLostError("the engine's process was replaced, and what it sampled went with it")
+            self._wake(worker, {WEIGHTS, KV_CACHE})
+            worker.request("submit", ("submit", requests, params), self.call_timeout_s)
+            self._stream_worker = worker
+
+        if requests:
+            self._retrying(call)
+
+    @one_at_a_time
+    def collect(self, wait_s: float, *, everything: bool = False) -> list[Progress]:
+        """Sample until a response is complete, at most `wait_s` seconds; return what is new."""
+        return self._ask_stream("collect", wait_s, everything)
+
+    @one_at_a_time
+    def withdraw(self) -> list[Progress]:
+        """Stop all responses under way and return what is new of them."""
+        news = self._ask_stream("withdraw")
+        self._stream_worker = None
+        return news
+
+    def _ask_stream(self, name: str, *arguments: Any) -> list[Progress]:
+        worker = self._stream_worker
+        if worker is None:
+            return []
+        try:
+            if worker is not self._worker or worker.is_gone:
+                raise EngineDiedError("the engine's process was replaced")
+            return worker.request(name, (name, *arguments), self.call_timeout_s)
+        except (EngineDiedError, EngineTimeoutError) as error:
+            if worker is self._worker:
+                self._failures.append(error)
+            self._stream_worker = None
+            raise ResponsesLostError(f"what the engine's process sampled went with it: {error}") from error
+
+    @one_at_a_time
     def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Push a full set of weights and clear the prefix cache; the version counts from the moment they are loaded.
 
@@ -189,6 +267,7 @@ class SupervisedEngine(RolloutEngine):
         self._worker_push, self.weight_version = self._wanted_push, version
         return sent
 
+    @one_at_a_time
     def let_go(self) -> None:
         """Take memory back that the process keeps open from one update to the next; it has its own weights."""
         self._checked = None
@@ -205,6 +284,7 @@ class SupervisedEngine(RolloutEngine):
         self._transport.forget(workers_are_gone=True)
         self._transport.finish()
 
+    @one_at_a_time
     def sleep(self, level: int = 1) -> int:
         """Free the GPU's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both.
 
@@ -232,6 +312,7 @@ class SupervisedEngine(RolloutEngine):
         note_sleep(level, freed, expected)
         return int(freed)
 
+    @one_at_a_time
     def wake(self, tags: list[str] | None = None) -> None:
         """Take memory again for "weights" and "kv_cache", both or one of them; the cache comes back empty.
 
@@ -251,6 +332,7 @@ class SupervisedEngine(RolloutEngine):
             worker.request("wake", ("wake", missing), self.call_timeout_s)
             self._awake |= tags
 
+    @one_at_a_time
     def close(self) -> None:
         """End the process and free the shared memory; the engine can be started again."""
         self.let_go()
@@ -342,7 +424,7 @@ class SupervisedEngine(RolloutEngine):
         self._worker = WorkerProcess(
             WORKER_MODULE, environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
         )
-        self._worker.send("start", ("start", self._llm_arguments), self.start_timeout_s)
+        self._worker.send("start", ("start", self._llm_arguments, self.stream_mode), self.start_timeout_s)
 
     def _relaunch(self) -> None:
         last = self._failures[-1] if self._failures else None  # None: it was interrupted

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_megatron_rl.rollout.protocol import Generation, GenerationRequest, SamplingParams
+from lightning_megatron_rl.rollout.protocol import (
+    Generation,
+    GenerationRequest,
+    Progress,
+    SamplingParams,
+    StreamMode,
+    StreamRequest,
+)
+from lightning_megatron_rl.rollout.vllm.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +62,19 @@ class Worker:
         self._plan: list[Placement] = []
         self._llm: LLM | None = None
         self._version = 0
+        self._stream: StepLoop | None = None
+        self._in_background = False
+        self._failure: Exception | None = None  # of a step in the background, until somebody asks
+        self._busy_with: set[str] = set()  # why no step may be taken: an update in parts, or sleep
 
-    def start(self, arguments: dict[str, Any]) -> dict[str, int]:
+    def start(self, arguments: dict[str, Any], stream: StreamMode | None = None) -> dict[str, int]:
         """Load the model; return what requests are checked against."""
         from vllm import LLM
 
         self._llm = LLM(**arguments)
+        if stream is not None:
+            self._stream = StepLoop(self._llm, keeps_cache=stream.keeps_cache)
+            self._in_background = stream.background
         config = self._llm.model_config
         return {"vocab_size": config.get_vocab_size(), "max_model_len": config.max_model_len}
 
@@ -87,6 +102,7 @@ class Worker:
     def begin(self) -> None:
         """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
         assert self._llm is not None
+        self._busy_with.add("update")
         self._forget_prefixes()
         self._llm.start_weight_update()
 
@@ -100,6 +116,7 @@ class Worker:
         assert self._llm is not None
         self._llm.finish_weight_update()
         self._version = version
+        self._busy_with.discard("update")
         return all(self._llm.collective_rpc("was_replayed"))
 
     def replace(self, part: "Part", version: int) -> bool:
@@ -124,6 +141,9 @@ class Worker:
 
     def _forget_prefixes(self) -> None:
         assert self._llm is not None
+        if self._stream is not None and self._stream.is_busy:
+            self._stream.forget_cache()
+            return
         # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
@@ -131,6 +151,7 @@ class Worker:
     def sleep(self, level: int) -> tuple[int, int]:
         """Free the GPU's memory; return the bytes that came free on all GPUs, and those that should have."""
         assert self._llm is not None
+        self._busy_with.add("sleep")
         before = self._memory_facts()
         self._llm.sleep(level)
         after = self._memory_facts()
@@ -142,6 +163,7 @@ class Worker:
         assert self._llm is not None
         for tag in tags:
             self._llm.wake_up([tag])
+        self._busy_with.discard("sleep")
 
     def stop(self) -> None:
         """Free the model in this process, and the groups and shared memory of several workers."""
@@ -155,11 +177,45 @@ class Worker:
         assert self._llm is not None
         return self._llm.collective_rpc("memory_facts")
 
+    # ---- a stream of responses -------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        """Take responses in, to be sampled beside those under way."""
+        self._open_stream().submit(requests, params, self._version)
+
+    def collect(self, wait_s: float, everything: bool) -> list[Progress]:
+        """Sample until a response is complete, at most `wait_s` seconds; return what is new."""
+        return self._open_stream().collect(wait_s, self._version, everything=everything)
+
+    def withdraw(self) -> list[Progress]:
+        """Stop what is under way; return what is new of it."""
+        return self._open_stream().withdraw()
+
+    def work_in_background(self) -> bool:
+        """Take a step of the stream while nobody asks for anything; return whether there is more to do."""
+        if not self._in_background or self._busy_with or self._failure or not self._open_stream().is_busy:
+            return False
+        try:
+            self._open_stream().step(self._version)
+        except Exception as error:
+            self._failure = error
+        return True
+
+    def _open_stream(self) -> StepLoop:
+        if self._failure is not None:
+            raise self._failure
+        assert self._stream is not None, "started without a StreamMode"
+        return self._stream
+
+    # ---- whole batches ---------------------------------------------------------------------------------------------
+
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> tuple[int, list[list[Generation]]]:
         """Sample, token ids in and token ids out; the version of the weights comes with them."""
         import vllm
 
         assert self._llm is not None
+        if self._stream is not None and self._stream.is_busy:
+            raise RuntimeError("responses of a stream are under way: withdraw them first")
         outputs = self._llm.generate(
             [vllm.TokensPrompt(prompt_token_ids=request.token_ids) for request in requests],
             [
@@ -197,13 +253,17 @@ def to_generations(output: "RequestOutput") -> list[Generation]:
     return generations
 
 
-def serve(connection: Connection, calls: dict[str, Callable[..., Any]]) -> None:
-    """Answer messages, one at a time, until the other end is closed.
+def serve(
+    connection: Connection, calls: dict[str, Callable[..., Any]], idle: Callable[[], bool] = lambda: False
+) -> None:
+    """Answer messages, one at a time, until the other end is closed; call `idle` between them while it has work to do.
 
     Nothing of a message is held while the next is waited for: to drop the tokens of a rollout takes some 10 ms, by
     which the weight sync after it would be longer.
     """
     while True:
+        while not connection.poll(0) and idle():
+            pass
         try:
             name, *values = connection.recv()
         except (EOFError, ConnectionResetError):
@@ -238,8 +298,11 @@ def main(arguments: list[str]) -> None:
         "sleep",
         "wake",
         "generate",
+        "submit",
+        "collect",
+        "withdraw",
     ]
-    serve(connection, {name: getattr(worker, name) for name in names})
+    serve(connection, {name: getattr(worker, name) for name in names}, worker.work_in_background)
     sys.stdout.flush()
     os._exit(0)  # vLLM's own shutdown takes seconds and holds nothing that the kernel does not free
 

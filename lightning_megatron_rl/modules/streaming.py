@@ -1,0 +1,208 @@
+"""Rollouts that do not wait: the settings of a stream, what it needs, and its place in a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.parallel.distributed import data_parallel_rank
+from lightning_megatron_rl.rollout.protocol import StreamMode, WeightsLostError
+from lightning_megatron_rl.rollout.stream import StreamPlan, divide_states
+from lightning_megatron_rl.rollout.streaming import RolloutStream
+from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+
+OnUpdate = Literal["finished", "recomputed", "kept"]
+Placement = Literal["auto", "shared", "separate"]
+STATE = "rollout_stream"  # of a checkpoint
+
+
+@dataclass(frozen=True)
+class StreamingSettings:
+    """Sample ahead of training: while long responses are written, batches are made of groups that are complete.
+
+    Args:
+        max_staleness: Most versions of the policy between a group's first token and the update that trains on it. 0
+            samples each batch with the newest weights and waits for it: the synchronous run.
+        in_flight: Most groups sampled at a time, over all replicas; unset: ``(max_staleness + 1) * batch_size``.
+        on_update: What becomes of responses under way when the weights change: "finished" samples them to their ends
+            first, "recomputed" goes on with the new weights and computes their cache anew, "kept" goes on with the new
+            weights and the cache of the old ones.
+        placement: "separate" samples while the trainer works, which needs devices (or CPU cores) of the sampler's own;
+            "shared" samples while the trainer waits; "auto" is separate for an engine on other GPUs than the trainer's.
+
+    Raises:
+        ValueError: A number out of range, or an unknown word.
+    """
+
+    max_staleness: int = 0
+    in_flight: int | None = None
+    on_update: OnUpdate = "recomputed"
+    placement: Placement = "auto"
+
+    def __post_init__(self) -> None:
+        ranges = {"max_staleness": COUNT_OR_NONE.called("0 is the synchronous run"), "in_flight": COUNT}
+        check_ranges(ranges, vars(self), "streaming.")
+        for name, choices in (("on_update", OnUpdate), ("placement", Placement)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"streaming.{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
+                )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is sampled ahead."""
+        return self.max_staleness > 0
+
+
+class StreamedRollouts:
+    """The stream of a module: prepared in `setup`, opened by the leader of each replica when it first samples.
+
+    Args:
+        settings: With a `max_staleness` above 0.
+    """
+
+    def __init__(self, settings: StreamingSettings) -> None:
+        self.settings = settings
+        self._stream: RolloutStream | None = None  # of the leader, once it has sampled
+        self._saved: list[str] | None = None  # of a checkpoint, until the stream is opened
+        self._in_background = False
+
+    def prepare(self, module: "GRPOModule") -> None:
+        """Check that the module can stream, and tell its engine and its data so.
+
+        Raises:
+            ValueError: It cannot, with what would change that.
+        """
+        settings, engine = self.settings, module.engine
+        name = f"streaming.max_staleness={settings.max_staleness}"
+        if not hasattr(engine, "submit"):
+            raise ValueError(
+                f"{name} with engine={type(engine).__name__}, which samples whole batches: use VLLMEngine, or"
+                " max_staleness=0."
+            )
+        data = module.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, PromptDataModule):
+            raise ValueError(
+                f"{name} reads prompts ahead of training from a PromptDataModule, the Trainer has"
+                f" {type(data).__name__}: use one, or max_staleness=0."
+            )
+        if module.trainer.overfit_batches:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} with overfit_batches, whose batches come again: use max_staleness=0.")
+        for setting, given in (("environment", module.environment), ("dynamic_sampling", module.dynamic_sampling)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} with {setting}={type(given).__name__}, which advances a whole batch at a time: leave one"
+                    " of them out."
+                )
+        if module.sampling.stop:
+            raise ValueError(
+                f"{name} with sampling.stop={list(module.sampling.stop)}: a response that is interrupted may have a"
+                " part of a stop string, which would not be found. Use max_staleness=0, or an end-of-sequence token."
+            )
+        if settings.on_update == "kept" and engine.sleep_level:
+            raise ValueError(
+                f"streaming.on_update='kept' with engine.sleep_level={engine.sleep_level}: the cache is dropped when"
+                " the engine falls asleep. Set sleep_level=0, or on_update to recomputed."
+            )
+        batch_size, in_flight = data.batch_size, self._in_flight(data.batch_size)
+        if in_flight < batch_size:
+            raise ValueError(
+                f"streaming.in_flight={in_flight} < data.batch_size={batch_size}: a batch could never be sampled at a"
+                f" time. Set in_flight to at least {batch_size}."
+            )
+        if settings.max_staleness > 1 and module.loss.config.correction is None:
+            tell_loss(
+                f"{name} without loss.correction: the policy that sampled is up to {settings.max_staleness} updates"
+                " older than the one that is trained, and nothing weighs that. Set loss.correction to tis or icepop."
+            )
+        self._in_background = self._is_separate(engine)
+        if self._in_background and engine.sleep_level:
+            raise ValueError(
+                f"streaming.placement='separate' with engine.sleep_level={engine.sleep_level}: an engine that sleeps"
+                " cannot sample while the trainer works. Set sleep_level=0, or placement=shared."
+            )
+        mode = StreamMode(background=self._in_background, keeps_cache=settings.on_update == "kept")
+        if getattr(engine, "stream_mode", None) != mode:
+            module.close_engine()  # if an earlier fit or validation has started it
+            engine.stream_mode = mode  # type: ignore[attr-defined]
+        data.read_ahead = settings.max_staleness
+
+    def _in_flight(self, batch_size: int) -> int:
+        return self.settings.in_flight or (self.settings.max_staleness + 1) * batch_size
+
+    def _is_separate(self, engine: Any) -> bool:
+        if self.settings.placement != "auto":
+            return self.settings.placement == "separate"
+        devices = getattr(engine, "devices", None)
+        return bool(devices) and torch.cuda.is_available() and torch.cuda.current_device() not in devices
+
+    # ---- what the leader of a replica does -------------------------------------------------------------------------
+
+    def next_batch(self, module: "GRPOModule", prompts: list[Prompt], judge: Callable[[list[Sample]], None]) -> Any:
+        """Return the samples of the next batch; None if the engine must get its weights first."""
+        if self._stream is None:
+            self._stream = self._open(module, judge)
+        try:
+            return self._stream.next_batch(prompts, module.trainer.global_step)
+        except WeightsLostError:
+            return None
+
+    def _open(self, module: "GRPOModule", judge: Callable[[list[Sample]], None]) -> RolloutStream:
+        from lightning_megatron_rl.modules.sampling import run_seed
+
+        data: PromptDataModule = module.trainer.datamodule  # type: ignore[attr-defined]
+        replicas = module.strategy.layout.data_parallel_size(module.trainer.world_size)
+        plan = StreamPlan(
+            data.batch_size // replicas,
+            self.settings.max_staleness,
+            self._in_flight(data.batch_size) // replicas,
+            module.num_generations,
+        )
+        tokenizer, engine = module.hf_model.tokenizer, module.engine
+        assert tokenizer is not None
+        stream = RolloutStream(
+            engine,  # type: ignore[arg-type]
+            plan,
+            module.sampling,
+            tokenizer=tokenizer,
+            seed=run_seed(),
+            reward=judge,
+            background=self._in_background,
+        )
+        if self._saved is not None:
+            mine = divide_states(self._saved, replicas)[data_parallel_rank()]
+            stream.load_state(mine, {prompt.index: prompt for prompt in data.train_items})
+            self._saved = None
+        return stream
+
+    def put_away(self) -> None:
+        """Take everything out of the engine."""
+        if self._stream is not None:
+            self._stream.put_away()
+
+    def before_update(self) -> None:
+        """Do with responses under way what `on_update` says, as far as that comes before the update."""
+        if self._stream is not None and self.settings.on_update == "finished":
+            self._stream.finish_under_way()
+
+    def close(self) -> None:
+        """End the stream; what is under way is lost unless it is in a checkpoint."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def state(self) -> str | None:
+        """Return what is under way; None on ranks that do not lead a replica."""
+        return None if self._stream is None else self._stream.state()
+
+    def load(self, states: list[str]) -> None:
+        """Go on from a checkpoint's streams, one of each replica, when the stream is opened."""
+        self.close()
+        self._saved = states

@@ -1,0 +1,161 @@
+"""A stream of rollouts: which prompts are sampled when, so that nothing that is trained on is older than a bound.
+
+Versions are those of the policy's weights, which are counted by `global_step`. A group is *born* with the version that
+draws its first token. `StreamPlan` decides; `modules/streaming.py` samples.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_megatron_rl.rollout.protocol import Progress, join_segments
+from lightning_megatron_rl.sample import Prompt, Sample
+
+
+@dataclass
+class Response:
+    """A response as it grows: in an engine, or put away between two stays there."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of each token, under the weights that drew it
+    segments: list[tuple[int, int]] = field(default_factory=list)  # (version of the weights, tokens drawn with them)
+    finish_reason: str | None = None
+
+    def add(self, news: Progress) -> None:
+        """Append what an engine sampled."""
+        self.token_ids += news.token_ids
+        self.logprobs += news.logprobs
+        self.segments = join_segments(self.segments, news.segments)
+        self.finish_reason = news.finish_reason
+
+
+@dataclass
+class Group:
+    """The responses to one prompt."""
+
+    number: int  # among the groups of a run, in the order of their birth
+    prompt: Prompt
+    born: int  # version of the policy that draws its first token
+    responses: list[Response]
+    samples: list[Sample] = field(default_factory=list)  # rewarded, once all responses are complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every response has ended."""
+        return all(response.finish_reason is not None for response in self.responses)
+
+
+class StreamPlan:
+    """Admits prompts, and gives out batches of complete groups of which none is older than `max_staleness` versions.
+
+    At most ``(max_staleness + 1) * batch_size`` groups are under way or ready. The oldest ready ones go first, and a
+    batch waits while, for any k from 0 to `max_staleness`, more than k batches of the groups under way have their
+    deadline (birth + `max_staleness`) within the next k versions: there would be no batch left that could take them.
+
+    Args:
+        batch_size: Groups of a batch.
+        max_staleness: Most versions between a group's birth and the version that is trained on it.
+        in_flight: Most groups under way at a time.
+        num_generations: Responses of a group.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, in_flight: int, num_generations: int) -> None:
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.in_flight = in_flight
+        self.num_generations = num_generations
+        self.waiting: deque[Prompt] = deque()  # admitted and not begun
+        self.under_way: dict[int, Group] = {}  # by number
+        self.ready: list[Group] = []
+        self.num_born = 0
+        self.num_dropped = 0  # groups that were too old when they were complete; their prompts were admitted again
+
+    def admit(self, prompts: Iterable[Prompt]) -> None:
+        """Take prompts that are to be used exactly once."""
+        self.waiting.extend(prompts)
+
+    def begin(self, version: int) -> list[Group]:
+        """Return as many new groups as may be under way now."""
+        limit = (self.max_staleness + 1) * self.batch_size
+        begun = []
+        while self.waiting and len(self.under_way) < self.in_flight and len(self.under_way) + len(self.ready) < limit:
+            prompt = self.waiting.popleft()
+            group = Group(self.num_born, prompt, version, [Response() for _ in range(self.num_generations)])
+            self.num_born += 1
+            self.under_way[group.number] = group
+            begun.append(group)
+        return begun
+
+    def finish(self, group: Group) -> None:
+        """A group's responses are complete and rewarded."""
+        del self.under_way[group.number]
+        self.ready.append(group)
+
+    def drop_stale(self, version: int) -> list[Group]:
+        """Leave out what is older than the bound at `version`, and admit its prompts again, before all others.
+
+        Only what breaks the plan makes such groups: a checkpoint that is resumed with a smaller bound.
+        """
+        groups = [*self.ready, *self.under_way.values()]
+        stale = sorted((group for group in groups if self.age(group, version) > self.max_staleness), key=_number)
+        numbers = {group.number for group in stale}
+        self.ready = [group for group in self.ready if group.number not in numbers]
+        for number in numbers:
+            self.under_way.pop(number, None)
+        self.waiting.extendleft(group.prompt for group in reversed(stale))
+        self.num_dropped += len(stale)
+        return stale
+
+    def can_take(self, version: int) -> bool:
+        """Whether there is a batch for `version`, and whoever is not in it can still be in time."""
+        if len(self.ready) < self.batch_size:
+            return False
+        deadlines = [group.born + self.max_staleness for group in self.under_way.values()]
+        return all(
+            sum(deadline <= version + k for deadline in deadlines) <= k * self.batch_size
+            for k in range(self.max_staleness + 1)
+        )
+
+    def take(self, version: int) -> list[Group]:
+        """Return the batch for `version`: the oldest ready groups, in the order of their birth.
+
+        Raises:
+            RuntimeError: There is none, or the bound would be broken.
+        """
+        if not self.can_take(version):
+            raise RuntimeError(f"no batch of {self.batch_size} groups for version {version}: {self.describe()}")
+        batch = sorted(self.ready, key=_number)[: self.batch_size]
+        oldest = max(self.age(group, version) for group in batch)
+        if oldest > self.max_staleness:
+            raise RuntimeError(f"a group is {oldest} versions old, max_staleness is {self.max_staleness}")
+        taken = {group.number for group in batch}
+        self.ready = [group for group in self.ready if group.number not in taken]
+        return batch
+
+    def age(self, group: Group, version: int) -> int:
+        """Versions between a group's birth and `version`."""
+        return version - group.born
+
+    def describe(self) -> str:
+        """Return what there is, for errors and logs."""
+        return f"{len(self.ready)} groups ready, {len(self.under_way)} under way, {len(self.waiting)} prompts waiting"
+
+
+def divide_states(states: list[str], replicas: int) -> list[str]:
+    """Return the states of so many replicas' streams: the same, or what they hold divided anew, the oldest first."""
+    if len(states) == replicas:
+        return states
+    parts = [json.loads(state) for state in states]
+    groups = sorted((group for part in parts for group in part["groups"]), key=lambda group: group["born"])
+    waiting = [row for part in parts for row in part["waiting"]]
+    num_born = max(part["num_born"] for part in parts) + len(groups)
+    divided = []
+    for rank in range(replicas):
+        mine = [{**group, "number": number} for number, group in enumerate(groups[rank::replicas])]
+        divided.append(json.dumps({"waiting": waiting[rank::replicas], "groups": mine, "num_born": num_born}))
+    return divided
+
+
+def _number(group: Group) -> int:
+    return group.number
