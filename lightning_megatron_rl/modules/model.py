@@ -16,8 +16,10 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatte
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
 from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import ReportsSteps
+from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.models.hf.model import HFModel
-    from lightning_megatron_rl.models.layers.routers import RoutingMode
+    from lightning_megatron_rl.models.layers.routers import RouterHooks, RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
@@ -52,6 +54,10 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
     """
 
     default_lr = 1e-6
+    default_aux_loss_coeff = 0.0  # where `train.moe` does not say: the reward is what RL optimises
+    has_old_logprobs = False  # whether sequences are scored before they are trained on, which can be replayed
+    moe_in_force: MoESettings | None = None  # None on a dense model
+    routers: "RouterHooks | None" = None  # of a mixture of experts, from `configure_model` on
 
     def __init__(
         self,
@@ -109,7 +115,13 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
             )
         if self._hf_model is None:
             self._hf_model = self.find_model()
-        self.resolve_moe(self._hf_model.config, self.train_settings.model_config)
+        self.moe_in_force = resolve_moe_settings(
+            self.train_settings.moe,
+            self._hf_model.config,
+            self.train_settings.model_config,
+            default_aux_loss_coeff=self.default_aux_loss_coeff,
+            has_old_logprobs=self.has_old_logprobs,
+        )
         layout = self.strategy.layout
         self._hf_model.check_layout(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -171,12 +183,16 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
         if "model" not in self._modules:
             chunks = self.build_chunks()
-            self.attach_routers(chunks, self.strategy.root_device)
+            if self.moe_in_force is not None:  # hooked before Megatron wraps the chunks
+                from lightning_megatron_rl.models.layers.routers import RouterHooks
+
+                self.routers = RouterHooks(chunks, self.moe_in_force, self.strategy.root_device)
             self.model = nn.ModuleList(chunks)
             self.strategy.limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
 
     def build_chunks(self) -> list[nn.Module]:
         """Return freshly built chunks holding the weights of `model_path`, or of the checkpoint `init_from`."""
+        moe_fields = {} if self.moe_in_force is None else self.moe_in_force.megatron_fields()
         chunks = list(
             self.hf_model.build_chunks(
                 params_dtype=self.strategy.precision_plugin.params_dtype,
@@ -184,13 +200,24 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
                 device=self.strategy.root_device,
                 sequence_parallel=self.strategy.layout.sequence_parallel,
                 load_weights=self.init_from is None,
-                config_overrides=self.train_settings.model_config | self.moe_fields(),
+                config_overrides=self.train_settings.model_config | moe_fields,
                 lora=self.train_settings.lora,
             )
         )
         if self.init_from is not None:
             self.strategy.load_weights(user_path(self.init_from), chunks)
         return chunks
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether updates send each token to the experts that its sequence's routing names."""
+        return self.moe_in_force is not None and self.moe_in_force.router_replay != "none"
+
+    def describe_routers(self) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what is in force for routers."""
+        if self.moe_in_force is None or self.routers is None:
+            return []
+        return self.moe_in_force.describe(has_expert_bias=self.routers.config.moe_router_enable_expert_bias)
 
     def teardown(self, stage: str) -> None:
         """Repeat what was lost in this run.
@@ -244,13 +271,12 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         """
         scored = list(self.model) if chunks is None else chunks
         share = self._share(sequences)
-        self.begin_routing(share, routing, self.reduce_tokens)
         was_training = [chunk.training for chunk in scored]
-        for chunk in scored:
-            chunk.eval()  # no dropout in a scoring pass
         step = partial(self._score_step, processor=processor or self.output_processor())
-        outputs = self._run_schedule(share.microbatches, step, forward_only=True, chunks=scored)
-        recorded = self.end_routing()
+        with routed_pass(self.routers, share, routing, self.reduce_tokens) as recorded:
+            for chunk in scored:
+                chunk.eval()  # no dropout in a scoring pass
+            outputs = self._run_schedule(share.microbatches, step, forward_only=True, chunks=scored)
         for chunk, training in zip(scored, was_training, strict=True):
             chunk.train(training)
         values: Tensor | None = None
@@ -307,8 +333,8 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         )
         share = self._share(sequences)
         replays = chunks is None and self.replays_routing
-        self.begin_routing(share, "replay" if replays else "free", self.reduce_tokens)
-        tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=trained)
+        with routed_pass(self.routers, share, "replay" if replays else "free", self.reduce_tokens):
+            tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=trained)
         metrics: dict[str, float] = {}
         if tallies:
             total = Tally(self.strategy.root_device)
@@ -316,14 +342,13 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
                 total.merge(tally)
             metrics = total.reduce(self.reduce_tokens).compute()
         metrics = self.strategy.broadcast_from_last_stage(metrics)
-        self.end_routing()
         stepping = optimizer or self.strategy.optimizers[0]
         stepping.trace = UpdateTrace(trained, name, metrics[name], share.describe_samples(), token_losses)  # type: ignore[attr-defined]
         if chunks is not None:
             return metrics
         return {
             **metrics,
-            **self.routing_metrics(),
+            **(self.routers.metrics() if self.routers is not None else {}),
             "perf/padding_frac": share.padding_frac,
             "perf/imbalance": share.imbalance,
         }

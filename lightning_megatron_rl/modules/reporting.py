@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.monitors import check_logged
-from lightning_megatron_rl.modules.routing import TrainsRouters
 from lightning_megatron_rl.parallel.distributed import peak_memory_gb, synchronize
 from lightning_megatron_rl.strategy.products import asks_for_tf32
 from lightning_megatron_rl.utilities.cpus import OthersLoad, busy_words, usable_cpus
@@ -21,7 +21,7 @@ START_PHASE = "start"  # from the Trainer's call of `setup` to a model and a sam
 SYNC_PHASES = ("weight_sync", "sleep", "offload")  # what may come before the step's own clock starts
 
 
-class ReportsSteps(TrainsRouters, ExportsWeights):
+class ReportsSteps(ExportsWeights):
     """The part of `ModelModule` that prints, logs and measures."""
 
     metrics_prefix = "policy"  # of the logged loss, gradient norm and learning rate
@@ -64,6 +64,10 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
         self._sync_seconds = sum(self.phase_seconds.get(name, 0.0) for name in SYNC_PHASES)
         self._step_started = time.perf_counter()
 
+    @abstractmethod
+    def describe_routers(self) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what is in force for routers."""
+
     def describe_batch(self, batch: Any) -> list[tuple[str, str]]:
         """Return rows for the table at start: what one batch means, with its arithmetic."""
         return []
@@ -92,7 +96,7 @@ class ReportsSteps(TrainsRouters, ExportsWeights):
             ("precision", f"{self.strategy.precision_plugin.precision}{self._products}, {optimizer}"),
             *([] if lora is None else [("LoRA", f"{lora.describe()}; {trained:,} parameters are trained")]),
             *self.describe_batch(batch),
-            *self.describe_moe(),
+            *self.describe_routers(),
             *self._describe_cpus(),
         ]
         print_table("run", rows)

@@ -2,14 +2,17 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch
-from lightning_megatron_rl.modules.routing import TrainsRouters
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.models.layers.routers import RouterHooks
 
 TokenLoss = Callable[..., Tensor]
 """``(microbatch, *outputs, tally) -> loss per token [b, s]``; adds its metrics to the tally.
@@ -24,8 +27,10 @@ OutputProcessor = Callable[..., Tensor]
 WEIGHT_FIELD = "weights"  # per-token weight u_t of the aggregation, see strategy.schedule
 
 
-class TakesSteps(TrainsRouters):
+class TakesSteps(pl.LightningModule):
     """The steps of Megatron's schedule; a part of `ModelModule`."""
+
+    routers: "RouterHooks | None" = None
 
     @abstractmethod
     def output_processor(self) -> OutputProcessor:
