@@ -73,7 +73,7 @@ class SyncTimes(pl.Callback):
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
         self.peer_bytes = pl_module.last_sync.peer_bytes if pl_module.last_sync else 0
-        pl_module.phase_seconds.clear()  # the first step's own
+        pl_module.report.phase_seconds.clear()  # the first step's own
 
 
 def _sync_and_wake(module: Any) -> None:

@@ -252,7 +252,7 @@ class GRPOModule(SamplesResponses):
                 "samples per update",
                 f"{prompts * group} samples / {updates} updates per rollout = {prompts * group // updates}",
             ),
-            self._microbatch_row,
+            self.train_settings.describe_microbatch(),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             ("sampler", self.engine.describe()),
             *describe_unplanned(self.engine, self.strategy),

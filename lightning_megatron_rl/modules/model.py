@@ -1,8 +1,10 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
-import time
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,8 +19,9 @@ from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
+from lightning_megatron_rl.modules.exporting import ExportsWeights
 from lightning_megatron_rl.modules.monitors import check_monitors
-from lightning_megatron_rl.modules.reporting import ReportsSteps
+from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
-class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
+class ModelModule(TakesSteps, ExportsWeights, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.
 
     What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
@@ -53,11 +56,13 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         ValueError: Adapters on the weights of a distributed checkpoint.
     """
 
+    metrics_prefix = "policy"  # of the logged loss, gradient norm and learning rate
     default_lr = 1e-6
     default_aux_loss_coeff = 0.0  # where `train.moe` does not say: the reward is what RL optimises
     has_old_logprobs = False  # whether sequences are scored before they are trained on, which can be replayed
     moe_in_force: MoESettings | None = None  # None on a dense model
     routers: "RouterHooks | None" = None  # of a mixture of experts, from `configure_model` on
+    engine: RolloutEngine | None = None  # that works in turn with the trainer, where a method samples
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         self.model_path = model
         self.init_from = init_from
         self._hf_model: HFModel | None = None
+        self.report = StepReport(self)
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
 
@@ -105,10 +111,10 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
 
     def setup(self, stage: str) -> None:
         """Find and check the model, that the layout can hold it, and the optimizer's settings, before weights load."""
-        self._setup_began = time.perf_counter()
+        self.report.begin_setup()
         if stage == "fit":
             self.strategy.resolve_optimizer_config(self._optimizer_config())
-        if self.strategy.offloads and not self.samples_responses:
+        if self.strategy.offloads and self.engine is None:
             rank_zero_warn(
                 f"offload_while_sampling={list(self.strategy.offloads)} does nothing: {type(self).__name__} has no"
                 " sampler to make room for; leave it out."
@@ -151,17 +157,12 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
-            check_gpu(self, training=stage == "fit", engine=self.sampler, frozen_copies=self.frozen_copies)
+            check_gpu(self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies)
 
     @property
     def logprob_chunk_size(self) -> int:
         """Tokens whose logits exist at one time; a model without an output layer has none."""
         return 0
-
-    @property
-    def sampler(self) -> RolloutEngine | None:
-        """The engine that shares the GPU."""
-        return None
 
     @property
     def frozen_copies(self) -> int:
@@ -213,11 +214,17 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         """Whether updates send each token to the experts that its sequence's routing names."""
         return self.moe_in_force is not None and self.moe_in_force.router_replay != "none"
 
-    def describe_routers(self) -> list[tuple[str, str]]:
-        """Return rows for the table at start: what is in force for routers."""
-        if self.moe_in_force is None or self.routers is None:
-            return []
-        return self.moe_in_force.describe(has_expert_bias=self.routers.config.moe_router_enable_expert_bias)
+    def on_fit_start(self) -> None:
+        """Start the report of a fit."""
+        self.report.begin_fit()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the report of a step."""
+        self.report.begin_step(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log what is known only after the optimizer step."""
+        self.report.end_step()
 
     def teardown(self, stage: str) -> None:
         """Repeat what was lost in this run.
@@ -251,6 +258,42 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave the batch on the CPU: sequences are laid out there, and only micro-batches go to the device."""
         return batch
+
+    # ---- what a run tells ------------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside as ``time/<name>_s``, in the Trainer's profiler and in errors of collectives."""
+        return self.report.phase(name)
+
+    def describe_batch(self, batch: Any) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what one batch means, with its arithmetic."""
+        return []
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs; none here."""
+        return []
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, if it has any."""
+        return []
+
+    def rank_metrics(self) -> dict[str, float]:
+        """Return what more this rank has to say of a step; the largest of all ranks is logged."""
+        return {}
+
+    def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:
+        """Log values that are already equal on every rank (which is why Lightning's hint at sync_dist is silenced)."""
+        warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name in prog_bar, sync_dist=False, batch_size=1)
+
+    def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
+        return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
+
+    def reduce_tokens(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce what belongs to this rank's tokens over the ranks that share the batch's tokens."""
+        return self.strategy.data_parallel_all_reduce(vector, op, with_context_parallel=True)
 
     # ---- the two passes --------------------------------------------------------------------------------------------
 
@@ -321,7 +364,7 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         for chunk in trained:
             chunk.train()
         if chunks is None:
-            self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+            self.report.num_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         name = f"{prefix or self.metrics_prefix}/loss"
         token_losses: list[tuple[Tensor, Tensor]] = []
         step = partial(

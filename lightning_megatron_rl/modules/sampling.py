@@ -34,7 +34,6 @@ _DEFAULT_SEED = 1234
 class SamplesResponses(HoldsReference):
     """A policy module with a sampler and rewards: starts the engine, pushes weights, samples, rewards and validates."""
 
-    samples_responses = True
     engine: RolloutEngine
     rewards: list[Reward]
     reward_weights: list[float] | None
@@ -119,11 +118,6 @@ class SamplesResponses(HoldsReference):
         """Who has the memory."""
         assert self._phase is not None, "setup() makes it"
         return self._phase
-
-    @property
-    def sampler(self) -> RolloutEngine:
-        """The engine that shares the GPU."""
-        return self.engine
 
     def _check_lengths(self) -> None:
         limit, budget = self.engine.max_model_len, self.train_settings.max_tokens_per_microbatch

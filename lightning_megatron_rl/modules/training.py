@@ -60,6 +60,11 @@ class TrainingSettings:
                 f"train.model_config: {self.model_config!r} is no mapping of fields to values; {{}} changes none"
             )
 
+    def describe_microbatch(self) -> tuple[str, str]:
+        """Return a row for the table at start: the token budget."""
+        layout = "packed" if self.packing else "padded"
+        return "tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {layout}"
+
 
 MOVED = {name: f"train.{name}" for name in signature(TrainingSettings).parameters}
 """Arguments of modules of 0.1 and their place today."""
