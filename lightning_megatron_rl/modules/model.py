@@ -1,9 +1,11 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
 import warnings
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
-from lightning_megatron_rl.modules.exporting import ExportsWeights
+from lightning_megatron_rl.modules.exporting import PlannedViews, no_single_file, no_whole_model
 from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
@@ -33,6 +35,7 @@ from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.utilities.notices import finish
 from lightning_megatron_rl.utilities.text_files import user_path
+from lightning_megatron_rl.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
-class ModelModule(TakesSteps, ExportsWeights, RefusesMovedArguments):
+class ModelModule(TakesSteps, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.
 
     What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
@@ -58,6 +61,8 @@ class ModelModule(TakesSteps, ExportsWeights, RefusesMovedArguments):
 
     metrics_prefix = "policy"  # of the logged loss, gradient norm and learning rate
     default_lr = 1e-6
+    temperature = 1.0  # of the distribution that is scored: logits are divided by it in every pass
+    exports_classifier = False  # whether exports are Transformers' sequence classifiers, else language models
     default_aux_loss_coeff = 0.0  # where `train.moe` does not say: the reward is what RL optimises
     has_old_logprobs = False  # whether sequences are scored before they are trained on, which can be replayed
     moe_in_force: MoESettings | None = None  # None on a dense model
@@ -83,6 +88,7 @@ class ModelModule(TakesSteps, ExportsWeights, RefusesMovedArguments):
         self.init_from = init_from
         self._hf_model: HFModel | None = None
         self.report = StepReport(self)
+        self.planned_views = PlannedViews()
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
 
@@ -227,12 +233,13 @@ class ModelModule(TakesSteps, ExportsWeights, RefusesMovedArguments):
         self.report.end_step()
 
     def teardown(self, stage: str) -> None:
-        """Repeat what was lost in this run.
+        """Give the memory of pushes back, and repeat what was lost in this run.
 
         Raises:
             RunFailedError: On every rank, if something failed that the run was for. Callbacks have had their teardown.
         """
         super().teardown(stage)
+        self.planned_views.let_go()
         if stage == "fit":
             run_on_all_ranks(finish)
 
@@ -294,6 +301,85 @@ class ModelModule(TakesSteps, ExportsWeights, RefusesMovedArguments):
     def reduce_tokens(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Reduce what belongs to this rank's tokens over the ranks that share the batch's tokens."""
         return self.strategy.data_parallel_all_reduce(vector, op, with_context_parallel=True)
+
+    # ---- weights on their way out ----------------------------------------------------------------------------------
+
+    def weights_to_push(self) -> WeightSource:
+        """Return the policy's weights for an engine, which takes them in any precision: in that of training.
+
+        Where this rank has the whole model, views of its parameters; otherwise a push that all ranks take part in.
+        Both are planned at the first call, a collective of the world; what cannot be planned, and adapters, come as
+        `export_weights` yields them. Biases that balance experts are in fp32 in any case.
+        """
+        self.strategy.gather_parameters()
+        chunks, model = list(self.model), self.hf_model
+        plan = model.plan_export_views if self.strategy.layout.is_whole else model.plan_sharded_views
+        views = self.planned_views.of(chunks, plan) if self.train_settings.lora is None else None
+        if views is None:
+            exported = model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
+            return WeightSource.streamed(exported, next(self.model.parameters()).device)
+        return views.weights(stays="parameters" not in self.strategy.offloads)
+
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.export_weights(list(self.model), dtype)
+
+    @abstractmethod
+    def export_outputs(self, sequences: list[TokenSequence]) -> list[Tensor]:
+        """Return per sequence what an export, loaded back, must compute as well; a collective."""
+
+    def save_pretrained(self, directory: Path, max_shard_size: int = 5_000_000_000) -> None:
+        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks.
+
+        Args:
+            directory: New, or empty.
+            max_shard_size: Of a file of weights, in bytes.
+        """
+        self.strategy.gather_parameters()
+        self.hf_model.save_pretrained(list(self.model), directory, max_shard_size=max_shard_size)
+
+    def export_differences(self, directory: Path) -> list[str]:
+        """Return how the tensors of a directory differ from what `save_pretrained` would write now; a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.differences(list(self.model), directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters in PEFT's format; a collective of all ranks.
+
+        Raises:
+            ValueError: The policy has none, or the directory cannot be written.
+        """
+        if self.train_settings.lora is None:
+            raise ValueError(
+                f"{type(self).__name__}(train.lora=None) has no adapters: save_pretrained writes its weights."
+            )
+        self.strategy.gather_parameters()
+        self.hf_model.save_adapter(list(self.model), directory, self.train_settings.lora)
+
+    def adapter_differences(self, directory: Path) -> list[str]:
+        """Return how the adapters of a directory differ from what `save_adapter` would write now; a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.adapter_differences(list(self.model), directory)
+
+    def to_onnx(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the chunks are parts of a model.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(no_whole_model(type(self).__name__))
+
+    to_torchscript = to_tensorrt = to_onnx
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ModelModule":
+        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(no_single_file(cls.__name__, str(checkpoint_path)))
 
     # ---- the two passes --------------------------------------------------------------------------------------------
 
