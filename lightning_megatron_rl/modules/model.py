@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
-from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
-class ModelModule(TakesSteps, RefusesMovedArguments):
+class ModelModule(pl.LightningModule, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.
 
     What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
@@ -383,6 +384,10 @@ class ModelModule(TakesSteps, RefusesMovedArguments):
 
     # ---- the two passes --------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def output_processor(self) -> OutputProcessor:
+        """Return what the last pipeline stage makes of hidden states."""
+
     @torch.no_grad()
     def score_rows(
         self,
@@ -401,7 +406,7 @@ class ModelModule(TakesSteps, RefusesMovedArguments):
         scored = list(self.model) if chunks is None else chunks
         share = self._share(sequences)
         was_training = [chunk.training for chunk in scored]
-        step = partial(self._score_step, processor=processor or self.output_processor())
+        step = partial(score_step, processor=processor or self.output_processor(), routers=self.routers)
         with routed_pass(self.routers, share, routing, self.reduce_tokens) as recorded:
             for chunk in scored:
                 chunk.eval()  # no dropout in a scoring pass
@@ -454,9 +459,10 @@ class ModelModule(TakesSteps, RefusesMovedArguments):
         name = f"{prefix or self.metrics_prefix}/loss"
         token_losses: list[tuple[Tensor, Tensor]] = []
         step = partial(
-            self._train_step,
-            token_loss=token_loss,
+            train_step,
             processor=processor or self.output_processor(),
+            routers=self.routers,
+            token_loss=token_loss,
             name=name,
             token_losses=token_losses,
         )

@@ -76,7 +76,10 @@ def describe_moved(names: Iterable[str]) -> str:
 
 
 class RefusesMovedArguments:
-    """Answers an old flat argument of a module with its new place, where Python would only call it unexpected."""
+    """Answers an old flat argument of a module with its new place, where Python would only call it unexpected.
+
+    It stands behind a module's other bases: the signature of a class is that of the `__new__` or `__init__` before it.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         moved = describe_moved(kwargs.keys() - signature(cls.__init__).parameters.keys())
