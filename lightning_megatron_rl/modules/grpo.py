@@ -14,7 +14,7 @@ from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Repl
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
-from lightning_megatron_rl.modules.reference import ReferenceSettings
+from lightning_megatron_rl.modules.reference import Reference, ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import (
     Rollout,
     add_sample_metrics,
@@ -67,6 +67,7 @@ class GRPOModule(SamplesResponses):
     """
 
     has_old_logprobs = True
+    reference: Reference
     compares_groups = True  # whether the configured advantage is used, which may need more than one response
 
     def __init__(
@@ -125,9 +126,10 @@ class GRPOModule(SamplesResponses):
         self.overlong = overlong
         self.dynamic_sampling = dynamic_sampling
         self.reference_settings = reference or ReferenceSettings()
-        self.reference_kind = self.reference_settings.resolve(
+        kind = self.reference_settings.resolve(
             kl_coef=config.kl_coef, has_adapters=self.train_settings.lora is not None
         )
+        self.reference = Reference(self, self.reference_settings, kind)
         check_ranges({"max_failed_rollouts": COUNT.called("null never ends the run")}, locals())
         self.max_failed_rollouts = max_failed_rollouts
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
@@ -160,7 +162,7 @@ class GRPOModule(SamplesResponses):
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
         self.loss.set_step(self.trainer.global_step)
-        self.refresh_reference()
+        self.reference.refresh()
         rollout = self.rollout(prompts)
         *inner, last = rollout.split(self.updates_per_rollout)
         with self.phase("update"):
@@ -213,9 +215,9 @@ class GRPOModule(SamplesResponses):
                     rollout.set_entropies(scores.entropies)
                 if self.replays_routing:
                     rollout.set_routing(scores.routing)
-        if self.reference_kind != "none":
+        if self.reference.kind != "none":
             with self.phase("ref_logp"):
-                rollout.set_field("ref_logprobs", self.score_reference(rollout.sequences).logprobs)
+                rollout.set_field("ref_logprobs", self.reference.score(rollout.sequences).logprobs)
 
     def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
         """Fill in the advantages from the rewards and what shapes them; a collective."""
@@ -258,7 +260,7 @@ class GRPOModule(SamplesResponses):
             *describe_unplanned(self.engine, self.strategy),
             *self.describe_episodes(),
             *self.loss.config.describe(),
-            ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),
+            ("reference", self.reference_settings.model or self.reference.kind.replace("_", " ")),
         ]
 
     def log_rollout(self, rollout: Rollout, tally: Tally) -> None:

@@ -135,17 +135,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             default_aux_loss_coeff=self.default_aux_loss_coeff,
             has_old_logprobs=self.has_old_logprobs,
         )
-        layout = self.strategy.layout
-        self._hf_model.check_layout(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(self.train_settings.model_config),
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        self._hf_model.check_computation(self.train_settings.model_config)
+        self.check_model(self._hf_model, self.train_settings.model_config)
         if self.init_from is not None:
             read_manifest(user_path(self.init_from))
             self._hf_model.check_checkpoint(user_path(self.init_from))
@@ -157,7 +147,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         self.strategy.trained_on_top_of = None
         self.strategy.saved_beside = self._hf_model.settings_files("hf")
         if self.train_settings.lora is not None:
-            self.train_settings.lora.check_layout(layout.tensor_model_parallel_size)
+            self.train_settings.lora.check_layout(self.strategy.layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.train_settings.lora.identity(self._hf_model.fingerprint)
         start = starting_checkpoint(self.trainer)
         if start is not None:
@@ -187,6 +177,20 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
 
         return HFModel(self.model_path, verify=self.train_settings.verify_model)
 
+    def check_model(self, model: "HFModel", model_config: dict[str, Any]) -> None:
+        """Refuse a model that this layout cannot hold, or that Megatron may compute in another way; a collective."""
+        layout = self.strategy.layout
+        model.check_layout(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            pipeline_split=PipelineSplit.from_overrides(model_config),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        model.check_computation(model_config)
+
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
         if "model" not in self._modules:
@@ -203,10 +207,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         moe_fields = {} if self.moe_in_force is None else self.moe_in_force.megatron_fields()
         chunks = list(
             self.hf_model.build_chunks(
-                params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.train_settings.layer_backend,
-                device=self.strategy.root_device,
-                sequence_parallel=self.strategy.layout.sequence_parallel,
+                **self.build_options,
                 load_weights=self.init_from is None,
                 config_overrides=self.train_settings.model_config | moe_fields,
                 lora=self.train_settings.lora,
@@ -215,6 +216,16 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         if self.init_from is not None:
             self.strategy.load_weights(user_path(self.init_from), chunks)
         return chunks
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """Arguments of `HFModel.build_chunks` that are the same for every model of a run."""
+        return {
+            "params_dtype": self.strategy.precision_plugin.params_dtype,
+            "layer_backend": self.train_settings.layer_backend,
+            "device": self.strategy.root_device,
+            "sequence_parallel": self.strategy.layout.sequence_parallel,
+        }
 
     @property
     def replays_routing(self) -> bool:

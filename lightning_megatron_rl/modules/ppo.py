@@ -12,7 +12,6 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import whiten
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.models.layers.value_head import value_processor
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
@@ -149,17 +148,7 @@ class PPOModule(GRPOModule):
                 f" {self.model_path!r} of {actor.vocab_size}: the critic reads the actor's tokens, so both must be of"
                 " one family."
             )
-        layout = self.strategy.layout
-        found.check_layout(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(self.train_settings.model_config),
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        found.check_computation(self.train_settings.model_config)
+        self.check_model(found, self.train_settings.model_config)
         return found
 
     def configure_model(self) -> None:
@@ -169,10 +158,7 @@ class PPOModule(GRPOModule):
         if fits and self.critic is None:
             init_from = self.critic_settings.init_from
             chunks = self._critic_model.build_chunks(
-                params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.train_settings.layer_backend,
-                device=self.strategy.root_device,
-                sequence_parallel=self.strategy.layout.sequence_parallel,
+                **self.build_options,
                 load_weights=init_from is None,
                 config_overrides=self.train_settings.model_config,
             )
@@ -213,7 +199,7 @@ class PPOModule(GRPOModule):
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score, reward and judge a rollout, then update critic and actor `updates_per_rollout` times."""
         self.loss.set_step(self.trainer.global_step)
-        self.refresh_reference()
+        self.reference.refresh()
         rollout = self.rollout(prompts)
         parts = rollout.split(self.updates_per_rollout)
         with self.phase("critic_update"):

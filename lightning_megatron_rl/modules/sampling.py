@@ -14,7 +14,7 @@ from lightning_megatron_rl.environments.base import NAME, Environment, EpisodeSe
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.evaluation import Evaluation
 from lightning_megatron_rl.modules.failures import FailureWatch
-from lightning_megatron_rl.modules.reference import HoldsReference
+from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.parallel.distributed import data_parallel_gather
@@ -31,7 +31,7 @@ from lightning_megatron_rl.weights.source import WeightSource
 _DEFAULT_SEED = 1234
 
 
-class SamplesResponses(HoldsReference):
+class SamplesResponses(PolicyModule):
     """A policy module with a sampler and rewards: starts the engine, pushes weights, samples, rewards and validates."""
 
     engine: RolloutEngine

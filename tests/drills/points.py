@@ -39,7 +39,7 @@ STEP = [
     _one("reward", _REWARDS, "parity", occurrence=4),
     _one("old log-probs", _GRPO, "GRPOModule.score_rollout", occurrence=4),
     _one("reference refreshed", "modules/reference.py", "copy_weights", "return", occurrence=1),
-    _one("reference log-probs, rank 1 only", "modules/reference.py", "HoldsReference.score_reference", ranks=(1,)),
+    _one("reference log-probs, rank 1 only", "modules/reference.py", "Reference.score", ranks=(1,)),
     _one("first update of a rollout", "strategy/schedule.py", "forward_backward", occurrence=19),
     _one(
         "gradients, rank 0 only",
