@@ -72,11 +72,7 @@ class DPOModule(PairModule, PolicyModule):
         train: TrainingSettings | None = None,
         init_from: str | None = None,
     ) -> None:
-        super().__init__(  # type: ignore[call-arg]  # PairModule's is PolicyModule's here
-            model=model,
-            train=train,
-            init_from=init_from,
-        )
+        super().__init__(model=model, train=train, init_from=init_from)
         check_ranges(_RANGES, locals())
         self.pair_loss_kind = lookup(DPO_LOSSES, loss, "loss")
         if label_smoothing and not self.pair_loss_kind.smooths:

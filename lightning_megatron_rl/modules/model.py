@@ -70,12 +70,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
     routers: "RouterHooks | None" = None  # of a mixture of experts, from `configure_model` on
     engine: RolloutEngine | None = None  # that works in turn with the trainer, where a method samples
 
-    def __init__(
-        self,
-        model: str,
-        train: TrainingSettings | None = None,
-        init_from: str | None = None,
-    ) -> None:
+    def __init__(self, model: str, train: TrainingSettings | None = None, init_from: str | None = None) -> None:
         super().__init__()
         if not isinstance(train, TrainingSettings | None):
             raise TypeError(f"{type(self).__name__}: train is a TrainingSettings, not a {type(train).__name__}.")
@@ -306,7 +301,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name in prog_bar, sync_dist=False, batch_size=1)
 
-    def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
+    def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
         return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
 

@@ -248,7 +248,7 @@ class PPOModule(GRPOModule):
             add_value_metrics(tally, value, return_, sequence.loss_mask)
         if settings.whiten_advantages:
             masks = torch.cat([sequence.loss_mask for sequence in sequences])
-            whole = whiten(torch.cat(advantages), masks, all_reduce=lambda vector: self.reduce_on_device(vector, "sum"))
+            whole = whiten(torch.cat(advantages), masks, all_reduce=self.reduce_on_device)
             advantages = list(whole.split([len(sequence) for sequence in sequences]))
         rollout.set_field("values", values)
         rollout.set_field("returns", returns)
@@ -256,11 +256,7 @@ class PPOModule(GRPOModule):
 
     def update_critic(self, part: Rollout) -> Tensor:
         """Take one optimizer step of the critic on one part of a rollout; return its loss, equal on every rank."""
-        part.set_token_weights(
-            self.loss,
-            max_response_length=self.sampling.max_tokens,
-            all_reduce=lambda vector: self.reduce_on_device(vector, "sum"),
-        )
+        part.set_token_weights(self.loss, self.sampling.max_tokens, self.reduce_on_device)
         critic = self._critic
         assert critic.optimizer is not None
         metrics = self.update(

@@ -46,16 +46,9 @@ def train_step(
     name: str,
     token_losses: list[tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Any]:
-    """Sum the weighted losses of a micro-batch's targets, and tally them.
+    """Sum the weighted losses of a micro-batch's targets, and tally them as `name`.
 
-    Args:
-        chunk: Of the model.
-        microbatch: Field "weights" holds each token's weight.
-        processor: Of the last stage.
-        routers: Of a mixture of experts.
-        token_loss: Loss per token.
-        name: Of the loss among the metrics.
-        token_losses: Gets the losses and whose they are, ``[b, s]`` each, for the report of a failure.
+    `token_losses` gets the losses and whose they are, ``[b, s]`` each, for the report of a failure.
     """
 
     def loss(output: Tensor) -> tuple[Tensor, Tensor, Tally]:

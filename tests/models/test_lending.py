@@ -140,8 +140,8 @@ def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:
         raise sampling.WeightsLostError("gone before it asked for anything")
 
     for fail in (update, gone):
-        policy.engine = SimpleNamespace(is_collective=False, update_weights=fail)
-        found.append(sampling.SamplesResponses._push(policy, policy.weights_to_push(), 1))
+        engine = SimpleNamespace(is_collective=False, update_weights=fail)
+        found.append(sampling.Sampler(policy, engine)._push(policy.weights_to_push(), 1))
     reader.readiness = Readiness.CANNOT
     found += [push(policy, reader), push(policy, reader)]
     policy.planned_views.let_go()  # the end of a fit
