@@ -66,19 +66,19 @@ class SyncTimes(pl.Callback):
                 torch.cuda.reset_peak_memory_stats()
             if pl_module.engine.sleep_level:
                 self.seconds.append(timed(lambda: _sync_and_wake(pl_module), self.device))
-                self.sleep_seconds.append(timed(pl_module.finish_sampling, self.device))
+                self.sleep_seconds.append(timed(pl_module.sampler.finish, self.device))
             else:
-                self.seconds.append(timed(lambda: pl_module.sync_weights(0), self.device))
+                self.seconds.append(timed(lambda: pl_module.sampler.sync(0), self.device))
         self.seconds, self.sleep_seconds = self.seconds[self.warmup :], self.sleep_seconds[self.warmup :]
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
-        self.peer_bytes = pl_module.last_sync.peer_bytes if pl_module.last_sync else 0
-        pl_module.phase_seconds.clear()  # the first step's own
+        self.peer_bytes = report.peer_bytes if (report := pl_module.sampler.last_sync) else 0
+        pl_module.report.phase_seconds.clear()  # the first step's own
 
 
 def _sync_and_wake(module: Any) -> None:
-    module.sync_weights(0)  # wakes the weights' memory first
-    module.sampling_phase.prepare_sampling()  # the cache's
+    module.sampler.sync(0)  # wakes the weights' memory first
+    module.sampler.memory.prepare_sampling()  # the cache's
 
 
 class Samples(pl.Callback):

@@ -54,9 +54,9 @@ NEEDED: dict[type, dict[str, Any]] = {
 FOLDERS = ("algorithms", "callbacks", "data", "environments", "models", "modules", "rewards", "rollout", "strategy")
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
-    "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment", "HoldsReference",
+    "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
     "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader",
-    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Reply", "SamplesResponses", "SequenceCost",
+    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Reply", "SequenceCost",
     "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "ServiceReward",

@@ -113,5 +113,6 @@ class WeightAverage(Callback):
     @staticmethod
     def _forget_sync(pl_module: Any) -> None:
         """A sampler's weights are not the model's any more."""
-        if isinstance(getattr(pl_module, "synced_version", None), int):
-            pl_module.synced_version = None
+        sampler = getattr(pl_module, "sampler", None)
+        if sampler is not None:
+            sampler.version = None

@@ -6,15 +6,15 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
 
-class SyncsWeights(Protocol):
-    """What a module with a rollout engine offers."""
+class Syncs(Protocol):
+    """What the `sampler` of a module offers."""
 
-    synced_version: int | None  # version of the weights that the engine has, None before the first push
+    version: int | None  # of the weights that the engine has, None before the first push
 
-    def sync_weights(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         """Push the weights to the engine; a collective."""
 
-    def close_engine(self) -> None:
+    def close(self) -> None:
         """End the engine and free what it holds."""
 
 
@@ -43,8 +43,9 @@ class WeightSync(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """End the engine with a run that failed or was interrupted."""
-        pl_module.close_engine()
+        pl_module.sampler.close()
 
-    def _sync(self, trainer: pl.Trainer, module: SyncsWeights) -> None:
-        if module.synced_version != trainer.global_step:
-            module.sync_weights(trainer.global_step)
+    def _sync(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        sampler: Syncs = pl_module.sampler
+        if sampler.version != trainer.global_step:
+            sampler.sync(trainer.global_step)

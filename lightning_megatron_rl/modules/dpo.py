@@ -3,14 +3,14 @@
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron_rl.algorithms.preferences import DPO_LOSSES
 from lightning_megatron_rl.algorithms.registry import lookup
 from lightning_megatron_rl.data.packing import TokenSequence
-from lightning_megatron_rl.models.layers.lora import adapters_off
 from lightning_megatron_rl.modules.pairs import PairModule
-from lightning_megatron_rl.modules.policy import PolicyModule, Scores
+from lightning_megatron_rl.modules.policy import PolicyModule
+from lightning_megatron_rl.modules.reference import Reference, ReferenceKind, ReferenceSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities.ranges import POSITIVE, Range, check_ranges
 
@@ -47,6 +47,8 @@ class DPOModule(PairModule, PolicyModule):
             does not have, or lacks.
     """
 
+    reference: Reference
+
     def __init__(
         self,
         model: str,
@@ -70,11 +72,7 @@ class DPOModule(PairModule, PolicyModule):
         train: TrainingSettings | None = None,
         init_from: str | None = None,
     ) -> None:
-        super().__init__(  # type: ignore[call-arg]  # PairModule's is PolicyModule's here
-            model=model,
-            train=train,
-            init_from=init_from,
-        )
+        super().__init__(model=model, train=train, init_from=init_from)
         check_ranges(_RANGES, locals())
         self.pair_loss_kind = lookup(DPO_LOSSES, loss, "loss")
         if label_smoothing and not self.pair_loss_kind.smooths:
@@ -92,13 +90,8 @@ class DPOModule(PairModule, PolicyModule):
         self.loss = loss
         self.label_smoothing = label_smoothing
         self.discopop_tau = discopop_tau
-        self.reference: list[nn.Module] | None = None  # a list, not a submodule: it is neither trained nor saved
-
-    def configure_model(self) -> None:
-        """Build the policy and the frozen reference; with LoRA the policy holds it."""
-        super().configure_model()
-        if self.train_settings.lora is None and self.reference is None:
-            self.reference = [chunk.requires_grad_(False).eval() for chunk in self.build_chunks()]
+        kind: ReferenceKind = "frozen_copy" if self.train_settings.lora is None else "adapters_off"
+        self.reference = Reference(self, ReferenceSettings(kind=kind, offload=False), kind)
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Return the loss of log-ratios ``[pairs]``, see `side_values`."""
@@ -111,19 +104,12 @@ class DPOModule(PairModule, PolicyModule):
     def side_values(self, sequences: list[TokenSequence]) -> Tensor:
         """Return log π_θ / π_ref of each response, summed over its tokens or averaged, as the loss takes them."""
         policy = self.score(sequences).logprobs
-        reference = self.score_reference(sequences).logprobs
+        reference = self.reference.score(sequences).logprobs
         ratios = [
             (mine.double() - theirs.double())[sequence.loss_mask].sum() * self.token_share(sequence)
             for sequence, mine, theirs in zip(sequences, policy, reference, strict=True)
         ]
         return torch.stack(ratios) if ratios else torch.empty(0)
-
-    def score_reference(self, sequences: list[TokenSequence]) -> Scores:
-        """Score under the reference policy."""
-        if self.train_settings.lora is None:
-            return self.score(sequences, self.reference)
-        with adapters_off(self.model):
-            return self.score(sequences)
 
     def token_share(self, sequence: TokenSequence) -> float:
         """Return 1, or 1 / length of the response if the loss is of averages."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from lightning_megatron_rl.sample import Sample
+
 SETTING = "max_failed_rollouts"
 
 
@@ -44,6 +46,18 @@ class FailureWatch:
         )
         if self.limit is not None and (at_once or count >= self.limit):
             raise RuntimeError(self._said[key])
+
+    def add_evaluation(
+        self, stage: str, metrics: dict[str, float], samples: Sequence[Sample], *, at_once: bool
+    ) -> None:
+        """Take note of each set of a validation, given its metrics of all replicas and this replica's samples."""
+        prefix, suffix = f"{stage}/", "/failed_frac"
+        for name in (name for name in metrics if name.startswith(prefix) and name.endswith(suffix)):
+            dataset = name.removeprefix(prefix).removesuffix(suffix)
+            own = [sample for sample in samples if sample.prompt.dataset == dataset]
+            errors = [error for sample in own for error in sample.reward_errors.values()]
+            what = f"validations of {dataset!r}"
+            self.add(what, "a reward", failed=metrics[name] == 1, errors=errors, at_once=at_once)
 
     def finish(self, what: str) -> None:
         """Refuse to call a run a success in which a reward failed on all samples from the first to the last.

@@ -1,20 +1,28 @@
 """`GRPOModule`: group-relative policy optimisation. One batch of prompts is one rollout is one `global_step`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.advantages import group_advantages
 from lightning_megatron_rl.algorithms.tally import Tally
+from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
+from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
-from lightning_megatron_rl.modules.reference import ReferenceSettings
+from lightning_megatron_rl.modules.policy import PolicyModule
+from lightning_megatron_rl.modules.reference import Reference, ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import (
     Rollout,
     add_sample_metrics,
@@ -24,13 +32,19 @@ from lightning_megatron_rl.modules.rollout_batch import (
     check_split,
     to_sequence,
 )
-from lightning_megatron_rl.modules.sampling import SamplesResponses, check_episodes, run_seed
+from lightning_megatron_rl.modules.sampling import Sampler, check_engine, check_episodes, run_seed
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.modules.start import describe_unplanned
-from lightning_megatron_rl.modules.streaming import StreamedRollouts, StreamingSettings
+from lightning_megatron_rl.modules.streaming import (
+    StreamedRollouts,
+    StreamingSettings,
+    load_streams,
+    save_streams,
+)
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
-from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rewards.base import Reward, reward_name
+from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
@@ -38,7 +52,7 @@ from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 
-class GRPOModule(SamplesResponses):
+class GRPOModule(PolicyModule):
     """Train a language model with GRPO: sample groups of responses, reward them, push the better ones.
 
     Args:
@@ -70,6 +84,8 @@ class GRPOModule(SamplesResponses):
     """
 
     has_old_logprobs = True
+    engine: RolloutEngine
+    reference: Reference
     compares_groups = True  # whether the configured advantage is used, which may need more than one response
 
     def __init__(
@@ -94,11 +110,7 @@ class GRPOModule(SamplesResponses):
         init_from: str | None = None,
         max_failed_rollouts: int | None = 3,
     ) -> None:
-        super().__init__(
-            model=model,
-            train=train,
-            init_from=init_from,
-        )
+        super().__init__(model=model, train=train, init_from=init_from)
         config = loss or GRPOLossConfig()
         check_episodes(environment, episodes, engine)
         check_batch_arithmetic(
@@ -113,7 +125,8 @@ class GRPOModule(SamplesResponses):
         )
         self.rewards = rewards
         self.reward_weights = reward_weights
-        self.engine: RolloutEngine = engine if engine is not None else VLLMEngine()
+        self.engine = engine if engine is not None else VLLMEngine()
+        self.sampler = Sampler(self, self.engine, self.streamed)
         self.environment = environment
         self.episodes = episodes or EpisodeSettings()
         self.num_generations = num_generations
@@ -130,16 +143,53 @@ class GRPOModule(SamplesResponses):
         self.dynamic_sampling = dynamic_sampling
         self.streamed = StreamedRollouts(streaming) if streaming is not None and streaming.is_on else None
         self.reference_settings = reference or ReferenceSettings()
-        self.reference_kind = self.reference_settings.resolve(
+        kind = self.reference_settings.resolve(
             kl_coef=config.kl_coef, has_adapters=self.train_settings.lora is not None
         )
+        self.reference = Reference(self, self.reference_settings, kind)
         check_ranges({"max_failed_rollouts": COUNT.called("null never ends the run")}, locals())
         self.max_failed_rollouts = max_failed_rollouts
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
         self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Check model, lengths and prompts, then let the engine start while this process builds the model."""
+        super().setup(stage)
+        timeout_s, config = self.strategy.timeout_s, self.hf_model.config
+        check_engine(self, self.engine, self.sampling, self.environment)
+        self.evaluation.settings.check_length(self.engine.max_model_len)
+        # guards are kept for the whole run: they know of calls that still hang
+        self.rewards = list(guard_all(self.rewards, timeout_s))
+        environment = None
+        if self.environment is not None:
+            environment = GuardedEnvironment(
+                self.environment, self.episodes, vocab_size=config.vocab_size, timeout_s=timeout_s
+            )
+        assert self.hf_model.tokenizer is not None  # its files are checked before the engine loads them
+        self.check_prompts(stage)
+        self.failures = FailureWatch(self.max_failed_rollouts)
+        if self.sampler.engine is not self.engine:  # it was replaced
+            self.sampler = Sampler(self, self.engine, self.streamed)
+        if self.streamed is not None and stage == "fit":
+            self.streamed.prepare(self)
+        self.sampler.start(self.rewards, self.reward_weights, environment, self._most_tokens())
+
+    def _most_tokens(self) -> int | None:
+        """Tokens that this run samples at most for training, of one replica; None: it has no end, or none is known."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        batch_size, max_steps = getattr(data, "batch_size", None), self.trainer.max_steps
+        if batch_size is None or max_steps < 0:
+            return None
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        return max_steps * batch_size // replicas * self.num_generations * self.sampling.max_tokens
+
     def check_prompts(self, stage: str) -> None:
-        """Refuse a batch that does not divide into updates, and dynamic sampling without a set of prompts."""
+        """Refuse prompts that the engine has no room for, batches that do not divide into updates, and no data to draw.
+
+        Those of another data module are checked when they are sampled and split.
+        """
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, PromptDataModule):
             if self.dynamic_sampling is not None and stage == "fit":
@@ -147,9 +197,48 @@ class GRPOModule(SamplesResponses):
                     f"dynamic_sampling draws prompts from a PromptDataModule, the Trainer has {type(data).__name__}:"
                     " use one, or leave dynamic_sampling out."
                 )
-            return  # prompts of the user's own: checked when the first rollout is split
+            return
+        if not isinstance(self.engine, ReplayEngine):
+            passes = self.evaluation.settings.passes(self.validation_sampling, self.sampling)
+            training, evaluation = self.sampling.max_tokens, max(params.max_tokens for params, _ in passes)
+            if self.environment is not None:  # a turn takes what is left, down to one token
+                training = evaluation = 1
+            response = {"train": training, **dict.fromkeys(data.val_names, evaluation)}
+            data.fit_into_engine(self.engine.max_model_len, response, self.hf_model.config.vocab_size)
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         check_split(data.batch_size // replicas, self.updates_per_rollout)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
+        present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if present else [WeightSync()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Forget what the engine has: the weights are about to be others."""
+        super().on_load_checkpoint(checkpoint)
+        self.sampler.version = None
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            load_streams(checkpoint, self.streamed)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what the streams of all replicas have under way; a collective."""
+        super().on_save_checkpoint(checkpoint)
+        if self.streamed is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            save_streams(checkpoint, self.streamed)
+
+    def on_train_end(self) -> None:
+        """Refuse to call a run a success in which a reward never worked."""
+        super().on_train_end()
+        self.failures.finish("rollouts")
+
+    def teardown(self, stage: str) -> None:
+        """The engine reads no memory of this run any more; it keeps its own weights."""
+        self.sampler.let_go()
+        super().teardown(stage)
+
+    def close_engine(self) -> None:
+        """End the engine; the next run starts it anew."""
+        self.sampler.close()
 
     def replay(self, samples: list[Sample]) -> None:
         """Take rollouts and their rewards from a record, from now on, in the place of the sampler's."""
@@ -166,7 +255,7 @@ class GRPOModule(SamplesResponses):
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
         self.loss.set_step(self.trainer.global_step)
-        self.refresh_reference()
+        self.reference.refresh()
         rollout = self.rollout(prompts)
         *inner, last = rollout.split(self.updates_per_rollout)
         with self.phase("update"):
@@ -182,7 +271,7 @@ class GRPOModule(SamplesResponses):
         samples = self.sample(prompts)
         if self.dynamic_sampling is not None:
             samples = self.refill(samples, self.dynamic_sampling, tally)
-        self.finish_sampling()
+        self.sampler.finish()
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         self.score_rollout(rollout)
         self.assign_advantages(rollout, tally)
@@ -192,6 +281,10 @@ class GRPOModule(SamplesResponses):
             rollout.filter_overlong()
         self.last_rollout = rollout
         return rollout
+
+    def sample(self, prompts: list[Prompt]) -> list[Sample]:
+        """Return rewarded samples of `prompts`."""
+        return self.sampler.sample(prompts, self.sampling, self.num_generations)
 
     def refill(self, samples: list[Sample], settings: DynamicSampling, tally: Tally) -> list[Sample]:
         """Put groups of other prompts of the training set in the place of those without spread; a collective."""
@@ -219,30 +312,23 @@ class GRPOModule(SamplesResponses):
                     rollout.set_entropies(scores.entropies)
                 if self.replays_routing:
                     rollout.set_routing(scores.routing)
-        if self.reference_kind != "none":
+        if self.reference.kind != "none":
             with self.phase("ref_logp"):
-                rollout.set_field("ref_logprobs", self.score_reference(rollout.sequences).logprobs)
+                rollout.set_field("ref_logprobs", self.reference.score(rollout.sequences).logprobs)
 
     def assign_advantages(self, rollout: Rollout, tally: Tally) -> None:
         """Fill in the advantages from the rewards and what shapes them; a collective."""
         rewards = shaped_rewards(
             rollout, self.loss.config, self.overlong, max_response_length=self.sampling.max_tokens, tally=tally
         )
-        advantages = group_advantages(
-            rewards.view(-1, self.num_generations),
-            self.loss.config.advantage,
-            lambda vector: self.reduce_on_device(vector, "sum"),
-        )
+        groups = rewards.view(-1, self.num_generations)
+        advantages = group_advantages(groups, self.loss.config.advantage, self.reduce_on_device)
         rollout.set_advantages(advantages.flatten())
 
     def forward_backward(self, rollout: Rollout) -> Tensor:
         """Compute the gradients of one part of a rollout; return its loss, equal on every rank."""
-
-        def over_replicas(vector: Tensor) -> Tensor:
-            return self.reduce_on_device(vector, "sum")
-
-        rollout.set_token_weights(self.loss, max_response_length=self.sampling.max_tokens, all_reduce=over_replicas)
-        rollout.set_top_entropy(self.loss, over_replicas)
+        rollout.set_token_weights(self.loss, self.sampling.max_tokens, self.reduce_on_device)
+        rollout.set_top_entropy(self.loss, self.reduce_on_device)
         metrics = self.update(rollout.sequences, self.loss)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
         return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
@@ -251,6 +337,7 @@ class GRPOModule(SamplesResponses):
         """Return the arithmetic of a rollout, for the table at start."""
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         prompts, group, updates = len(batch) * replicas, self.num_generations, self.updates_per_rollout
+        turns = f"at most {self.episodes.max_turns} turns, {self.sampling.max_tokens} tokens in all of them"
         return [
             ("prompts per rollout", f"{len(batch)} per replica x {replicas} replicas = {prompts}"),
             ("samples per rollout", f"{prompts} prompts x {group} generations = {prompts * group}"),
@@ -258,14 +345,18 @@ class GRPOModule(SamplesResponses):
                 "samples per update",
                 f"{prompts * group} samples / {updates} updates per rollout = {prompts * group // updates}",
             ),
-            self._microbatch_row,
+            self.train_settings.describe_microbatch(),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             ("sampler", self.engine.describe()),
             *describe_unplanned(self.engine, self.strategy),
-            *self.describe_episodes(),
+            *([] if self.environment is None else [("environment", f"{type(self.environment).__name__}, {turns}")]),
             *self.loss.config.describe(),
-            ("reference", self.reference_settings.model or self.reference_kind.replace("_", " ")),
+            ("reference", self.reference_settings.model or self.reference.kind.replace("_", " ")),
         ]
+
+    def rank_metrics(self) -> dict[str, float]:
+        """Return what the sampler has to say of a step."""
+        return self.sampler.metrics()
 
     def log_rollout(self, rollout: Rollout, tally: Tally) -> None:
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
@@ -284,3 +375,47 @@ class GRPOModule(SamplesResponses):
             who = "the environment" if name == ENVIRONMENT else f"the reward {name!r}"
             errors = [sample.reward_errors[name] for sample in rollout.samples if name in sample.reward_errors]
             self.failures.add("rollouts", who, failed=metrics[f"reward/{name}_failed_frac"] == 1, errors=errors)
+
+    # ---- validation, test, prediction ------------------------------------------------------------------------------
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_samples`; reward them."""
+        for params, count in self.evaluation.settings.passes(self.validation_sampling, self.sampling):
+            samples = self.sampler.generate(prompts, params, count)
+            self.sampler.reward(samples)
+            self.evaluation.add(samples, count)
+
+    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As validation."""
+        self.validation_step(prompts, batch_idx, dataloader_idx)
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> list[Sample]:
+        """Return one sample per prompt, drawn with `validation_sampling`."""
+        return self.sampler.generate(prompts, self.validation_sampling, 1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/<set>/mean_at_1`` and what else was asked for, for every data set, over all replicas."""
+        self._finish_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test/<set>/mean_at_1`` for every data set."""
+        self._finish_evaluation("test")
+
+    def on_predict_epoch_end(self) -> None:
+        """Let the engine sleep."""
+        self.sampler.finish()
+
+    def _finish_evaluation(self, stage: Literal["val", "test"]) -> None:
+        self.sampler.finish()
+        metrics = self.evaluation.finish(stage, self.reduce_on_device, self.strategy.union)
+        self.log_metrics(metrics)
+        at_once = self.trainer.state.fn != TrainerFn.FITTING
+        self.failures.add_evaluation(stage, metrics, self.evaluation.samples, at_once=at_once)
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs."""
+        return self.evaluation.names(stage, sets, self.reward_components())
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, and of the environment's."""
+        return [reward_name(reward) for reward in self.rewards] + [ENVIRONMENT] * (self.environment is not None)

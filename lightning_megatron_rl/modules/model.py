@@ -1,9 +1,14 @@
 """`ModelModule`: a Hugging Face model trained by Megatron, and the two passes every method is made of."""
 
-import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -16,11 +21,14 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatte
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
+from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
+from lightning_megatron_rl.modules.exporting import PlannedViews, no_single_file, no_whole_model
 from lightning_megatron_rl.modules.monitors import check_monitors
-from lightning_megatron_rl.modules.reporting import ReportsSteps
+from lightning_megatron_rl.modules.reporting import StepReport
+from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu
-from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
+from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
@@ -28,16 +36,17 @@ from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.utilities.notices import finish
 from lightning_megatron_rl.utilities.text_files import user_path
+from lightning_megatron_rl.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.models.hf.model import HFModel
-    from lightning_megatron_rl.models.layers.routers import RoutingMode
+    from lightning_megatron_rl.models.layers.routers import RouterHooks, RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
-class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
+class ModelModule(pl.LightningModule, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.
 
     What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
@@ -51,14 +60,17 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         ValueError: Adapters on the weights of a distributed checkpoint.
     """
 
+    metrics_prefix = "policy"  # of the logged loss, gradient norm and learning rate
     default_lr = 1e-6
+    temperature = 1.0  # of the distribution that is scored: logits are divided by it in every pass
+    exports_classifier = False  # whether exports are Transformers' sequence classifiers, else language models
+    default_aux_loss_coeff = 0.0  # where `train.moe` does not say: the reward is what RL optimises
+    has_old_logprobs = False  # whether sequences are scored before they are trained on, which can be replayed
+    moe_in_force: MoESettings | None = None  # None on a dense model
+    routers: "RouterHooks | None" = None  # of a mixture of experts, from `configure_model` on
+    engine: RolloutEngine | None = None  # that works in turn with the trainer, where a method samples
 
-    def __init__(
-        self,
-        model: str,
-        train: TrainingSettings | None = None,
-        init_from: str | None = None,
-    ) -> None:
+    def __init__(self, model: str, train: TrainingSettings | None = None, init_from: str | None = None) -> None:
         super().__init__()
         if not isinstance(train, TrainingSettings | None):
             raise TypeError(f"{type(self).__name__}: train is a TrainingSettings, not a {type(train).__name__}.")
@@ -71,6 +83,8 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         self.model_path = model
         self.init_from = init_from
         self._hf_model: HFModel | None = None
+        self.report = StepReport(self)
+        self.planned_views = PlannedViews()
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
 
@@ -99,28 +113,24 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
 
     def setup(self, stage: str) -> None:
         """Find and check the model, that the layout can hold it, and the optimizer's settings, before weights load."""
-        self._setup_began = time.perf_counter()
+        self.report.begin_setup()
         if stage == "fit":
             self.strategy.resolve_optimizer_config(self._optimizer_config())
-        if self.strategy.offloads and not self.samples_responses:
+        if self.strategy.offloads and self.engine is None:
             rank_zero_warn(
                 f"offload_while_sampling={list(self.strategy.offloads)} does nothing: {type(self).__name__} has no"
                 " sampler to make room for; leave it out."
             )
         if self._hf_model is None:
             self._hf_model = self.find_model()
-        self.resolve_moe(self._hf_model.config, self.train_settings.model_config)
-        layout = self.strategy.layout
-        self._hf_model.check_layout(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(self.train_settings.model_config),
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            sequence_parallel=layout.sequence_parallel,
+        self.moe_in_force = resolve_moe_settings(
+            self.train_settings.moe,
+            self._hf_model.config,
+            self.train_settings.model_config,
+            default_aux_loss_coeff=self.default_aux_loss_coeff,
+            has_old_logprobs=self.has_old_logprobs,
         )
-        self._hf_model.check_computation(self.train_settings.model_config)
+        self.check_model(self._hf_model, self.train_settings.model_config)
         if self.init_from is not None:
             read_manifest(user_path(self.init_from))
             self._hf_model.check_checkpoint(user_path(self.init_from))
@@ -132,24 +142,19 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         self.strategy.trained_on_top_of = None
         self.strategy.saved_beside = self._hf_model.settings_files("hf")
         if self.train_settings.lora is not None:
-            self.train_settings.lora.check_layout(layout.tensor_model_parallel_size)
+            self.train_settings.lora.check_layout(self.strategy.layout.tensor_model_parallel_size)
             self.strategy.trained_on_top_of = self.train_settings.lora.identity(self._hf_model.fingerprint)
         start = starting_checkpoint(self.trainer)
         if start is not None:
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
-            check_gpu(self, training=stage == "fit", engine=self.sampler, frozen_copies=self.frozen_copies)
+            check_gpu(self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies)
 
     @property
     def logprob_chunk_size(self) -> int:
         """Tokens whose logits exist at one time; a model without an output layer has none."""
         return 0
-
-    @property
-    def sampler(self) -> RolloutEngine | None:
-        """The engine that shares the GPU."""
-        return None
 
     @property
     def frozen_copies(self) -> int:
@@ -167,24 +172,39 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
 
         return HFModel(self.model_path, verify=self.train_settings.verify_model)
 
+    def check_model(self, model: "HFModel", model_config: dict[str, Any]) -> None:
+        """Refuse a model that this layout cannot hold, or that Megatron may compute in another way; a collective."""
+        layout = self.strategy.layout
+        model.check_layout(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            pipeline_split=PipelineSplit.from_overrides(model_config),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        model.check_computation(model_config)
+
     def configure_model(self) -> None:
         """Build this rank's chunks with the model's weights; called again, it does nothing."""
         if "model" not in self._modules:
             chunks = self.build_chunks()
-            self.attach_routers(chunks, self.strategy.root_device)
+            if self.moe_in_force is not None:  # hooked before Megatron wraps the chunks
+                from lightning_megatron_rl.models.layers.routers import RouterHooks
+
+                self.routers = RouterHooks(chunks, self.moe_in_force, self.strategy.root_device)
             self.model = nn.ModuleList(chunks)
             self.strategy.limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
 
     def build_chunks(self) -> list[nn.Module]:
         """Return freshly built chunks holding the weights of `model_path`, or of the checkpoint `init_from`."""
+        moe_fields = {} if self.moe_in_force is None else self.moe_in_force.megatron_fields()
         chunks = list(
             self.hf_model.build_chunks(
-                params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.train_settings.layer_backend,
-                device=self.strategy.root_device,
-                sequence_parallel=self.strategy.layout.sequence_parallel,
+                **self.build_options,
                 load_weights=self.init_from is None,
-                config_overrides=self.train_settings.model_config | self.moe_fields(),
+                config_overrides=self.train_settings.model_config | moe_fields,
                 lora=self.train_settings.lora,
             )
         )
@@ -192,13 +212,41 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
             self.strategy.load_weights(user_path(self.init_from), chunks)
         return chunks
 
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """Arguments of `HFModel.build_chunks` that are the same for every model of a run."""
+        return {
+            "params_dtype": self.strategy.precision_plugin.params_dtype,
+            "layer_backend": self.train_settings.layer_backend,
+            "device": self.strategy.root_device,
+            "sequence_parallel": self.strategy.layout.sequence_parallel,
+        }
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether updates send each token to the experts that its sequence's routing names."""
+        return self.moe_in_force is not None and self.moe_in_force.router_replay != "none"
+
+    def on_fit_start(self) -> None:
+        """Start the report of a fit."""
+        self.report.begin_fit()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the report of a step."""
+        self.report.begin_step(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log what is known only after the optimizer step."""
+        self.report.end_step()
+
     def teardown(self, stage: str) -> None:
-        """Repeat what was lost in this run.
+        """Give the memory of pushes back, and repeat what was lost in this run.
 
         Raises:
             RunFailedError: On every rank, if something failed that the run was for. Callbacks have had their teardown.
         """
         super().teardown(stage)
+        self.planned_views.let_go()
         if stage == "fit":
             run_on_all_ranks(finish)
 
@@ -225,7 +273,126 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         """Leave the batch on the CPU: sequences are laid out there, and only micro-batches go to the device."""
         return batch
 
+    # ---- what a run tells ------------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside as ``time/<name>_s``, in the Trainer's profiler and in errors of collectives."""
+        return self.report.phase(name)
+
+    def describe_batch(self, batch: Any) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what one batch means, with its arithmetic."""
+        return []
+
+    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
+        """Return the names that a validation of these sets logs; none here."""
+        return []
+
+    def reward_components(self) -> list[str]:
+        """Return the names of its rewards, if it has any."""
+        return []
+
+    def rank_metrics(self) -> dict[str, float]:
+        """Return what more this rank has to say of a step; the largest of all ranks is logged."""
+        return {}
+
+    def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:
+        """Log values that are already equal on every rank (which is why Lightning's hint at sync_dist is silenced)."""
+        warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name in prog_bar, sync_dist=False, batch_size=1)
+
+    def reduce_on_device(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce a CPU vector over the model replicas, for a `Tally` that lives on the CPU."""
+        return self.strategy.data_parallel_all_reduce(vector.to(self.strategy.root_device), op).cpu()
+
+    def reduce_tokens(self, vector: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce what belongs to this rank's tokens over the ranks that share the batch's tokens."""
+        return self.strategy.data_parallel_all_reduce(vector, op, with_context_parallel=True)
+
+    # ---- weights on their way out ----------------------------------------------------------------------------------
+
+    def weights_to_push(self) -> WeightSource:
+        """Return the policy's weights for an engine, which takes them in any precision: in that of training.
+
+        Where this rank has the whole model, views of its parameters; otherwise a push that all ranks take part in.
+        Both are planned at the first call, a collective of the world; what cannot be planned, and adapters, come as
+        `export_weights` yields them. Biases that balance experts are in fp32 in any case.
+        """
+        self.strategy.gather_parameters()
+        chunks, model = list(self.model), self.hf_model
+        plan = model.plan_export_views if self.strategy.layout.is_whole else model.plan_sharded_views
+        views = self.planned_views.of(chunks, plan) if self.train_settings.lora is None else None
+        if views is None:
+            exported = model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
+            return WeightSource.streamed(exported, next(self.model.parameters()).device)
+        return views.weights(stays="parameters" not in self.strategy.offloads)
+
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.export_weights(list(self.model), dtype)
+
+    @abstractmethod
+    def export_outputs(self, sequences: list[TokenSequence]) -> list[Tensor]:
+        """Return per sequence what an export, loaded back, must compute as well; a collective."""
+
+    def save_pretrained(self, directory: Path, max_shard_size: int = 5_000_000_000) -> None:
+        """Write the policy as a Hugging Face directory, adapters merged; a collective of all ranks.
+
+        Args:
+            directory: New, or empty.
+            max_shard_size: Of a file of weights, in bytes.
+        """
+        self.strategy.gather_parameters()
+        self.hf_model.save_pretrained(list(self.model), directory, max_shard_size=max_shard_size)
+
+    def export_differences(self, directory: Path) -> list[str]:
+        """Return how the tensors of a directory differ from what `save_pretrained` would write now; a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.differences(list(self.model), directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters in PEFT's format; a collective of all ranks.
+
+        Raises:
+            ValueError: The policy has none, or the directory cannot be written.
+        """
+        if self.train_settings.lora is None:
+            raise ValueError(
+                f"{type(self).__name__}(train.lora=None) has no adapters: save_pretrained writes its weights."
+            )
+        self.strategy.gather_parameters()
+        self.hf_model.save_adapter(list(self.model), directory, self.train_settings.lora)
+
+    def adapter_differences(self, directory: Path) -> list[str]:
+        """Return how the adapters of a directory differ from what `save_adapter` would write now; a collective."""
+        self.strategy.gather_parameters()
+        return self.hf_model.adapter_differences(list(self.model), directory)
+
+    def to_onnx(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the chunks are parts of a model.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(no_whole_model(type(self).__name__))
+
+    to_torchscript = to_tensorrt = to_onnx
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "ModelModule":
+        """Refuse: a checkpoint is a directory of shards that only a Trainer with process groups can read.
+
+        Raises:
+            ValueError: Always, with what to do in its place.
+        """
+        raise ValueError(no_single_file(cls.__name__, str(checkpoint_path)))
+
     # ---- the two passes --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def output_processor(self) -> OutputProcessor:
+        """Return what the last pipeline stage makes of hidden states."""
 
     @torch.no_grad()
     def score_rows(
@@ -244,13 +411,12 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         """
         scored = list(self.model) if chunks is None else chunks
         share = self._share(sequences)
-        self.begin_routing(share, routing, self.reduce_tokens)
         was_training = [chunk.training for chunk in scored]
-        for chunk in scored:
-            chunk.eval()  # no dropout in a scoring pass
-        step = partial(self._score_step, processor=processor or self.output_processor())
-        outputs = self._run_schedule(share.microbatches, step, forward_only=True, chunks=scored)
-        recorded = self.end_routing()
+        step = partial(score_step, processor=processor or self.output_processor(), routers=self.routers)
+        with routed_pass(self.routers, share, routing, self.reduce_tokens) as recorded:
+            for chunk in scored:
+                chunk.eval()  # no dropout in a scoring pass
+            outputs = self._run_schedule(share.microbatches, step, forward_only=True, chunks=scored)
         for chunk, training in zip(scored, was_training, strict=True):
             chunk.train(training)
         values: Tensor | None = None
@@ -295,20 +461,21 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
         for chunk in trained:
             chunk.train()
         if chunks is None:
-            self._step_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+            self.report.num_tokens += sum(len(sequence.token_ids) for sequence in sequences)
         name = f"{prefix or self.metrics_prefix}/loss"
         token_losses: list[tuple[Tensor, Tensor]] = []
         step = partial(
-            self._train_step,
-            token_loss=token_loss,
+            train_step,
             processor=processor or self.output_processor(),
+            routers=self.routers,
+            token_loss=token_loss,
             name=name,
             token_losses=token_losses,
         )
         share = self._share(sequences)
         replays = chunks is None and self.replays_routing
-        self.begin_routing(share, "replay" if replays else "free", self.reduce_tokens)
-        tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=trained)
+        with routed_pass(self.routers, share, "replay" if replays else "free", self.reduce_tokens):
+            tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=trained)
         metrics: dict[str, float] = {}
         if tallies:
             total = Tally(self.strategy.root_device)
@@ -316,14 +483,13 @@ class ModelModule(TakesSteps, ReportsSteps, RefusesMovedArguments):
                 total.merge(tally)
             metrics = total.reduce(self.reduce_tokens).compute()
         metrics = self.strategy.broadcast_from_last_stage(metrics)
-        self.end_routing()
         stepping = optimizer or self.strategy.optimizers[0]
         stepping.trace = UpdateTrace(trained, name, metrics[name], share.describe_samples(), token_losses)  # type: ignore[attr-defined]
         if chunks is not None:
             return metrics
         return {
             **metrics,
-            **self.routing_metrics(),
+            **(self.routers.metrics() if self.routers is not None else {}),
             "perf/padding_frac": share.padding_frac,
             "perf/imbalance": share.imbalance,
         }

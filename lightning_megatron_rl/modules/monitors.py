@@ -3,12 +3,15 @@
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_megatron_rl.data.base import RowDataModule
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.modules.model import ModelModule
 
 OWN = "lightning_megatron_rl."
 _SHOWN = 12  # names in a message
@@ -32,16 +35,6 @@ TRAINING = {
 EVALUATIONS = ("val", "test")
 
 
-class Evaluates(Protocol):
-    """What a module says of its validations."""
-
-    def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:
-        """Return the names that a validation of these sets logs."""
-
-    def reward_components(self) -> list[str]:
-        """Return the names of its rewards."""
-
-
 def monitors(trainer: pl.Trainer) -> list[tuple[str, str]]:
     """Return what asks for a metric in a fit, and the metric's name."""
     kinds = (ModelCheckpoint, EarlyStopping)
@@ -49,7 +42,7 @@ def monitors(trainer: pl.Trainer) -> list[tuple[str, str]]:
     return [(type(callback).__name__, callback.monitor) for callback in found if callback.monitor is not None]
 
 
-def check_monitors(trainer: pl.Trainer, module: Evaluates) -> None:
+def check_monitors(trainer: pl.Trainer, module: "ModelModule") -> None:
     """Refuse a `monitor` that this fit cannot log, before anything is loaded.
 
     A name outside the namespaces of docs/metrics.md may be one that the user's own module or callback logs: it is

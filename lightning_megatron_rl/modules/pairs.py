@@ -84,7 +84,7 @@ class PairModule(ModelModule):
         pairs = len(batch) * replicas
         return [
             ("pairs per update", f"{len(batch)} per replica x {replicas} replicas = {pairs}, {2 * pairs} sequences"),
-            self._microbatch_row,
+            self.train_settings.describe_microbatch(),
         ]
 
     # ---- validation, test, prediction ------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from lightning_megatron_rl.modules.steps import OutputProcessor
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.layers.routers import RoutingMode
+    from lightning_megatron_rl.modules.reference import Reference
 
 
 @dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
@@ -27,6 +28,36 @@ class PolicyModule(ModelModule):
 
     Arguments are those of `ModelModule`.
     """
+
+    reference: "Reference | None" = None  # where a method measures KL to one
+
+    def setup(self, stage: str) -> None:
+        """Check the policy and, if it has one, the reference, before weights are loaded."""
+        super().setup(stage)
+        if self.reference is not None:
+            self.reference.setup()
+
+    def configure_model(self) -> None:
+        """Build the policy and the reference."""
+        super().configure_model()
+        if self.reference is not None:
+            self.reference.build()
+
+    def on_fit_start(self) -> None:
+        """Start the report of a fit, and the reference."""
+        super().on_fit_start()
+        if self.reference is not None:
+            self.reference.begin_fit()
+
+    @property
+    def frozen_copies(self) -> int:
+        """The reference, where it is a model of its own that stays on the GPU."""
+        return 0 if self.reference is None else self.reference.num_on_gpu
+
+    @property
+    def num_averages(self) -> int:
+        """One more, where the reference is an average."""
+        return super().num_averages + (self.reference is not None and self.reference.kind == "average")
 
     @property
     def logprob_chunk_size(self) -> int:

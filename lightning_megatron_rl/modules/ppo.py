@@ -12,7 +12,6 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import whiten
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.models.layers.value_head import value_processor
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
@@ -153,17 +152,7 @@ class PPOModule(GRPOModule):
                 f" {self.model_path!r} of {actor.vocab_size}: the critic reads the actor's tokens, so both must be of"
                 " one family."
             )
-        layout = self.strategy.layout
-        found.check_layout(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(self.train_settings.model_config),
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        found.check_computation(self.train_settings.model_config)
+        self.check_model(found, self.train_settings.model_config)
         return found
 
     def configure_model(self) -> None:
@@ -173,10 +162,7 @@ class PPOModule(GRPOModule):
         if fits and self.critic is None:
             init_from = self.critic_settings.init_from
             chunks = self._critic_model.build_chunks(
-                params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.train_settings.layer_backend,
-                device=self.strategy.root_device,
-                sequence_parallel=self.strategy.layout.sequence_parallel,
+                **self.build_options,
                 load_weights=init_from is None,
                 config_overrides=self.train_settings.model_config,
             )
@@ -217,7 +203,7 @@ class PPOModule(GRPOModule):
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score, reward and judge a rollout, then update critic and actor `updates_per_rollout` times."""
         self.loss.set_step(self.trainer.global_step)
-        self.refresh_reference()
+        self.reference.refresh()
         rollout = self.rollout(prompts)
         parts = rollout.split(self.updates_per_rollout)
         with self.phase("critic_update"):
@@ -266,7 +252,7 @@ class PPOModule(GRPOModule):
             add_value_metrics(tally, value, return_, sequence.loss_mask)
         if settings.whiten_advantages:
             masks = torch.cat([sequence.loss_mask for sequence in sequences])
-            whole = whiten(torch.cat(advantages), masks, all_reduce=lambda vector: self.reduce_on_device(vector, "sum"))
+            whole = whiten(torch.cat(advantages), masks, all_reduce=self.reduce_on_device)
             advantages = list(whole.split([len(sequence) for sequence in sequences]))
         rollout.set_field("values", values)
         rollout.set_field("returns", returns)
@@ -274,11 +260,7 @@ class PPOModule(GRPOModule):
 
     def update_critic(self, part: Rollout) -> Tensor:
         """Take one optimizer step of the critic on one part of a rollout; return its loss, equal on every rank."""
-        part.set_token_weights(
-            self.loss,
-            max_response_length=self.sampling.max_tokens,
-            all_reduce=lambda vector: self.reduce_on_device(vector, "sum"),
-        )
+        part.set_token_weights(self.loss, self.sampling.max_tokens, self.reduce_on_device)
         critic = self._critic
         assert critic.optimizer is not None
         metrics = self.update(

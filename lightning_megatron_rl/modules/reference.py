@@ -9,13 +9,13 @@ from torch import nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.layers.lora import adapters_off
-from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.utilities.ranges import COUNT, Range, check_ranges
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf.model import HFModel
+    from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
 ReferenceKind = Literal["none", "frozen_copy", "adapters_off", "average"]
 
@@ -103,113 +103,96 @@ class ReferenceSettings:
         return kind
 
 
-class HoldsReference(PolicyModule):
-    """A policy module that also scores under a reference policy."""
+class Reference:
+    """The policy that KL is measured to, beside the one that is trained.
 
-    reference_settings: ReferenceSettings
-    reference_kind: ReferenceKind
-    _average: AveragedWeights | None = None  # of a fit, with reference_kind "average"
-    reference: list[nn.Module] | None = None  # the frozen copy; a list, not a submodule: it is not trained
-    _teacher: "HFModel | None" = None  # where the reference comes from, if not from the policy's start
+    Args:
+        policy: The module that is trained.
+        settings: Where the reference comes from.
+        kind: In force, see `ReferenceSettings.resolve`.
+    """
 
-    def setup(self, stage: str) -> None:
-        """Check the policy and, if there is one, the teacher, before weights are loaded."""
-        super().setup(stage)
-        if self.reference_settings.model is not None and self._teacher is None:
-            self._teacher = self._find_teacher(self.reference_settings.model)
+    def __init__(self, policy: "PolicyModule", settings: ReferenceSettings, kind: ReferenceKind) -> None:
+        self._policy = policy
+        self._settings = settings
+        self.kind = kind
+        self.chunks: list[nn.Module] | None = None  # of the frozen copy, which is neither trained nor a submodule
+        self._teacher: HFModel | None = None  # where the copy comes from, if not from the policy's start
+        self._average: AveragedWeights | None = None  # of a fit, with kind "average"
+
+    @property
+    def num_on_gpu(self) -> int:
+        """Models that stay on the GPU beside the policy."""
+        return int(self.kind == "frozen_copy" and not self._settings.offload)
+
+    def setup(self) -> None:
+        """Find and check the teacher, if there is one, before weights are loaded."""
+        if self._settings.model is not None and self._teacher is None:
+            self._teacher = self._find_teacher(self._settings.model)
 
     def _find_teacher(self, model: str) -> "HFModel":
         from lightning_megatron_rl.models.hf.model import HFModel
 
-        teacher = HFModel(model, verify=self.train_settings.verify_model)
-        theirs, ours = teacher.config.vocab_size, self.hf_model.config.vocab_size
-        if theirs < ours or teacher.tokenizer.get_vocab() != self.hf_model.tokenizer.get_vocab():
+        policy = self._policy
+        teacher = HFModel(model, verify=policy.train_settings.verify_model)
+        theirs, ours = teacher.config.vocab_size, policy.hf_model.config.vocab_size
+        if theirs < ours or teacher.tokenizer.get_vocab() != policy.hf_model.tokenizer.get_vocab():
             raise ValueError(
-                f"reference.model={model!r} has a vocabulary of {theirs} tokens, {self.model_path!r} of {ours}: a"
+                f"reference.model={model!r} has a vocabulary of {theirs} tokens, {policy.model_path!r} of {ours}: a"
                 " teacher scores the policy's tokens, so it must have the same tokenizer and at least as many of them."
             )
-        layout = self.strategy.layout
-        teacher.check_layout(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        teacher.check_computation()
+        policy.check_model(teacher, {})
         return teacher
 
-    def _build_reference(self) -> list[nn.Module]:
-        if self._teacher is None:
-            return self.build_chunks()
-        return list(
-            self._teacher.build_chunks(
-                params_dtype=self.strategy.precision_plugin.params_dtype,
-                layer_backend=self.train_settings.layer_backend,
-                device=self.strategy.root_device,
-                sequence_parallel=self.strategy.layout.sequence_parallel,
-            )
-        )
-
-    @property
-    def frozen_copies(self) -> int:
-        """The reference, where it is a model of its own that stays on the GPU."""
-        return int(self.reference_kind == "frozen_copy" and not self.reference_settings.offload)
-
-    @property
-    def num_averages(self) -> int:
-        """One more, where the reference is an average."""
-        return super().num_averages + (self.reference_kind == "average")
-
-    def configure_model(self) -> None:
-        """Build the policy, and the frozen reference if there is to be one; with LoRA the policy holds it."""
-        super().configure_model()
-        if self.reference_kind != "frozen_copy":
+    def build(self) -> None:
+        """Build the frozen copy, if there is to be one; called again, it does nothing."""
+        if self.kind != "frozen_copy":
             return
-        if self.reference is None:
-            self.reference = [chunk.requires_grad_(False).eval() for chunk in self._build_reference()]
+        policy, teacher = self._policy, self._teacher
+        if self.chunks is None:
+            chunks = policy.build_chunks() if teacher is None else teacher.build_chunks(**policy.build_options)
+            self.chunks = [chunk.requires_grad_(False).eval() for chunk in chunks]
             self._offload()
-        if self.reference_settings.refresh_every_n_steps is not None:
-            self.strategy.saved_with_model = {**self.strategy.saved_with_model, "reference": self.reference}
+        if self._settings.refresh_every_n_steps is not None:
+            policy.strategy.saved_with_model = {**policy.strategy.saved_with_model, "reference": self.chunks}
 
-    def on_fit_start(self) -> None:
+    def begin_fit(self) -> None:
         """Let an average start as the policy is now; a checkpoint's is loaded after this."""
-        super().on_fit_start()
-        if self.reference_kind == "average":
-            optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.kind == "average":
+            optimizer = self._policy.optimizers(use_pl_optimizer=False)
             assert isinstance(optimizer, MegatronOptimizer)
             self._average = optimizer.add_average("reference", counts_start=True)
 
-    def score_reference(self, sequences: list[TokenSequence]) -> Scores:
-        """Score under the reference: the frozen copy, the teacher, the average, or the policy without its adapters."""
-        if self.reference_kind == "average":
-            assert self._average is not None, "on_fit_start() makes it"
+    def score(self, sequences: list[TokenSequence]) -> "Scores":
+        """Score under the frozen copy, the teacher, the average, or the policy without its adapters; a collective."""
+        policy = self._policy
+        if self.kind == "average":
+            assert self._average is not None, "begin_fit() makes it"
             with self._average.in_place():
-                return self.score(sequences)
-        if self.reference is None:
-            with adapters_off(self.model):
-                return self.score(sequences)
-        for chunk in self.reference:
-            chunk.to(self.strategy.root_device)
+                return policy.score(sequences)
+        if self.chunks is None:
+            with adapters_off(policy.model):
+                return policy.score(sequences)
+        for chunk in self.chunks:
+            chunk.to(policy.strategy.root_device)
         try:
-            teacher = self._teacher
-            return self.score(sequences, self.reference, vocab_size=teacher.config.vocab_size if teacher else None)
+            vocab_size = self._teacher.config.vocab_size if self._teacher is not None else None
+            return policy.score(sequences, self.chunks, vocab_size=vocab_size)
         finally:
             self._offload()
 
-    def refresh_reference(self) -> None:
+    def refresh(self) -> None:
         """Give the frozen copy or the average the policy's weights if this step is one that does so; a collective."""
-        every, step = self.reference_settings.refresh_every_n_steps, self.trainer.global_step
+        every, step = self._settings.refresh_every_n_steps, self._policy.trainer.global_step
         if self._average is not None and step > 0 and step % (every or 1) == 0:
-            self._average.update(self.reference_settings.average_decay)
-        if self.reference is not None and every is not None and step > 0 and step % every == 0:
-            self.strategy.gather_parameters()
-            copy_weights(list(self.model), self.reference)
+            self._average.update(self._settings.average_decay)
+        if self.chunks is not None and every is not None and step > 0 and step % every == 0:
+            self._policy.strategy.gather_parameters()
+            copy_weights(list(self._policy.model), self.chunks)
 
     def _offload(self) -> None:
-        if self.reference_settings.offload:
-            for chunk in self.reference or []:
+        if self._settings.offload:
+            for chunk in self.chunks or []:
                 chunk.to("cpu")
 
 

@@ -47,10 +47,7 @@ class RewardModule(PairModule):
         center_coef: float = 0.0,
         train: TrainingSettings | None = None,
     ) -> None:
-        super().__init__(
-            model=model,
-            train=train,
-        )
+        super().__init__(model=model, train=train)
         check_ranges({"center_coef": NOT_NEGATIVE.called("below 0 it drives scores away from zero")}, locals())
         self.center_coef = center_coef
         chunk_size = self.train_settings.logprob_chunk_size

@@ -98,7 +98,7 @@ class Rollout:
                 sequence.loss_mask = torch.zeros_like(sequence.loss_mask)
 
     def set_token_weights(
-        self, loss: GRPOLoss, *, max_response_length: int, all_reduce: Callable[[Tensor], Tensor]
+        self, loss: GRPOLoss, max_response_length: int, all_reduce: Callable[[Tensor], Tensor]
     ) -> None:
         """Give each token its weight in the aggregation, with global denominators."""
         lengths = torch.tensor([int(sequence.loss_mask.sum()) for sequence in self.sequences])

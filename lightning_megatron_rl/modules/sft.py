@@ -36,7 +36,7 @@ class SFTModule(PolicyModule):
             per_update = f"at most {data.batch_size}, of at most {data.max_tokens_per_batch} tokens together"
         return [
             ("sequences per update", per_update),
-            self._microbatch_row,
+            self.train_settings.describe_microbatch(),
         ]
 
     def on_validation_epoch_start(self) -> None:

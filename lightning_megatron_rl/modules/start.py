@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,6 @@ from lightning_megatron_rl.devices.measure import (
 )
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
-from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
 from lightning_megatron_rl.planner.memory import Split, StateBytes, trainer_parts
 from lightning_megatron_rl.planner.moments import MemoryPlan
@@ -32,25 +31,13 @@ from lightning_megatron_rl.strategy.state_size import has_fused_adam, state_size
 from lightning_megatron_rl.weights.sharded_views import BUCKET_BYTES
 
 if TYPE_CHECKING:
+    from lightning_megatron_rl.modules.model import ModelModule
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 
-class Starts(Protocol):
-    """What of a module decides whether it fits on a GPU."""
-
-    train_settings: TrainingSettings
-
-    @property
-    def logprob_chunk_size(self) -> int: ...  # noqa: D102
-    @property
-    def strategy(self) -> "MegatronStrategy": ...  # noqa: D102
-    @property
-    def num_averages(self) -> int: ...  # noqa: D102
-    @property
-    def hf_model(self) -> Any: ...  # noqa: D102
-
-
-def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = None, frozen_copies: int = 0) -> None:
+def check_gpu(
+    module: "ModelModule", *, training: bool, engine: RolloutEngine | None = None, frozen_copies: int = 0
+) -> None:
     """Refuse a run that this rank's GPU, or one of its samplers, cannot do or cannot hold; a CPU refuses nothing.
 
     Args:
@@ -116,7 +103,7 @@ def check_gpu(module: Starts, *, training: bool, engine: RolloutEngine | None = 
 
 
 def make_plan(
-    module: Starts, *, training: bool, engine: RolloutEngine | None, frozen_copies: int, free: int, total: int
+    module: "ModelModule", *, training: bool, engine: RolloutEngine | None, frozen_copies: int, free: int, total: int
 ) -> MemoryPlan:
     """Return what `module` and its engine take of a GPU with so many bytes in `total`, `free` before they start.
 
@@ -147,7 +134,7 @@ def make_plan(
     return MemoryPlan(parts, sampler, free=free, apart=sleeps, offloads=strategy.offloads)
 
 
-def plan_sampler(module: Starts, engine: RolloutEngine, number: int, gpu: GPU) -> MemoryPlan:
+def plan_sampler(module: "ModelModule", engine: RolloutEngine, number: int, gpu: GPU) -> MemoryPlan:
     """Return what the engines of this machine take of a GPU that no trainer is on."""
     checkpoint = CheckpointLayout.read(module.hf_model.path)
     size = model_size(module.hf_model.config, checkpoint.shapes)
@@ -163,7 +150,7 @@ def _needs_of(engine: RolloutEngine | None) -> EngineNeeds | None:
     return None if engine is None else engine.describe_needs()
 
 
-def _puts_together(module: Starts, engine: RolloutEngine | None) -> bool:
+def _puts_together(module: "ModelModule", engine: RolloutEngine | None) -> bool:
     """Whether weights are put together from several ranks for a sampler on a GPU."""
     if module.train_settings.lora is not None or module.strategy.layout.is_whole:
         return False
@@ -188,7 +175,7 @@ def _split(strategy: "MegatronStrategy") -> Split:
     )
 
 
-def _state_size(module: Starts) -> StateBytes:
+def _state_size(module: "ModelModule") -> StateBytes:
     strategy = module.strategy
     size = state_size(
         strategy.precision_plugin,
@@ -199,7 +186,7 @@ def _state_size(module: Starts) -> StateBytes:
     return replace(size, optimizer=size.optimizer + module.num_averages * torch.float32.itemsize)
 
 
-def _fuses_activation(module: Starts) -> bool:
+def _fuses_activation(module: "ModelModule") -> bool:
     """Whether one kernel computes the MLP's gate: the user's choice, else that of `models.fusions`."""
     fields = module.train_settings.model_config
     if fields.get("use_te_activation_func"):
@@ -210,7 +197,7 @@ def _fuses_activation(module: Starts) -> bool:
     return bool(fields.get("bias_activation_fusion", by_default))
 
 
-def _backend(module: Starts) -> LayerBackend:
+def _backend(module: "ModelModule") -> LayerBackend:
     return resolve_layer_backend(
         module.train_settings.layer_backend,
         module.strategy.root_device,

@@ -17,6 +17,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_r
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.grpo import GRPOModule
+    from lightning_megatron_rl.modules.policy import PolicyModule
 
 OnUpdate = Literal["finished", "recomputed", "kept"]
 Placement = Literal["auto", "shared", "separate"]
@@ -145,7 +146,7 @@ class StreamedRollouts:
 
     # ---- what the leader of a replica does -------------------------------------------------------------------------
 
-    def next_batch(self, module: "GRPOModule", prompts: list[Prompt], judge: Callable[[list[Sample]], None]) -> Any:
+    def next_batch(self, module: "PolicyModule", prompts: list[Prompt], judge: Callable[[list[Sample]], None]) -> Any:
         """Return the samples of the next batch; None if the engine must get its weights first."""
         if self._stream is None:
             self._stream = self._open(module, judge)
@@ -154,7 +155,7 @@ class StreamedRollouts:
         except WeightsLostError:
             return None
 
-    def _open(self, module: "GRPOModule", judge: Callable[[list[Sample]], None]) -> RolloutStream:
+    def _open(self, module: Any, judge: Callable[[list[Sample]], None]) -> RolloutStream:
         from lightning_megatron_rl.modules.sampling import run_seed
 
         data: PromptDataModule = module.trainer.datamodule  # type: ignore[attr-defined]
@@ -206,3 +207,28 @@ class StreamedRollouts:
         """Go on from a checkpoint's streams, one of each replica, when the stream is opened."""
         self.close()
         self._saved = states
+
+
+def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts) -> None:
+    """Put what the streams of all replicas have under way into a checkpoint; a collective."""
+    states: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(states, streamed.state())
+    if kept := [state for state in states if state is not None]:
+        checkpoint[STATE] = kept
+
+
+def load_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts | None) -> None:
+    """Go on with the streams of a checkpoint.
+
+    Raises:
+        ValueError: There are some, and the run has none.
+    """
+    states = checkpoint.get(STATE)
+    if states is None:
+        return
+    if streamed is None:
+        raise ValueError(
+            "the checkpoint holds a stream of rollouts, prompts that were read and not yet trained on: resume with the"
+            " run's `streaming`, or start from exported weights instead of ckpt_path."
+        )
+    streamed.load(states)

@@ -60,6 +60,11 @@ class TrainingSettings:
                 f"train.model_config: {self.model_config!r} is no mapping of fields to values; {{}} changes none"
             )
 
+    def describe_microbatch(self) -> tuple[str, str]:
+        """Return a row for the table at start: the token budget."""
+        layout = "packed" if self.packing else "padded"
+        return "tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {layout}"
+
 
 MOVED = {name: f"train.{name}" for name in signature(TrainingSettings).parameters}
 """Arguments of modules of 0.1 and their place today."""
@@ -71,7 +76,10 @@ def describe_moved(names: Iterable[str]) -> str:
 
 
 class RefusesMovedArguments:
-    """Answers an old flat argument of a module with its new place, where Python would only call it unexpected."""
+    """Answers an old flat argument of a module with its new place, where Python would only call it unexpected.
+
+    It stands behind a module's other bases: the signature of a class is that of the `__new__` or `__init__` before it.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         moved = describe_moved(kwargs.keys() - signature(cls.__init__).parameters.keys())

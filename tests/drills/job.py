@@ -249,7 +249,7 @@ def final_state(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
     optimizers: list[Any] = list(trainer.optimizers)
     others = []
     if isinstance(module, GRPOModule):
-        others += module.reference or []
+        others += module.reference.chunks or []
     if isinstance(module, PPOModule) and module.critic is not None:
         others += module.critic.chunks
         optimizers.append(module.critic.optimizer)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tests.drills.faults import Point
 
 _ENGINE, _REWARDS = "tests/drills/job.py", "tests/modules/runs.py"
-_GRPO, _SAMPLING = "modules/grpo.py", "modules/sampling.py"
+_GRPO = "modules/grpo.py"
 _CORE, _OWN = "megatron/core/", "lightning_megatron_rl/checkpoints/"
 _SAVER, _PENDING = "CheckpointSaver", "PendingCheckpoint"
 
@@ -39,7 +39,7 @@ STEP = [
     _one("reward", _REWARDS, "parity", occurrence=4),
     _one("old log-probs", _GRPO, "GRPOModule.score_rollout", occurrence=4),
     _one("reference refreshed", "modules/reference.py", "copy_weights", "return", occurrence=1),
-    _one("reference log-probs, rank 1 only", "modules/reference.py", "HoldsReference.score_reference", ranks=(1,)),
+    _one("reference log-probs, rank 1 only", "modules/reference.py", "Reference.score", ranks=(1,)),
     _one("first update of a rollout", "strategy/schedule.py", "forward_backward", occurrence=19),
     _one(
         "gradients, rank 0 only",
@@ -64,7 +64,7 @@ STEP = [
         ranks=(1,),
     ),
     _one("schedule", "lr_scheduler.py", "LinearLR.get_lr", occurrence=5),
-    _one("validation", _SAMPLING, "SamplesResponses.validation_step"),
+    _one("validation", _GRPO, "GRPOModule.validation_step"),
     _one("validation: done", "modules/evaluation.py", "Evaluation.finish", "return"),
 ]
 # A save writes three directories, `step=<n>`, `last` and the best by validation; those of the second save are 4, 5, 6.

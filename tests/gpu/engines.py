@@ -148,9 +148,9 @@ class Watcher(pl.Callback):
         free, total = torch.cuda.mem_get_info()
         self.used.append(total - free)
         self.resident.append(psutil.Process().memory_info().rss)
-        self.reports.append(pl_module.last_sync)
-        self.freed.append(pl_module.sampling_phase.freed_bytes)
-        self.offloaded.append(pl_module.sampling_phase.offloaded_bytes)
+        self.reports.append(pl_module.sampler.last_sync)
+        self.freed.append(pl_module.sampler.memory.freed_bytes)
+        self.offloaded.append(pl_module.sampler.memory.offloaded_bytes)
         self.seconds.append(time.perf_counter() - self._started)
 
 

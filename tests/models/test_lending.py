@@ -140,11 +140,11 @@ def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:
         raise sampling.WeightsLostError("gone before it asked for anything")
 
     for fail in (update, gone):
-        policy.engine = SimpleNamespace(is_collective=False, update_weights=fail)
-        found.append(sampling.SamplesResponses._push(policy, policy.weights_to_push(), 1))
+        engine = SimpleNamespace(is_collective=False, update_weights=fail)
+        found.append(sampling.Sampler(policy, engine)._push(policy.weights_to_push(), 1))
     reader.readiness = Readiness.CANNOT
     found += [push(policy, reader), push(policy, reader)]
-    policy._planned_views[1].let_go()  # the end of a fit
+    policy.planned_views.let_go()  # the end of a fit
     disturb(policy)
     found.append(push(policy, reader))
     return found
@@ -227,7 +227,7 @@ def free_buckets(model: Path, strategy: dict[str, Any]) -> tuple[bool, bool]:
     reader = Reader()
     with lendable():
         push(policy, reader)
-    views = policy._planned_views[1]
+    views = policy.planned_views.views
     before = views._memory is not None
     push(policy, reader)
     return before, views._memory is not None

@@ -154,7 +154,7 @@ def push_twice(model: Path, strategy: dict[str, Any], world_size: int) -> tuple[
         pushed: list[tuple[str, Tensor]] = []
         calls = count_calls(policy, lambda way=way, pushed=pushed: pushed.extend(way(policy.weights_to_push())))
         found += differences(pushed, exported(policy))
-    return policy._planned_views[1] is not None, found, calls
+    return policy.planned_views.views is not None, found, calls
 
 
 def run_case(worker_pool: Any, checkpoint: Any, case: str, function: Any) -> list[Any]:
@@ -273,7 +273,7 @@ def push_dtypes(
     policy = train(model, strategy, 2, precision, lora)
     pushed = [(name, tensor.clone()) for name, tensor in policy.weights_to_push().tensors()]
     on_disk = {tensor.dtype for _, tensor in policy.export_weights()}
-    planned = policy._planned_views is not None and policy._planned_views[1] is not None
+    planned = policy.planned_views.views is not None
     return planned, differences(pushed, exported(policy)), {tensor.dtype for _, tensor in pushed}, on_disk
 
 

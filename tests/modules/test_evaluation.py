@@ -177,8 +177,8 @@ def validated_module(**options: Any) -> Any:
 
     policy = GRPOModule(**options)
     make_trainer({}, 1).validate(policy, TwoSets(prompts(4), 4), verbose=False)
-    assert policy.phase_seconds["weight_sync"] > 0
-    policy.phase_seconds["weight_sync"] += 1000
+    assert policy.report.phase_seconds["weight_sync"] > 0
+    policy.report.phase_seconds["weight_sync"] += 1000
     return policy
 
 

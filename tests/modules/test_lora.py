@@ -241,7 +241,7 @@ class ReferenceScores(Callback):
         base = module.build_chunks()
         module.train_settings = settings
         self.found = {
-            "copies": module.reference,
+            "copies": module.reference.chunks,
             "reference": [sequence.fields["ref_logprobs"] for sequence in sequences],
             "base": module.score(sequences, base).logprobs,
             "policy": module.score(sequences).logprobs,

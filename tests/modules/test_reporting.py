@@ -1,6 +1,7 @@
 """The table at start: rows that do not depend on a model."""
 
-from lightning_megatron_rl.modules.reporting import ReportsSteps
+from lightning_megatron_rl.modules.reporting import StepReport
+from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.utilities import cpus
 
 
@@ -16,7 +17,7 @@ class Load:
 
 def test_cpus_are_in_the_table_and_a_busy_machine_with_its_price():
     count = cpus.usable_cpus().count
-    module = ReportsSteps()
+    module = StepReport(SFTModule("nothing"))
     assert isinstance(module._others, cpus.OthersLoad)
     module._others = Load(0.0)
     (row,) = module._describe_cpus()

@@ -55,7 +55,7 @@ class Plans(pl.Callback):
         pushed: Any = pl_module.weights_to_push()
         if not pl_module.strategy.layout.is_whole:
             assert len(list(pushed.buckets())) > 0
-            buffers = pl_module._planned_views[1]._memory
+            buffers = pl_module.planned_views.views._memory
             self.found["push"] = sum(tensor.nbytes for tensor in (*buffers._buckets.values(), buffers.message()))
         self.found["parameters"] = sum(parameter.numel() for parameter in pl_module.model.parameters())
 

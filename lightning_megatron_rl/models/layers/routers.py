@@ -168,6 +168,10 @@ class RouterHooks:
         routed, chosen, score_sums = counts.cpu()
         return balance_metrics(routed, chosen, score_sums, self.config.moe_router_topk)
 
+    def describe(self) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what is in force."""
+        return self.settings.describe(has_expert_bias=self.config.moe_router_enable_expert_bias)
+
     def stage_routing(self, routing: Tensor) -> Tensor:
         """Return this pipeline stage's part of choices in all layers: what somebody else recorded, to be replayed.
 
