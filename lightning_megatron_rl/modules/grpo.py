@@ -126,6 +126,7 @@ class GRPOModule(PolicyModule):
         self.rewards = rewards
         self.reward_weights = reward_weights
         self.engine = engine if engine is not None else VLLMEngine()
+        self.streamed = StreamedRollouts(streaming) if streaming is not None and streaming.is_on else None
         self.sampler = Sampler(self, self.engine, self.streamed)
         self.environment = environment
         self.episodes = episodes or EpisodeSettings()
@@ -141,7 +142,6 @@ class GRPOModule(PolicyModule):
         self.has_old_logprobs = not config.bypass
         self.overlong = overlong
         self.dynamic_sampling = dynamic_sampling
-        self.streamed = StreamedRollouts(streaming) if streaming is not None and streaming.is_on else None
         self.reference_settings = reference or ReferenceSettings()
         kind = self.reference_settings.resolve(
             kl_coef=config.kl_coef, has_adapters=self.train_settings.lora is not None
