@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from lightning_megatron_rl.environments import Action
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.weights.source import source_of
-from tests.command_line import ROOT, build
+from tests.command_line import ROOT, build, changed
 from tests.distributed import WorkerPool
 from tests.rollout.conftest import make_engine, make_requests, max_logprob_error, random_weights
 
@@ -82,10 +81,10 @@ def test_transport(parts, qwen3_dir, tmp_path, monkeypatch):
 
 
 def test_transport_in_a_config(parts, tmp_path):
-    name = "--model.init_args.engine.init_args.weight_transfer"
     transport = {"class_path": "transport.FileTransport", "init_args": {"directory": "/dev/shm"}}
-    built = build("--config", ROOT / "configs" / "demo" / "grpo.yaml", f"{name}={json.dumps(transport)}")
-    found = built.model.engine.weight_transfer
+    key = "model.init_args.engine.init_args.weight_transfer"
+    config = changed(ROOT / "configs" / "demo" / "grpo.yaml", tmp_path / "config.yaml", key, transport)
+    found = build("fit", "--config", config).model.engine.weight_transfer
     assert isinstance(found, parts["transport"].FileTransport)
     assert found.directory == "/dev/shm"
 
