@@ -55,7 +55,7 @@ class GlobalBatches:
         """The rows of batch `number`, counted from the first batch of epoch 0."""
         epoch, in_epoch = divmod(number, self.per_epoch)
         first, last = in_epoch + self.read_ahead if in_epoch else 0, min(in_epoch + self.read_ahead, self.per_epoch - 1)
-        order, rows = self._order(epoch), []
+        order, rows = self._order(epoch), list[int]()
         for place in range(first, last + 1):
             start = place * self.batch_size
             rows += order[start : start + self.batch_size][self.rank :: self.num_replicas]

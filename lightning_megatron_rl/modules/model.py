@@ -19,7 +19,6 @@ from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.checkpoints.resuming import starting_checkpoint
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
 from lightning_megatron_rl.modules.exporting import PlannedViews, no_single_file, no_whole_model
@@ -31,6 +30,7 @@ from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer

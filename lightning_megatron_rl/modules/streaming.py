@@ -142,7 +142,7 @@ class StreamedRollouts:
         if self.settings.placement != "auto":
             return self.settings.placement == "separate"
         devices = getattr(engine, "devices", None)
-        return bool(devices) and torch.cuda.is_available() and torch.cuda.current_device() not in devices
+        return devices is not None and torch.cuda.is_available() and torch.cuda.current_device() not in devices
 
     # ---- what the leader of a replica does -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How much memory of a GPU a run will take, part by part and with the arithmetic, before any of it is taken.
+"""The GPU memory that a run will take, part by part with the arithmetic, before it starts.
 
 The formulas are in docs/performance.md. They count what a run is certain to hold, so a plan that does not fit is
 refused with reason, and one that fits may still run out by what allocators round up.
@@ -27,7 +27,7 @@ _ELEMENT_BYTES = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2, "bf16-true": 2}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the memory of a model's weights, activations and cache depends on.
+    """Sizes of a model that the memory of its weights, activations and cache depends on.
 
     Example:
         A tiny dense model: ``ModelSize(dense=10_000, experts=0, vocabulary=128, hidden=64, layers=4, ...)``
@@ -89,7 +89,7 @@ _APART = (
     "keep the engines of several replicas on GPUs of their own: no `devices`, and a tensor_parallel_size of the engine"
     " of at most the trainer's tensor x context parallel size"
 )
-_RECOMPUTE = "model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+_RECOMPUTE = "train.model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
 
 
 def parameters_per_gpu(size: ModelSize, split: Split) -> tuple[float, float]:
@@ -227,7 +227,7 @@ def trainer_parts(
             fused_activation=fused_activation,
         )
     arithmetic = f"{tokens} tokens, {size.layers} layers" + (", recomputed" if recompute else "")
-    remedy = "lower max_tokens_per_microbatch" + ("" if recompute else f", or {_RECOMPUTE}")
+    remedy = "lower train.max_tokens_per_microbatch" + ("" if recompute else f", or {_RECOMPUTE}")
     parts.append(Part(ACTIVATIONS, kept, arithmetic, remedy))
     if frozen_copies:
         copies = parameters * weights * frozen_copies

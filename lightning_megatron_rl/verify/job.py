@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import FrozenBatch
 from lightning_megatron_rl.verify.gradients import export_gradients, perturb
@@ -150,7 +150,7 @@ def run_layout(
 def verification_settings(
     settings: TrainingSettings, layout: Layout, max_tokens_per_microbatch: int | None
 ) -> TrainingSettings:
-    """Return a module's settings without what would blur or hide a difference, and with what `layout` can take."""
+    """Return a module's settings without those that would hide a difference or that `layout` cannot take."""
     from megatron.core.optimizer import OptimizerConfig
 
     config, overrides = settings.optimizer or OptimizerConfig(weight_decay=0.0), settings.model_config

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge, model_bridge, set_weights
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
-from lightning_megatron_rl.models.families import layout as layout_check
+from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.family import Family
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from lightning_megatron_rl.models.hf.check import check_weights
@@ -39,8 +39,9 @@ from lightning_megatron_rl.models.layers.backend import (
 from lightning_megatron_rl.models.layers.fusions import fused_kernels, fuses_gradients, tune_for_experts
 from lightning_megatron_rl.models.layers.lora import LoRASettings, add_adapters, check_targets
 from lightning_megatron_rl.models.layers.padding import leave_out_padding, padding_row
-from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
+from lightning_megatron_rl.models.overrides import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode, computed_overrides, verify_model
+from lightning_megatron_rl.planner.divisibility import PipelineSplit, check_layout
 from lightning_megatron_rl.utilities.console import prints_to_log
 from lightning_megatron_rl.utilities.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.utilities.remote_code import remedy, trusts_remote_code
@@ -73,9 +74,8 @@ class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
     The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family
-    is not supported, or the weights are not those of the config (`hf_check.check_weights`). `verify` says how it is
-    made sure that Megatron computes the model as Transformers does, see `check_computation`; None, not at all, is for
-    that check itself.
+    is not supported, or the weights are not those of the config (`hf_check.check_weights`). `verify` says how
+    Megatron's computation is checked against Transformers, see `check_computation`; None is for that check itself.
 
     Example:
         ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
@@ -90,7 +90,7 @@ class HFModel(SavesFiles):
         self._checked: dict[str, Any] | None = None  # overrides with which its computation is known to be right
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
-        layout_check.check_family(self.config)
+        check_family(self.config)
         self.padding_row = padding_row(self.config)
         self.quantisation = quantisation(self.config)
         self._check_weights()
@@ -165,7 +165,7 @@ class HFModel(SavesFiles):
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells this checkpoint from another one of the same architecture, e.g. an earlier training step."""
+        """A hash that tells this checkpoint from others of the same architecture, e.g. an earlier training step."""
         return fingerprint(self.path)
 
     def check_layout(
@@ -174,14 +174,14 @@ class HFModel(SavesFiles):
         tensor_model_parallel_size: int,
         pipeline_model_parallel_size: int,
         virtual_pipeline_model_parallel_size: int | None = None,
-        pipeline_split: layout_check.PipelineSplit | None = None,
+        pipeline_split: PipelineSplit | None = None,
         expert_model_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool = True,
     ) -> None:
-        """Raise `ValueError` if the model cannot be split like this; see `layout_check.check_layout`."""
-        layout_check.check_layout(
-            self.config,
+        """Raise `ValueError` if the model cannot be split like this; see `planner.divisibility`."""
+        check_layout(
+            divided_sizes(self.config),
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
@@ -275,7 +275,7 @@ class HFModel(SavesFiles):
             tensor_model_parallel_size=settings["tensor_model_parallel_size"],
             pipeline_model_parallel_size=settings["pipeline_model_parallel_size"],
             virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
-            pipeline_split=layout_check.PipelineSplit.from_overrides(overrides),
+            pipeline_split=PipelineSplit.from_overrides(overrides),
             expert_model_parallel_size=settings["expert_model_parallel_size"],
             expert_tensor_parallel_size=settings["expert_tensor_parallel_size"],
             sequence_parallel=sequence_parallel,
@@ -435,7 +435,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
 
 
 def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known: set[str]) -> None:
-    """Refuse overrides that nobody reads, and those that would contradict the strategy."""
+    """Refuse overrides that have no effect, and those that contradict the strategy."""
     for name in overrides:
         if name in settings:
             raise ValueError(f"config_overrides: {name} is decided by the strategy and the trainer; set it there")
@@ -448,7 +448,7 @@ def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known:
 
 
 def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: Any) -> None:
-    """Refuse settings that this model has nothing for, or that Megatron computes wrongly for it."""
+    """Refuse settings that do not apply to this model, or that Megatron computes wrongly for it."""
     given = {**vars(provider), **settings, **overrides}
     experts = given["num_moe_experts"]
     parts = LayerParts(
@@ -468,7 +468,7 @@ def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: 
 
 
 def _poison(chunks: list[Any]) -> list[Any]:
-    """Fill parameters with NaN before weights are loaded, so that one which is not loaded shows."""
+    """Fill parameters with NaN before weights are loaded, to detect those that are not loaded."""
     with torch.no_grad():
         for chunk in chunks:
             for _, tensor in _loaded_tensors(chunk):
@@ -477,7 +477,7 @@ def _poison(chunks: list[Any]) -> list[Any]:
 
 
 def _loaded_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint must bring: the parameters, and the biases of routers, which are buffers."""
+    """Tensors that a checkpoint must have: the parameters, and the biases of routers, which are buffers."""
     yield from chunk.named_parameters()
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):

@@ -173,7 +173,7 @@ class RouterHooks:
         return self.settings.describe(has_expert_bias=self.config.moe_router_enable_expert_bias)
 
     def stage_routing(self, routing: Tensor) -> Tensor:
-        """Return this pipeline stage's part of choices in all layers: what somebody else recorded, to be replayed.
+        """Return this pipeline stage's part of choices in all layers: recorded elsewhere, to be replayed.
 
         Args:
             routing: ``[tokens, expert layers of the whole model, topk]``, e.g. of the sampler.

@@ -1,4 +1,4 @@
-"""What of a model decides how it is computed, and the models for which a proof covers it.
+"""The signature of a model (all that decides how it is computed), and the signatures that proofs cover.
 
 The signature of a model has every setting of its config.json (known to Transformers or not), every field of Megatron's
 config that is made of it, and relations between its sizes. Sizes themselves are left out, and so is what belongs to one
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.models.families.registry import FAMILIES
-from lightning_megatron_rl.models.settings import RULES
+from lightning_megatron_rl.models.overrides import RULES
 from lightning_megatron_rl.models.verification.miniature import head_dim, pattern, per_layer
 from lightning_megatron_rl.utilities.versions import installed_versions
 

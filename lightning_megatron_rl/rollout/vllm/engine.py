@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: what it is started with, on which devices, and how it gets its weights."""
+"""`VLLMEngine`: vLLM in a process of its own."""
 
 import logging
 import os
@@ -31,6 +31,7 @@ from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_thread
 from lightning_megatron_rl.utilities.masking import unmasked_environment
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
+from lightning_megatron_rl.weights.transports.base import Transport
 from lightning_megatron_rl.weights.transports.host import SharedWeights
 from lightning_megatron_rl.weights.transports.ipc import IPCTransport
 from lightning_megatron_rl.weights.transports.nccl import NCCLTransport
@@ -46,8 +47,8 @@ class VLLMEngine(SupervisedEngine):
     the log; after `max_restarts` of them the engine gives up. A call that fails inside vLLM raises at once (an update
     is repeated), and the next call starts the new process.
 
-    On CUDA weights go from GPU to GPU and nobody keeps a copy: a process that is replaced, or that slept at level 2,
-    has none, and `generate` raises `WeightsLostError` until the next `update_weights`.
+    On CUDA weights go from GPU to GPU without a copy: a process that is replaced, or that slept at level 2, has none,
+    and `generate` raises `WeightsLostError` until the next `update_weights`.
 
     Args:
         max_model_len: Longest prompt and response together. # [tokens]
@@ -68,7 +69,8 @@ class VLLMEngine(SupervisedEngine):
         sleep_level: Give the GPU's memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2
             drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
         weight_transfer: "ipc" (the trainer's GPU is one of the engine's), "nccl" (it is none of them), "shared_memory"
-            (through the host; a restarted process finds its weights there), or "auto" for what the devices ask for.
+            (through the host; a restarted process finds its weights there), "auto" for what the devices ask for, or a
+            `Transport` of your own.
         bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
             workers; a planned push of a split model has its own. # MiB
         start_timeout_s: Deadline of a start. # seconds
@@ -96,7 +98,7 @@ class VLLMEngine(SupervisedEngine):
         tensor_parallel_size: int = 1,
         devices: list[int] | None = None,
         sleep_level: Literal[0, 1, 2] = 0,
-        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] = "auto",
+        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] | Transport = "auto",
         bucket_mb: int = 512,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
@@ -127,7 +129,7 @@ class VLLMEngine(SupervisedEngine):
         self.weight_transfer = weight_transfer
         self.bucket_mb = bucket_mb
         self.max_model_len = max_model_len
-        self.dtype = dtype
+        self.dtype: str = dtype
         self.device = device
         self.kv_cache_memory_gb = kv_cache_memory_gb
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -148,7 +150,7 @@ class VLLMEngine(SupervisedEngine):
         """Start the process and return while it loads; `wait_ready`, or the first call, waits for it.
 
         Raises:
-            ValueError: The directory has no config or no safetensors weights; OMP_NUM_THREADS is no number of threads.
+            ValueError: The directory has no config or no safetensors weights; OMP_NUM_THREADS is invalid.
             RuntimeError: vLLM or a library of the system is missing, the wrong vLLM is installed, or it runs already.
         """
         if self._shared is not None:
@@ -158,22 +160,17 @@ class VLLMEngine(SupervisedEngine):
             require_library("libnuma.so.1", "apt-get install libnuma1")
         self._layout = CheckpointLayout.read(model_path)
         eager = self.enforce_eager if self.enforce_eager is not None else device == "cpu"
+        self._transport = None if isinstance(self.weight_transfer, str) else self.weight_transfer
         self._compiles = not eager and compiles(self.compilation, self._layout.num_parameters, self.num_tokens)
         self._llm_arguments = llm_arguments(
+            self,
             str(model_path),
             device,
-            dtype=self._layout.dtype if self.dtype == "auto" else self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            enforce_eager=eager,
-            tensor_parallel_size=self.tensor_parallel_size,
-            seed=self.seed,
-            kv_cache_memory_gb=self.kv_cache_memory_gb,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            sleeps=self.sleep_level > 0,
+            stored_dtype=self._layout.dtype,
+            eager=eager,
             graphs_only=not (eager or self._compiles),
             streams=self.stream_mode is not None,
-            others=self.vllm_args,
+            extension=None if self._transport is None else self._transport.extension,
         )
         visible = self._choose_devices() if device == "cuda" else None
         self._threads = self._choose_threads() if device == "cpu" else None
@@ -207,7 +204,7 @@ class VLLMEngine(SupervisedEngine):
         return threads
 
     def expect(self, num_tokens: int | None) -> None:
-        """Take note of how many tokens the run will sample at most; None: nobody knows."""
+        """Learn how many tokens the run will sample at most; None: unknown."""
         self.num_tokens = num_tokens
 
     def describe(self) -> str:
@@ -231,7 +228,7 @@ class VLLMEngine(SupervisedEngine):
         )
 
     def _choose_devices(self) -> str:
-        """Decide on GPUs and transport; return what the process is to see."""
+        """Choose GPUs and transport; return the process's CUDA_VISIBLE_DEVICES."""
         own, count = current_device(), torch.cuda.device_count()
         devices = engine_devices(self.devices, self.tensor_parallel_size, own, count)
         wanted = self.weight_transfer

@@ -1,4 +1,4 @@
-"""The life of vLLM's process: started, given the newest weights, put to sleep and woken, replaced when it fails."""
+"""Supervises vLLM's process: starts it, gives it weights, lets it sleep, and replaces it when it fails."""
 
 import functools
 import logging
@@ -91,9 +91,9 @@ class SupervisedEngine(StreamingEngine):
         self._shared_push: int | None = None  # what the shared memory holds; None: nothing whole
         self._worker_push: int | None = 0  # what the worker has loaded; None: nothing whole
         self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
-        self._transport: Transport | None = None  # from GPU to GPU; None: shared memory
+        self._transport: Transport | None = None  # None: shared memory
         self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
-        # what was given, and the same held to the layout: it is right every time
+        # the last source, and the same checked against the layout
         self._checked: tuple[weakref.ref[WeightViews], WeightSource] | None = None
 
     @property
@@ -112,7 +112,7 @@ class SupervisedEngine(StreamingEngine):
 
     @one_at_a_time
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Sample `num_samples` responses for each request.
+        """Sample `num_generations` responses for each request.
 
         Raises:
             ValueError: A request is refused; see `check_requests`.
@@ -202,11 +202,11 @@ class SupervisedEngine(StreamingEngine):
         self._started()
         checked = self._check(source)
         self._shared_push = None
-        transport = self._transport if checked.device.type == "cuda" else None
-        if transport is None:
+        transport = self._transport
+        if transport is None or not (transport.takes_host or checked.device.type == "cuda"):
             sent, name, peer_bytes = self._update_through_host(checked, version), HOST, 0
         else:
-            sent = self._update_on_device(transport, checked, version)
+            sent = self._update_by(transport, checked, version)
             name, peer_bytes = transport.name, transport.peer_bytes
         seconds = time.perf_counter() - began
         report = SyncReport(sent.num_bytes, seconds, sent.extra_bytes, name, sent.replayed, peer_bytes)
@@ -214,7 +214,7 @@ class SupervisedEngine(StreamingEngine):
         return report
 
     def _check(self, source: WeightSource) -> WeightSource:
-        """Return the same weights held to the model's layout; whole ones are all right before the first is sent."""
+        """Return the same weights checked against the model's layout; whole ones before the first is sent."""
         if source.whole is None:
             return self._layout.check_source(source)
         if self._checked is None or self._checked[0]() is not source.whole:
@@ -229,7 +229,7 @@ class SupervisedEngine(StreamingEngine):
         self.wait_ready()
         return Sent(plan[-1].end, extra_bytes=0, replayed=False)
 
-    def _update_on_device(self, transport: Transport, source: WeightSource, version: int) -> Sent:
+    def _update_by(self, transport: Transport, source: WeightSource, version: int) -> Sent:
         while True:
             try:
                 return self._transfer(self._running_worker(), transport, source, version)
@@ -443,7 +443,7 @@ class SupervisedEngine(StreamingEngine):
         self._launch()
 
     def _check_directory(self, why: str) -> None:
-        """Refuse to start another process from a model directory that is not what it was at the start."""
+        """Refuse to start another process from a model directory that has changed since the start."""
         directory = self._llm_arguments["model"]
         try:
             changed = CheckpointLayout.read(directory).shapes != self._layout.shapes

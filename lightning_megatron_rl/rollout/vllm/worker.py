@@ -37,7 +37,7 @@ PARENT_CHECK_S = 1.0
 
 
 def die_with_parent(parent_pid: int, *, by_signal: bool) -> None:
-    """Make sure that this process group ends when the trainer does, however that is, and whatever runs here.
+    """End this process group when the trainer ends, in whatever way and whatever runs here.
 
     End of file on the connection is not enough: it is only seen between calls, and a data-loader worker that the
     trainer forked keeps the trainer's end open.
@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self, weights_fd: int | None) -> None:
         # By process id, not /proc/self: with tensor parallelism other processes open it, too.
-        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process nobody opens it
+        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process it is not opened
         self._plan: list[Placement] = []
         self._llm: LLM | None = None
         self._version = 0
@@ -80,17 +80,18 @@ class Worker:
 
     def update(self, plan: "list[Placement] | None", version: int) -> None:
         """Load the shared weights (`None`: laid out as last time) and forget everything computed with the old ones."""
-        assert self._llm is not None
         if plan is not None:
             self._plan = plan
-        self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
-        self._forget_prefixes()
-        self._version = version
+        self.call("load_shared_weights", (self._weights_path, self._plan), version)
 
     def reload(self, weights: "list[tuple[str, Tensor]]", version: int) -> None:
         """Load weights of the same process layer by layer, as `update` does."""
+        self.call("reload_weights", (iter(weights),), version)
+
+    def call(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
+        """Update the weights by a method of each worker, such as one of a transport's `extension`."""
         assert self._llm is not None
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.collective_rpc(method, args=arguments)
         self._forget_prefixes()
         self._version = version
 
@@ -135,7 +136,7 @@ class Worker:
         return self._llm.collective_rpc("borrow", args=(weights, handles))
 
     def let_go(self) -> None:
-        """Hold none of the trainer's memory any more."""
+        """Drop all references to the trainer's memory."""
         assert self._llm is not None
         self._llm.collective_rpc("let_go")
 
@@ -220,7 +221,7 @@ class Worker:
             [vllm.TokensPrompt(prompt_token_ids=request.token_ids) for request in requests],
             [
                 vllm.SamplingParams(
-                    n=request.num_samples,
+                    n=request.num_generations,
                     seed=request.seed,
                     temperature=params.temperature,
                     top_p=params.top_p,
@@ -288,6 +289,7 @@ def main(arguments: list[str]) -> None:
     names = [
         "start",
         "update",
+        "call",
         "connect",
         "begin",
         "load",

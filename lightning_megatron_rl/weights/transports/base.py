@@ -1,4 +1,4 @@
-"""What ways to a sampler on a GPU have in common: their interface, and the parts that weights are handed over in."""
+"""The interface of transports, and the parts that updates consist of."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Part:
 
 
 class Sent(NamedTuple):
-    """What one update took."""
+    """Measurements of one update."""
 
     num_bytes: int  # of the weights
     extra_bytes: int  # the most that were held besides them at one time
@@ -55,9 +55,15 @@ class Post(Protocol):
 
 
 class Transport(Protocol):
-    """Hands weights to the workers of one process after the other."""
+    """Hands weights to the workers of one process after the other.
+
+    A transport of a user's own brings the other end, too: `extension`, whose methods `send` calls in each worker by
+    ``ask(("call", method, arguments, version))``.
+    """
 
     name: str
+    extension: str | None = None  # import path of a class that vLLM mixes into its workers; None: the engine's own
+    takes_host: bool = False  # whether it takes weights that are not on a GPU
     peer_bytes: int = 0  # read in place out of other GPUs' memory in the last update, by the worker that read most
 
     @property
@@ -88,16 +94,16 @@ class Transport(Protocol):
         return
 
     def forget(self, *, workers_are_gone: bool = False) -> None:
-        """What comes next is new to the workers: other ones, or some that have let go of what they had.
+        """Start anew: the workers are other ones, or have let go of what they had.
 
         Args:
-            workers_are_gone: Whether they have ended, and so cannot tell torch that they do not read any more.
+            workers_are_gone: Whether they have ended, and so cannot count themselves off as torch's readers.
         """
         return
 
 
 def post_by(ask: Ask) -> Post:
-    """Return what gives the workers a part by a message."""
+    """Return a `Post` that sends messages by `ask`."""
 
     def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
         ask(("load", part), meanwhile)

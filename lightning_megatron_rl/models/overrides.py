@@ -1,4 +1,4 @@
-"""Fields of Megatron's `TransformerConfig` that users override: where each does something, and which go together."""
+"""Overrides of Megatron's `TransformerConfig`: where each has an effect, and which need each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.compat.field_rules import Rule, check_settings, dataclass_defaults
 
-OWNER = "model_config"
+OWNER = "train.model_config"
 _TE_NUMBERS = "use bf16-mixed without it, or a GPU with Transformer Engine"
 _TE_SPEED = "it is a fused kernel of Transformer Engine's"
 _NO_GRAPHS = "micro-batches differ in length, which a captured graph cannot; remove it"
@@ -96,10 +96,10 @@ RULES: dict[str, Rule] = {
     "nccl_all_reduce_for_prefill": Rule("never", _NO_SAMPLER),
     "mlp_chunks_for_prefill": Rule("never", _NO_SAMPLER),
     "use_te_rng_tracker": Rule("never", "the strategy seeds and saves Megatron's own tracker; remove it"),
-    "transformer_impl": Rule("never", "set layer_backend"),
+    "transformer_impl": Rule("never", "set train.layer_backend"),
     "hybrid_context_parallel": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
     "hierarchical_context_parallel_sizes": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
-    "max_seqlen_per_dp_cp_rank": Rule("never", "set max_tokens_per_microbatch"),
+    "max_seqlen_per_dp_cp_rank": Rule("never", "set train.max_tokens_per_microbatch"),
 }
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
@@ -110,7 +110,7 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
     """Return the overrides that do something on this device with these layers, in Megatron's types.
 
     Raises:
-        ValueError: One that would do nothing although it changes numbers or memory, or that lacks another.
+        ValueError: An override without effect here although it changes numbers or memory, or that lacks another.
     """
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -140,7 +140,7 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What the layers of a model have, as far as activation recompute asks; the default is a dense model."""
+    """Features of a model's layers that activation recompute depends on; the default is a dense model."""
 
     experts: bool = False
     dense_mlp: bool = True  # in at least one layer
@@ -150,7 +150,7 @@ class LayerParts:
 
 
 def check_recompute(overrides: Mapping[str, Any], parts: LayerParts) -> None:
-    """Refuse settings of activation recompute that lack their counterpart, or that this model has nothing for.
+    """Refuse settings of activation recompute that lack their counterpart or do not apply to this model.
 
     Args:
         overrides: Overrides of the `TransformerConfig`.
