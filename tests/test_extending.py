@@ -13,14 +13,17 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl import GRPOModule, MegatronStrategy, Prompt, PromptDataModule, Sample
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.environments import Action
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.rollout.protocol import SamplingParams
-from tests.command_line import ROOT
+from lightning_megatron_rl.weights.source import source_of
+from tests.command_line import ROOT, build, changed
 from tests.distributed import WorkerPool
+from tests.rollout.conftest import make_engine, make_requests, max_logprob_error, random_weights
 
 EXTENDING = ROOT / "examples" / "extending"
 
@@ -57,6 +60,33 @@ def test_environment(parts):
     assert episode.step(Action(" 2", [2])).done
     ending = episode.finish("done")
     assert (ending.reward, ending.success) == (0.5, True)
+
+
+def test_transport(parts, qwen3_dir, tmp_path, monkeypatch):
+    """What the file brought samples: log-probs are those of the new weights, and nothing of the file is left."""
+    monkeypatch.setenv("PYTHONPATH", str(EXTENDING))  # for vLLM's workers
+    engine = make_engine(weight_transfer=parts["transport"].FileTransport(str(tmp_path)))
+    model = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32).eval()
+    requests, params = make_requests(2), SamplingParams(max_tokens=4)
+    try:
+        engine.start(qwen3_dir)
+        for version in (1, 2):
+            report = engine.update_weights(source_of(random_weights(model, seed=version)), version)
+            assert (report.transport, report.num_bytes) == ("files", sum(p.nbytes for p in model.parameters()))
+            assert engine.weight_version == version
+            assert max_logprob_error(model, requests, engine.generate(requests, params)) < 1e-4
+    finally:
+        engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_transport_in_a_config(parts, tmp_path):
+    transport = {"class_path": "transport.FileTransport", "init_args": {"directory": "/dev/shm"}}
+    key = "model.init_args.engine.init_args.weight_transfer"
+    config = changed(ROOT / "configs" / "demo" / "grpo.yaml", tmp_path / "config.yaml", key, transport)
+    found = build("fit", "--config", config).model.engine.weight_transfer
+    assert isinstance(found, parts["transport"].FileTransport)
+    assert found.directory == "/dev/shm"
 
 
 def train(model: Path, directory: Path) -> int:

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning_megatron_rl import cli
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.utilities.arguments import new_parser
+from lightning_megatron_rl.weights.transports.base import Transport
 
 PROGRAM = "lightning-megatron-rl schema"
 _DESCRIPTION = """Print a JSON schema of the YAML files that fit, validate, test and predict take."""
@@ -153,6 +154,8 @@ def of_type(hint: Any) -> Schema:
         return {"type": "array"} | ({"items": of_type(arguments[0])} if origin is list else {})
     if hint is RolloutEngine:
         return _choice(cli._ENGINES)
+    if hint is Transport:
+        return {"type": "object", "required": ["class_path"]}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _dataclass(hint)
     return {}

@@ -31,6 +31,7 @@ from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_thread
 from lightning_megatron_rl.utilities.masking import unmasked_environment
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
+from lightning_megatron_rl.weights.transports.base import Transport
 from lightning_megatron_rl.weights.transports.host import SharedWeights
 from lightning_megatron_rl.weights.transports.ipc import IPCTransport
 from lightning_megatron_rl.weights.transports.nccl import NCCLTransport
@@ -68,7 +69,8 @@ class VLLMEngine(SupervisedEngine):
         sleep_level: Give the GPU's memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2
             drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
         weight_transfer: "ipc" (the trainer's GPU is one of the engine's), "nccl" (it is none of them), "shared_memory"
-            (through the host; a restarted process finds its weights there), or "auto" for what the devices ask for.
+            (through the host; a restarted process finds its weights there), "auto" for what the devices ask for, or a
+            `Transport` of your own.
         bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
             workers; a planned push of a split model has its own. # MiB
         start_timeout_s: Deadline of a start. # seconds
@@ -96,7 +98,7 @@ class VLLMEngine(SupervisedEngine):
         tensor_parallel_size: int = 1,
         devices: list[int] | None = None,
         sleep_level: Literal[0, 1, 2] = 0,
-        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] = "auto",
+        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] | Transport = "auto",
         bucket_mb: int = 512,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
@@ -158,6 +160,7 @@ class VLLMEngine(SupervisedEngine):
             require_library("libnuma.so.1", "apt-get install libnuma1")
         self._layout = CheckpointLayout.read(model_path)
         eager = self.enforce_eager if self.enforce_eager is not None else device == "cpu"
+        self._transport = None if isinstance(self.weight_transfer, str) else self.weight_transfer
         self._compiles = not eager and compiles(self.compilation, self._layout.num_parameters, self.num_tokens)
         self._llm_arguments = llm_arguments(
             str(model_path),
@@ -172,6 +175,7 @@ class VLLMEngine(SupervisedEngine):
             gpu_memory_utilization=self.gpu_memory_utilization,
             sleeps=self.sleep_level > 0,
             graphs_only=not (eager or self._compiles),
+            extension=None if self._transport is None else self._transport.extension,
             others=self.vllm_args,
         )
         visible = self._choose_devices() if device == "cuda" else None

@@ -55,6 +55,7 @@ def llm_arguments(
     gpu_memory_utilization: float,
     sleeps: bool,
     graphs_only: bool = False,
+    extension: str | None = None,
     others: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
@@ -72,6 +73,7 @@ def llm_arguments(
         gpu_memory_utilization: Share of the GPU's memory if the cache's size is None.
         sleeps: Whether it is to sleep, which needs an allocator of vLLM's own on CUDA.
         graphs_only: CUDA graphs of the model as it is, not of a compiled one.
+        extension: Of the workers, by a transport that brings its own.
         others: The user's, which `check_vllm_args` has let pass.
 
     Raises:
@@ -93,13 +95,14 @@ def llm_arguments(
     }
     if device == "cpu":
         kv_cache_memory_gb = kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB
-        arguments["worker_extension_cls"] = CPU_EXTENSION
+        arguments["worker_extension_cls"] = extension or CPU_EXTENSION
         # A prompt prefilled in parts makes vLLM rewind the request's generator, which CPU generators cannot do.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(max_model_len, max_num_seqs, CPU_PREFILL_TOKENS)
     else:
-        arguments["worker_extension_cls"] = CUDA_EXTENSION
-        arguments["weight_transfer_config"] = {"backend": BACKEND}
+        arguments["worker_extension_cls"] = extension or CUDA_EXTENSION
+        if extension is None:
+            arguments["weight_transfer_config"] = {"backend": BACKEND}
         arguments["enable_sleep_mode"] = sleeps
         if graphs_only:
             arguments["compilation_config"] = GRAPHS_ALONE

@@ -66,7 +66,7 @@ class SupervisedEngine(RolloutEngine):
         self._shared_push: int | None = None  # what the shared memory holds; None: nothing whole
         self._worker_push: int | None = 0  # what the worker has loaded; None: nothing whole
         self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
-        self._transport: Transport | None = None  # from GPU to GPU; None: shared memory
+        self._transport: Transport | None = None  # None: shared memory
         self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
         # what was given, and the same held to the layout: it is right every time
         self._checked: tuple[weakref.ref[WeightViews], WeightSource] | None = None
@@ -124,11 +124,11 @@ class SupervisedEngine(RolloutEngine):
         self._started()
         checked = self._check(source)
         self._shared_push = None
-        transport = self._transport if checked.device.type == "cuda" else None
-        if transport is None:
+        transport = self._transport
+        if transport is None or not (transport.takes_host or checked.device.type == "cuda"):
             sent, name, peer_bytes = self._update_through_host(checked, version), HOST, 0
         else:
-            sent = self._update_on_device(transport, checked, version)
+            sent = self._update_by(transport, checked, version)
             name, peer_bytes = transport.name, transport.peer_bytes
         seconds = time.perf_counter() - began
         report = SyncReport(sent.num_bytes, seconds, sent.extra_bytes, name, sent.replayed, peer_bytes)
@@ -151,7 +151,7 @@ class SupervisedEngine(RolloutEngine):
         self.wait_ready()
         return Sent(plan[-1].end, extra_bytes=0, replayed=False)
 
-    def _update_on_device(self, transport: Transport, source: WeightSource, version: int) -> Sent:
+    def _update_by(self, transport: Transport, source: WeightSource, version: int) -> Sent:
         while True:
             try:
                 return self._transfer(self._running_worker(), transport, source, version)

@@ -65,17 +65,18 @@ class Worker:
 
     def update(self, plan: "list[Placement] | None", version: int) -> None:
         """Load the shared weights (`None`: laid out as last time) and forget everything computed with the old ones."""
-        assert self._llm is not None
         if plan is not None:
             self._plan = plan
-        self._llm.collective_rpc("load_shared_weights", args=(self._weights_path, self._plan))
-        self._forget_prefixes()
-        self._version = version
+        self.call("load_shared_weights", (self._weights_path, self._plan), version)
 
     def reload(self, weights: "list[tuple[str, Tensor]]", version: int) -> None:
         """Load weights of the same process layer by layer, as `update` does."""
+        self.call("reload_weights", (iter(weights),), version)
+
+    def call(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
+        """Do a whole update by a method of each worker; a transport's `extension` may have added it."""
         assert self._llm is not None
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.collective_rpc(method, args=arguments)
         self._forget_prefixes()
         self._version = version
 
@@ -228,6 +229,7 @@ def main(arguments: list[str]) -> None:
     names = [
         "start",
         "update",
+        "call",
         "connect",
         "begin",
         "load",

@@ -55,9 +55,15 @@ class Post(Protocol):
 
 
 class Transport(Protocol):
-    """Hands weights to the workers of one process after the other."""
+    """Hands weights to the workers of one process after the other.
+
+    A transport of a user's own brings the other end, too: `extension`, whose methods `send` calls in each worker by
+    ``ask(("call", method, arguments, version))``.
+    """
 
     name: str
+    extension: str | None = None  # import path of a class that vLLM mixes into its workers; None: the engine's own
+    takes_host: bool = False  # whether it takes weights that are not on a GPU
     peer_bytes: int = 0  # read in place out of other GPUs' memory in the last update, by the worker that read most
 
     @property
