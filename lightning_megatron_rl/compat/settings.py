@@ -65,7 +65,9 @@ def check_settings(
 
 _MEANING = {
     "cuda": "does nothing on {device!r}, it needs CUDA",
-    "transformer_engine": "does nothing with torch layers on {device!r}, it needs layer_backend='transformer_engine'",
+    "transformer_engine": (
+        "does nothing with torch layers on {device!r}, it needs train.layer_backend='transformer_engine'"
+    ),
     "never": "does nothing here",
 }
 

@@ -199,7 +199,7 @@ def check_low_precision(facts: DeviceFacts, fp8: object, fp8_recipe: str, fp4: o
         for index, gpu in enumerate(facts.gpus):
             if gpu.capability < needed:
                 raise ValueError(
-                    f"model_config: {what} on GPU {index} ({gpu.name}), whose compute capability is"
+                    f"train.model_config: {what} on GPU {index} ({gpu.name}), whose compute capability is"
                     f" {version_text(gpu.capability)}: it needs {version_text(needed)} or newer. Remove it (bf16-mixed"
                     " alone runs here), choose another recipe, or another GPU."
                 )
@@ -214,13 +214,14 @@ def check_transformer_engine(facts: DeviceFacts) -> None:
     engine = facts.transformer_engine
     if engine is None:
         raise RuntimeError(
-            f"Transformer Engine is not installed: {GPU_SETUP}, or take torch's layers with layer_backend='torch'."
+            f"Transformer Engine is not installed: {GPU_SETUP}, or take torch's layers with"
+            " train.layer_backend='torch'."
         )
     if engine.error is not None:
         raise RuntimeError(
             f"Transformer Engine {engine.version} cannot be imported with torch {facts.torch}: {engine.error}\nIts"
             " extension belongs to the torch that it was compiled with. Compile it again (docs/install.md, 'CUDA: what"
-            " is special'), or take torch's layers with layer_backend='torch'."
+            " is special'), or take torch's layers with train.layer_backend='torch'."
         )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
 
-OWNER = "model_config"
+OWNER = "train.model_config"
 _TE_NUMBERS = "use bf16-mixed without it, or a GPU with Transformer Engine"
 _TE_SPEED = "it is a fused kernel of Transformer Engine's"
 _NO_GRAPHS = "micro-batches differ in length, which a captured graph cannot; remove it"
@@ -96,10 +96,10 @@ RULES: dict[str, Rule] = {
     "nccl_all_reduce_for_prefill": Rule("never", _NO_SAMPLER),
     "mlp_chunks_for_prefill": Rule("never", _NO_SAMPLER),
     "use_te_rng_tracker": Rule("never", "the strategy seeds and saves Megatron's own tracker; remove it"),
-    "transformer_impl": Rule("never", "set layer_backend"),
+    "transformer_impl": Rule("never", "set train.layer_backend"),
     "hybrid_context_parallel": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
     "hierarchical_context_parallel_sizes": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
-    "max_seqlen_per_dp_cp_rank": Rule("never", "set max_tokens_per_microbatch"),
+    "max_seqlen_per_dp_cp_rank": Rule("never", "set train.max_tokens_per_microbatch"),
 }
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")

@@ -89,7 +89,7 @@ _APART = (
     "keep the engines of several replicas on GPUs of their own: no `devices`, and a tensor_parallel_size of the engine"
     " of at most the trainer's tensor x context parallel size"
 )
-_RECOMPUTE = "model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+_RECOMPUTE = "train.model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
 
 
 def parameters_per_gpu(size: ModelSize, split: Split) -> tuple[float, float]:
@@ -227,7 +227,7 @@ def trainer_parts(
             fused_activation=fused_activation,
         )
     arithmetic = f"{tokens} tokens, {size.layers} layers" + (", recomputed" if recompute else "")
-    remedy = "lower max_tokens_per_microbatch" + ("" if recompute else f", or {_RECOMPUTE}")
+    remedy = "lower train.max_tokens_per_microbatch" + ("" if recompute else f", or {_RECOMPUTE}")
     parts.append(Part(ACTIVATIONS, kept, arithmetic, remedy))
     if frozen_copies:
         copies = parameters * weights * frozen_copies

@@ -31,7 +31,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, NOT_NEG
 
 _ACCUMULATION = (
     "one batch is one mini-batch here, and Megatron's schedule accumulates over its micro-batches. Raise the data"
-    " module's batch_size for a larger mini-batch, and lower max_tokens_per_microbatch to save memory."
+    " module's batch_size for a larger mini-batch, and lower train.max_tokens_per_microbatch to save memory."
 )
 _AVERAGE = (
     "it would copy the module before its model is built, and average no shard of Megatron's. Use this package's"

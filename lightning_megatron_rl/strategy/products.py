@@ -67,8 +67,8 @@ def check_products(device: torch.device, *, transformer_engine: bool) -> None:
         raise RuntimeError(
             f"precision='32-true', but a product of fp32 matrices is off by {error:.1e} (fp32: 2e-7, TF32: 3e-4): this"
             f" process multiplied on the GPU before the run began, and cuBLAS read {TF32_OVERRIDE} then. Set"
-            f" {TF32_OVERRIDE}=0 in the environment before Python starts, set layer_backend='torch', or ask for TF32 by"
-            f" {ASK}."
+            f" {TF32_OVERRIDE}=0 in the environment before Python starts, set train.layer_backend='torch', or ask for"
+            f" TF32 by {ASK}."
         )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
 _FSDP = "chunks are wrapped in Megatron's DDP, with optimizer state sharded by use_distributed_optimizer; remove it"
-_FP8 = "it belongs to fp8 parameters, see model_config={'fp8': ...}"
+_FP8 = "it belongs to fp8 parameters, see train.model_config={'fp8': ...}"
 _SCHEDULER = "the learning rate is that of the module's lr_scheduler; remove it"
 _OFFLOAD = "optimizer state already is in host memory; remove it"
 

@@ -31,7 +31,7 @@ def fit_too_much(model: str) -> tuple[str, int]:
 def test_run_that_does_not_fit_is_refused_before_it_loads(gpu_pool, qwen3_dir):
     message, taken = gpu_pool.run(fit_too_much, str(qwen3_dir), world_size=1, init_process_group=False)[0]
     assert "100000000 tokens, 4 layers" in message
-    assert "- lower max_tokens_per_microbatch" in message
+    assert "- lower train.max_tokens_per_microbatch" in message
     assert taken < 2**20  # nothing but what torch itself keeps
 
 

@@ -36,7 +36,7 @@ def test_transformer_engine_must_be_installed():
 
 
 def test_transformer_engine_needs_cuda():
-    with pytest.raises(ValueError, match=r"runs on CUDA only.*'cpu'.*use layer_backend="):
+    with pytest.raises(ValueError, match=r"runs on CUDA only.*'cpu'.*use train.layer_backend="):
         resolve_layer_backend("transformer_engine", CPU)
 
 

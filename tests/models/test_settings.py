@@ -11,7 +11,7 @@ from tests.tiny_models import save_without_numbers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REFUSED_ON_CPU: list[tuple[dict[str, Any], str]] = [
-    ({"fp8": "hybrid"}, r"fp8='hybrid' .*it needs layer_backend='transformer_engine'.*use bf16-mixed"),
+    ({"fp8": "hybrid"}, r"fp8='hybrid' .*it needs train.layer_backend='transformer_engine'.*use bf16-mixed"),
     ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "fp8='hybrid'"),
     ({"fp4": "e2m1"}, "fp4='e2m1'"),
     ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "cpu_offloading=True"),
@@ -25,7 +25,7 @@ REFUSED_EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
     ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion=True does nothing here: log-probs"),
     ({"flash_decode": True}, "flash_decode=True"),
-    ({"transformer_impl": "local"}, "set layer_backend"),
+    ({"transformer_impl": "local"}, "set train.layer_backend"),
     ({"overlap_moe_expert_parallel_comm": True}, "another schedule"),
     ({"fp8_recipe": "tensorwise"}, r"fp8_recipe='tensorwise' does nothing without fp8: set fp8='hybrid'"),
     ({"attention_backend": "flashy"}, "attention_backend='flashy' is none of flash, fused"),
@@ -174,5 +174,5 @@ def build(directory: str, overrides: dict[str, Any], fp16: bool = False) -> None
 def test_refused_before_a_weight_is_read(worker_pool: WorkerPool, qwen3_dir, tmp_path, overrides, message):
     """Reading this model's weights would raise another error."""
     directory = save_without_numbers(qwen3_dir, tmp_path / "model")
-    with pytest.raises(WorkerError, match=f"ValueError: model_config: {message}"):
+    with pytest.raises(WorkerError, match=f"ValueError: train.model_config: {message}"):
         worker_pool.run(build, str(directory), overrides, world_size=1)

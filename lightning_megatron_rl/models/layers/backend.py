@@ -33,22 +33,22 @@ def resolve_layer_backend(
     if layer_backend == "torch":
         return layer_backend
     if layer_backend != "transformer_engine":
-        raise ValueError(f"layer_backend={layer_backend!r} is none of 'auto', 'torch', 'transformer_engine'")
+        raise ValueError(f"train.layer_backend={layer_backend!r} is none of 'auto', 'torch', 'transformer_engine'")
     if device.type != "cuda":
         raise ValueError(
-            f"layer_backend='transformer_engine' runs on CUDA only, and this run is on {device.type!r}: "
-            "use layer_backend='auto' or 'torch'"
+            f"train.layer_backend='transformer_engine' runs on CUDA only, and this run is on {device.type!r}: "
+            "use train.layer_backend='auto' or 'torch'"
         )
     if not installed:
         raise ValueError(
-            "layer_backend='transformer_engine', but Transformer Engine is not installed: "
-            "pip install 'lightning-megatron-rl[gpu]', or use layer_backend='torch'"
+            "train.layer_backend='transformer_engine', but Transformer Engine is not installed: "
+            "pip install 'lightning-megatron-rl[gpu]', or use train.layer_backend='torch'"
         )
     if not has_attention:
         raise ValueError(
-            f"layer_backend='transformer_engine' with context_parallel_size={context_parallel_size} in fp32: its "
+            f"train.layer_backend='transformer_engine' with context_parallel_size={context_parallel_size} in fp32: its "
             "attention is split over ranks in 16-bit precisions only: use Trainer(precision='bf16-mixed'), or "
-            "layer_backend='torch'"
+            "train.layer_backend='torch'"
         )
     return layer_backend
 

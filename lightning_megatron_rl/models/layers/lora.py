@@ -135,7 +135,7 @@ def _expert_problem(config: Any, names: Sequence[str], settings: LoRASettings) -
     if experts and ".local_experts." not in experts[0]:
         return (
             f"train.lora.target_modules adapts grouped experts ({experts[0]}), whose adapters are not supported: set"
-            " model_config={'moe_grouped_gemm': False}, or target '*.self_attention.*' only."
+            " train.model_config={'moe_grouped_gemm': False}, or target '*.self_attention.*' only."
         )
     size = parallel_state.get_expert_tensor_parallel_world_size()
     if experts and settings.rank % size:

@@ -106,7 +106,7 @@ def resolve_moe_settings(
     for name, setting in _DECIDED_HERE.items():
         if name in model_config:
             raise ValueError(
-                f"model_config: {name}={model_config[name]!r}: routers have one place for their settings: set"
+                f"train.model_config: {name}={model_config[name]!r}: routers have one place for their settings: set"
                 f" train.moe.{setting} (MoESettings) in its place."
             )
     replaying = settings.router_replay != "none"
@@ -123,7 +123,7 @@ def resolve_moe_settings(
                 " them up",
             }[name]
             raise ValueError(
-                f"train.moe.router_replay={settings.router_replay!r} with model_config {name}=True: {reason}."
+                f"train.moe.router_replay={settings.router_replay!r} with train.model_config {name}=True: {reason}."
                 f" Remove {name} or set router_replay='none'."
             )
     coeff = settings.aux_loss_coeff

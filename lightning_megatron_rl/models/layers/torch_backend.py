@@ -255,9 +255,9 @@ class TorchDotProductAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.softmax_type not in ("vanilla", "learnable"):
-            raise ValueError(f"layer_backend='torch' has no softmax_type={config.softmax_type!r}")
+            raise ValueError(f"train.layer_backend='torch' has no softmax_type={config.softmax_type!r}")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"layer_backend='torch' has causal attention only, not {attn_mask_type}")
+            raise ValueError(f"train.layer_backend='torch' has causal attention only, not {attn_mask_type}")
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(k_channels or config.kv_channels)
@@ -292,7 +292,7 @@ class TorchDotProductAttention(MegatronModule):
     ) -> Tensor:
         """Map `query` [s, b, heads, d] to [s, b, heads x d]; packed batches may come without b, and go without it."""
         if attention_mask is not None or attention_bias is not None:
-            raise ValueError("layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
+            raise ValueError("train.layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
         softmax = Softmax(self.scale, self.dropout if self.training else 0.0, self.window, self.softmax_offset)
         cp_size = self.cp_group.size()
         shape = query.shape[:-2]

@@ -33,7 +33,7 @@ def check_mode(verify: str) -> None:
         ValueError: With the known ones.
     """
     if verify not in get_args(VerifyModel):
-        raise ValueError(f"verify_model={verify!r} is none of {', '.join(map(repr, get_args(VerifyModel)))}.")
+        raise ValueError(f"train.verify_model={verify!r} is none of {', '.join(map(repr, get_args(VerifyModel)))}.")
 
 
 def computed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,9 @@ def computed_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     changed = {name: value for name, value in overrides.items() if signature.is_computed(name)}
     for name, value in changed.items():
         if name in signature.SIZE_FIELDS and name != "window_size":
-            raise ValueError(f"model_config: {name}={value!r}: sizes are those of the checkpoint's weights; remove it.")
+            raise ValueError(
+                f"train.model_config: {name}={value!r}: sizes are those of the checkpoint's weights; remove it."
+            )
     return changed
 
 
@@ -74,7 +76,7 @@ def verify_model(
         return
     if verify == "never":
         raise ValueError(
-            f"model {name!r} with verify_model='never': {_unproved(departures)}. Set verify_model='auto', which"
+            f"model {name!r} with verify_model='never': {_unproved(departures)}. Set train.verify_model='auto', which"
             " compares a miniature of the model with Transformers once (some 15 s), or change these settings."
         )
     error = _on_first_rank(partial(_probe, raw, config, overrides, verify != "always"))
