@@ -119,6 +119,7 @@ def prepare(options: argparse.Namespace) -> tuple[list[Any], Any]:
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
     """Write what one rollout spends in vLLM's functions, by vLLM in this process."""
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
     from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
 
     requests, params = prepare(options)
@@ -127,21 +128,14 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_megatron_rl.rollout.vllm.worker import Worker
 
     worker = Worker(None)
-    worker.start(
-        llm_arguments(
-            str(options.measure),
-            options.device,
-            dtype="bfloat16" if on_cuda else "float32",
-            max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
-            max_num_seqs=options.prompts * GENERATIONS,
-            enforce_eager=not on_cuda,
-            tensor_parallel_size=1,
-            seed=0,
-            kv_cache_memory_gb=options.cache_gb,
-            gpu_memory_utilization=1.0,
-            sleeps=False,
-        )
+    engine = VLLMEngine(
+        dtype="bfloat16" if on_cuda else "float32",
+        max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
+        max_num_seqs=options.prompts * GENERATIONS,
+        kv_cache_memory_gb=options.cache_gb,
     )
+    path = str(options.measure)
+    worker.start(llm_arguments(engine, path, options.device, stored_dtype=engine.dtype, eager=not on_cuda))
     worker.generate(requests, params)
     started = time.perf_counter()
     worker.generate(requests, params)

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_megatron_rl.data.templates import load_tokenizer
 from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.settings import llm_arguments
 from lightning_megatron_rl.utilities.remote_code import VARIABLE, trusts_remote_code
 
@@ -95,10 +96,7 @@ def test_one_switch_for_the_sampler_too(value, expected, monkeypatch):
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
         monkeypatch.setenv(VARIABLE, value)
-    arguments = llm_arguments(
-        "model", "cpu", dtype="float32", max_model_len=64, max_num_seqs=1, enforce_eager=True, tensor_parallel_size=1,
-        seed=0, kv_cache_memory_gb=None, gpu_memory_utilization=0.5, sleeps=False,
-    )  # fmt: skip
+    arguments = llm_arguments(VLLMEngine(), "model", "cpu", stored_dtype="float32", eager=True)
     assert arguments["trust_remote_code"] is expected
     assert trusts_remote_code() is expected
 

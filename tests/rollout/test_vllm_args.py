@@ -14,9 +14,8 @@ pytestmark = pytest.mark.skipif(engine_arguments() is None, reason="vLLM is not 
 
 
 def arguments(device: str = "cpu", **others: Any) -> dict[str, Any]:
-    sizes = {"max_model_len": 512, "max_num_seqs": 8, "tensor_parallel_size": 1, "seed": 0, "dtype": "float32"}
-    memory: dict[str, Any] = {"kv_cache_memory_gb": 0.5, "gpu_memory_utilization": 0.5, "sleeps": False}
-    return llm_arguments("model", device, enforce_eager=True, others=others, **sizes, **memory)  # type: ignore[arg-type]
+    engine = VLLMEngine(max_model_len=512, max_num_seqs=8, kv_cache_memory_gb=0.5, vllm_args=others)
+    return llm_arguments(engine, "model", device, stored_dtype="float32", eager=True)
 
 
 @pytest.mark.parametrize("engine", [VLLMEngine, ColocatedVLLMEngine])

@@ -119,8 +119,9 @@ class ColocatedVLLMEngine(RolloutEngine):
         check_vllm_args(vllm_args or {})
         self.tensor_parallel_size = tensor_parallel_size
         self.max_model_len = max_model_len
-        self.dtype = dtype
-        self.kv_cache_memory_gb = kv_cache_memory_gb
+        self.dtype: str = dtype
+        self.kv_cache_memory_gb: float | None = kv_cache_memory_gb
+        self.gpu_memory_utilization = 1.0  # the cache has a size
         self.max_num_seqs = max_num_seqs
         self.enforce_eager = enforce_eager
         self.sleep_level = sleep_level
@@ -164,18 +165,7 @@ class ColocatedVLLMEngine(RolloutEngine):
             )
         self._layout = CheckpointLayout.read(model_path)
         arguments = llm_arguments(
-            str(model_path),
-            device,
-            dtype=self._layout.dtype if self.dtype == "auto" else self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            enforce_eager=self.enforce_eager,
-            tensor_parallel_size=self.tensor_parallel_size,
-            seed=self.seed,
-            kv_cache_memory_gb=self.kv_cache_memory_gb,
-            gpu_memory_utilization=1.0,
-            sleeps=self.sleep_level > 0,
-            others=self.vllm_args,
+            self, str(model_path), device, stored_dtype=self._layout.dtype, eager=self.enforce_eager
         )
         if device == "cuda" and self.tensor_parallel_size > torch.cuda.device_count():
             arguments["disable_custom_all_reduce"] = True  # vLLM's own reads the memory of GPUs of one node

@@ -129,7 +129,7 @@ class VLLMEngine(SupervisedEngine):
         self.weight_transfer = weight_transfer
         self.bucket_mb = bucket_mb
         self.max_model_len = max_model_len
-        self.dtype = dtype
+        self.dtype: str = dtype
         self.device = device
         self.kv_cache_memory_gb = kv_cache_memory_gb
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -163,20 +163,13 @@ class VLLMEngine(SupervisedEngine):
         self._transport = None if isinstance(self.weight_transfer, str) else self.weight_transfer
         self._compiles = not eager and compiles(self.compilation, self._layout.num_parameters, self.num_tokens)
         self._llm_arguments = llm_arguments(
+            self,
             str(model_path),
             device,
-            dtype=self._layout.dtype if self.dtype == "auto" else self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            enforce_eager=eager,
-            tensor_parallel_size=self.tensor_parallel_size,
-            seed=self.seed,
-            kv_cache_memory_gb=self.kv_cache_memory_gb,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            sleeps=self.sleep_level > 0,
+            stored_dtype=self._layout.dtype,
+            eager=eager,
             graphs_only=not (eager or self._compiles),
             extension=None if self._transport is None else self._transport.extension,
-            others=self.vllm_args,
         )
         visible = self._choose_devices() if device == "cuda" else None
         self._threads = self._choose_threads() if device == "cpu" else None

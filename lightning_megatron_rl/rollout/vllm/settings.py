@@ -1,10 +1,9 @@
 """What vLLM is started with: its arguments, and the environment of its process."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib.metadata import entry_points
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,52 +40,53 @@ ENGINE_RANGES = {
 }
 
 
+class VLLMSettings(Protocol):
+    """What both engines are built with; `VLLMEngine` has the meanings."""
+
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    tensor_parallel_size: int
+    kv_cache_memory_gb: float | None
+    gpu_memory_utilization: float
+    sleep_level: int
+    seed: int
+    vllm_args: dict[str, Any]
+
+
 def llm_arguments(
+    settings: VLLMSettings,
     model_path: str,
     device: str,
     *,
-    dtype: str,
-    max_model_len: int,
-    max_num_seqs: int,
-    enforce_eager: bool,
-    tensor_parallel_size: int,
-    seed: int,
-    kv_cache_memory_gb: float | None,
-    gpu_memory_utilization: float,
-    sleeps: bool,
+    stored_dtype: str,
+    eager: bool,
     graphs_only: bool = False,
     extension: str | None = None,
-    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
 
     Args:
+        settings: An engine, whose `vllm_args` come last.
         model_path: Hugging Face directory.
         device: "cpu" or "cuda".
-        dtype: Of the weights; vLLM's own "auto" turns a float32 model into a 16-bit one.
-        max_model_len: Longest prompt and response together. # [tokens]
-        max_num_seqs: Most sequences at a time.
-        enforce_eager: No compilation and no CUDA graphs.
-        tensor_parallel_size: Processes that share the model.
-        seed: vLLM's own.
-        kv_cache_memory_gb: Size of the cache, or None for the default. # GiB
-        gpu_memory_utilization: Share of the GPU's memory if the cache's size is None.
-        sleeps: Whether it is to sleep, which needs an allocator of vLLM's own on CUDA.
+        stored_dtype: Of the checkpoint, which "auto" means; vLLM's own "auto" turns a float32 model into a 16-bit one.
+        eager: No compilation and no CUDA graphs.
         graphs_only: CUDA graphs of the model as it is, not of a compiled one.
         extension: Of the workers, by a transport that brings its own.
-        others: The user's, which `check_vllm_args` has let pass.
 
     Raises:
-        ValueError: One of the user's does not work on a CPU.
+        ValueError: One of `vllm_args` does not work on a CPU.
     """
+    cache_gb = settings.kv_cache_memory_gb
     arguments: dict[str, Any] = {
         "model": model_path,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "enforce_eager": enforce_eager,
-        "tensor_parallel_size": tensor_parallel_size,
-        "seed": seed,
+        "dtype": stored_dtype if settings.dtype == "auto" else settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "seed": settings.seed,
         "trust_remote_code": trusts_remote_code(),
         "worker_cls": LOCAL_WORKER,
         "logprobs_mode": "processed_logprobs",  # the default leaves the temperature out
@@ -94,35 +94,40 @@ def llm_arguments(
         "enable_prefix_caching": True,
     }
     if device == "cpu":
-        kv_cache_memory_gb = kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB
+        cache_gb = cache_gb or DEFAULT_CPU_KV_CACHE_GB
+        least_batched = max(settings.max_model_len, settings.max_num_seqs)
+        _check_for_cpu(settings, least_batched)
         arguments["worker_extension_cls"] = extension or CPU_EXTENSION
         # A prompt prefilled in parts makes vLLM rewind the request's generator, which CPU generators cannot do.
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(max_model_len, max_num_seqs, CPU_PREFILL_TOKENS)
+        arguments["max_num_batched_tokens"] = max(least_batched, CPU_PREFILL_TOKENS)
     else:
         arguments["worker_extension_cls"] = extension or CUDA_EXTENSION
         if extension is None:
             arguments["weight_transfer_config"] = {"backend": BACKEND}
-        arguments["enable_sleep_mode"] = sleeps
+        arguments["enable_sleep_mode"] = settings.sleep_level > 0
         if graphs_only:
             arguments["compilation_config"] = GRAPHS_ALONE
         # given the cache's size, vLLM uses the share only to refuse a GPU where less than that is free
-        arguments["gpu_memory_utilization"] = gpu_memory_utilization if kv_cache_memory_gb is None else 0.01
-    if kv_cache_memory_gb is not None:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_memory_gb * 2**30)
-    if device == "cpu":
-        if others.get("enable_chunked_prefill"):
-            raise ValueError(
-                "engine.vllm_args: enable_chunked_prefill=True on a CPU: vLLM would rewind a request's random numbers,"
-                " which generators on a CPU cannot do. Leave it out."
-            )
-        batched = others.get("max_num_batched_tokens")
-        if batched is not None and batched < max(max_model_len, max_num_seqs):
-            raise ValueError(
-                f"engine.vllm_args: max_num_batched_tokens={batched} on a CPU must be at least max_model_len"
-                f" ({max_model_len}) and max_num_seqs ({max_num_seqs}): a prompt is not prefilled in parts there."
-            )
-    return arguments | dict(others)
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization if cache_gb is None else 0.01
+    if cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
+    return arguments | settings.vllm_args
+
+
+def _check_for_cpu(settings: VLLMSettings, least_batched: int) -> None:
+    if settings.vllm_args.get("enable_chunked_prefill"):
+        raise ValueError(
+            "engine.vllm_args: enable_chunked_prefill=True on a CPU: vLLM would rewind a request's random numbers,"
+            " which generators on a CPU cannot do. Leave it out."
+        )
+    batched = settings.vllm_args.get("max_num_batched_tokens")
+    if batched is not None and batched < least_batched:
+        raise ValueError(
+            f"engine.vllm_args: max_num_batched_tokens={batched} on a CPU must be at least max_model_len"
+            f" ({settings.max_model_len}) and max_num_seqs ({settings.max_num_seqs}): a prompt is not prefilled in"
+            " parts there."
+        )
 
 
 def compiles(wanted: str, num_parameters: int, num_tokens: int | None) -> bool:
