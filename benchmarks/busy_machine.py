@@ -247,7 +247,7 @@ def measure_sizes(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_megatron_rl.rollout import GenerationRequest, SamplingParams, VLLMEngine
 
     requests = [
-        GenerationRequest([7 + i] * PROMPT_TOKENS, seed=100 * i, num_samples=GENERATIONS) for i in range(PROMPTS)
+        GenerationRequest([7 + i] * PROMPT_TOKENS, seed=100 * i, num_generations=GENERATIONS) for i in range(PROMPTS)
     ]
     rows = []
     for name, (hidden, layers, vocabulary) in SIZES.items():

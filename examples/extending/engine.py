@@ -40,14 +40,14 @@ class TransformersEngine(RolloutEngine):
         """Ready since `start`."""
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Return `num_samples` responses to each prompt, with log-probs of the distribution that they come from."""
+        """Return `num_generations` responses to each prompt, with log-probs of the distribution that they come from."""
         assert self._model is not None, "start() comes first"
         vocab_size = self._model.config.get_text_config().vocab_size
         check_requests(requests, params, vocab_size=vocab_size, max_model_len=self.max_model_len)
         if params.top_p < 1 or params.top_k > 0 or params.stop:
             raise ValueError(f"{params}: this engine knows temperature and max_tokens alone")
         return [
-            [self._draw(request, params, request.seed + number) for number in range(request.num_samples)]
+            [self._draw(request, params, request.seed + number) for number in range(request.num_generations)]
             for request in requests
         ]
 

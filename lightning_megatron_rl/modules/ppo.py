@@ -26,7 +26,7 @@ from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
-from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
+from lightning_megatron_rl.strategy.megatron_configs import check_optimizer_numbers
 from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode
-from lightning_megatron_rl.strategy.settings import check_optimizer_numbers
+from lightning_megatron_rl.strategy.megatron_configs import check_optimizer_numbers
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:

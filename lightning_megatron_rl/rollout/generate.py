@@ -46,7 +46,7 @@ def generate_samples(
         GenerationRequest(
             token_ids=prompt.token_ids,
             seed=derive_seed(seed, step, prompt.index, prompt.dataset),
-            num_samples=num_generations,
+            num_generations=num_generations,
         )
         for prompt in prompts
     ]

@@ -70,7 +70,7 @@ class GenerationRequest:
 
     token_ids: list[int]  # [prompt tokens]
     seed: int
-    num_samples: int = 1
+    num_generations: int = 1
     max_tokens: int | None = None  # of this request, below that of the sampling parameters; None: as there
 
 
@@ -138,7 +138,7 @@ class RolloutEngine(Protocol):
         """Block until the engine can sample; the first call does so by itself."""
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Return `num_samples` responses for each request, in the order of the requests."""
+        """Return `num_generations` responses for each request, in the order of the requests."""
 
     def update_weights(self, source: WeightSource, version: int) -> SyncReport:
         """Replace all weights (Hugging Face names and shapes, CPU or CUDA) and forget whatever was cached with them.
@@ -229,12 +229,12 @@ def check_requests(
                 f"{length + max_tokens} > max_model_len ({max_model_len}); "
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
-        if request.num_samples < 1:
-            raise ValueError(f"request {index}: num_samples={request.num_samples} must be at least 1")
-        if request.num_samples > 1 and params.temperature == 0:
+        if request.num_generations < 1:
+            raise ValueError(f"request {index}: num_generations={request.num_generations} must be at least 1")
+        if request.num_generations > 1 and params.temperature == 0:
             raise ValueError(
-                f"request {index}: num_samples={request.num_samples} at temperature=0 would be "
-                f"{request.num_samples} equal responses; use num_samples=1 or a positive temperature"
+                f"request {index}: num_generations={request.num_generations} at temperature=0 would be "
+                f"{request.num_generations} equal responses; use num_generations=1 or a positive temperature"
             )
         if not 0 <= request.seed < 2**62:
             raise ValueError(f"request {index}: seed={request.seed} must be in [0, 2**62); take it from derive_seed")

@@ -56,17 +56,17 @@ class ReplayEngine(RolloutEngine):
         """Ready at once."""
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Return the first `num_samples` recorded responses to each prompt."""
+        """Return the first `num_generations` recorded responses to each prompt."""
         answers = []
         for number, request in enumerate(requests):
             known = self._generations.get(tuple(request.token_ids), [])
-            if len(known) < request.num_samples:
+            if len(known) < request.num_generations:
                 raise ValueError(
-                    f"request {number}: {request.num_samples} responses asked for, {len(known)} were recorded for the"
-                    f" prompt {request.token_ids[:8]}…: replay the prompts of the recorded rollout, with at most as"
+                    f"request {number}: {request.num_generations} responses asked for, {len(known)} were recorded for"
+                    f" the prompt {request.token_ids[:8]}…: replay the prompts of the recorded rollout, with at most as"
                     " many generations."
                 )
-            answers.append(known[: request.num_samples])
+            answers.append(known[: request.num_generations])
         return answers
 
     def update_weights(self, source: WeightSource, version: int) -> SyncReport:

@@ -45,6 +45,7 @@ from lightning_megatron_rl.strategy.checkpointing import RunCheckpoints
 from lightning_megatron_rl.strategy.garbage import LongLived
 from lightning_megatron_rl.strategy.guarding import answer_nonfinite, bare, gradients_of, show_gradients
 from lightning_megatron_rl.strategy.log_directories import LogDirectories
+from lightning_megatron_rl.strategy.megatron_configs import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
 from lightning_megatron_rl.strategy.offload import OffloadedState, OffloadPart, OffloadReport, check_parts
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -52,7 +53,6 @@ from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.products import choose_products
 from lightning_megatron_rl.strategy.run_log import log_settings, seed_megatron
 from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
-from lightning_megatron_rl.strategy.settings import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.stopping import RunStop, was_interrupted
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads

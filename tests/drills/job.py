@@ -63,7 +63,7 @@ class WeighedEngine(SeededEngine):
         return SyncReport(num_bytes, seconds=0.0, extra_bytes=0, transport="none")
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        seeds = [[request.seed + self._digest + i for i in range(request.num_samples)] for request in requests]
+        seeds = [[request.seed + self._digest + i for i in range(request.num_generations)] for request in requests]
         return [
             [self._draw(GenerationRequest(request.token_ids, seed), params) for seed in row]
             for row, request in zip(seeds, requests, strict=True)

@@ -32,11 +32,11 @@ def make_engine(**changes: Any) -> VLLMEngine:
     return VLLMEngine(**(settings | changes))
 
 
-def make_requests(num_requests: int, num_samples: int = 1, prompt_length: int = 150) -> list[GenerationRequest]:
+def make_requests(num_requests: int, num_generations: int = 1, prompt_length: int = 150) -> list[GenerationRequest]:
     """Prompts that differ from each other and are longer than vLLM's cache block of 128 tokens on CPU."""
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(6, 101, (num_requests, prompt_length), generator=generator).tolist()
-    return [GenerationRequest(p, derive_seed(0, 0, i), num_samples) for i, p in enumerate(prompts)]
+    return [GenerationRequest(p, derive_seed(0, 0, i), num_generations) for i, p in enumerate(prompts)]
 
 
 def random_weights(model: PreTrainedModel, seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -32,7 +32,7 @@ class SeededEngine(RolloutEngine):
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         check_requests(requests, params, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len)
-        assert all(request.num_samples == 1 for request in requests)
+        assert all(request.num_generations == 1 for request in requests)
         answers = [self._draw(request, params) for request in requests]
         self.calls.append(list(zip(requests, answers, strict=True)))
         return [[answer] for answer in answers]

@@ -70,8 +70,8 @@ def test_stop_given_as_a_list_becomes_a_tuple():
         (GenerationRequest([3, 128], seed=0), 1.0, "request 1: token id 128 at position 1 .* 128"),
         (GenerationRequest([-1], seed=0), 1.0, "request 1: token id -1"),
         (GenerationRequest([3] * 41, seed=0), 1.0, r"\(41\) \+ max_tokens \(24\) = 65 > max_model_len \(64\)"),
-        (GenerationRequest([3], seed=0, num_samples=0), 1.0, "request 1: num_samples=0"),
-        (GenerationRequest([3], seed=0, num_samples=2), 0.0, "request 1: num_samples=2 at temperature=0"),
+        (GenerationRequest([3], seed=0, num_generations=0), 1.0, "request 1: num_generations=0"),
+        (GenerationRequest([3], seed=0, num_generations=2), 0.0, "request 1: num_generations=2 at temperature=0"),
         (GenerationRequest([3], seed=-1), 1.0, "request 1: seed=-1"),
     ],
 )

@@ -87,7 +87,10 @@ def test_engine_answers_with_what_was_recorded():
     assert engine.max_model_len == 5
     engine.update_weights(source_of(iter([("w", torch.ones(1))])), version=2)
     assert engine.weight_version == 2
-    requests = [GenerationRequest([5], seed=1, num_samples=2), GenerationRequest([1, 2, 3], seed=1, num_samples=2)]
+    requests = [
+        GenerationRequest([5], seed=1, num_generations=2),
+        GenerationRequest([1, 2, 3], seed=1, num_generations=2),
+    ]
     answers = engine.generate(requests, SamplingParams())
     assert [[generation.token_ids for generation in group] for group in answers] == [[[], [7, 8, 9]], [[7, 8], [9]]]
     assert answers[0][1].turns == tuple(samples()[3].turns)
@@ -96,7 +99,7 @@ def test_engine_answers_with_what_was_recorded():
     with pytest.raises(
         ValueError, match=r"request 0: 3 responses asked for, 2 were recorded for the prompt \[1, 2, 3\]"
     ):
-        engine.generate([GenerationRequest([1, 2, 3], seed=1, num_samples=3)], SamplingParams())
+        engine.generate([GenerationRequest([1, 2, 3], seed=1, num_generations=3)], SamplingParams())
     with pytest.raises(ValueError, match=r"request 0: 1 responses asked for, 0 were recorded"):
         engine.generate([GenerationRequest([4], seed=1)], SamplingParams())
 

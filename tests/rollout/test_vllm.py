@@ -44,7 +44,7 @@ def test_the_engine_cannot_be_reached_from_other_machines(harness):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 def test_logprobs_are_those_of_the_tempered_distribution(harness, temperature):
     """Fails with vLLM's default `logprobs_mode`, which leaves the temperature out."""
-    requests = make_requests(4, num_samples=2)
+    requests = make_requests(4, num_generations=2)
     params = SamplingParams(temperature=temperature, max_tokens=32, ignore_eos=True)
     results = harness.engine.generate(requests, params)
     assert [len(generations) for generations in results] == [2] * 4
@@ -87,7 +87,7 @@ def test_prompts_beyond_one_prefill_step_can_be_seeded(harness):
 
 def test_responses_end_at_eos_or_at_the_limit(harness):
     eos = harness.model.config.eos_token_id
-    results = harness.engine.generate(make_requests(8, num_samples=16), SamplingParams(max_tokens=64))
+    results = harness.engine.generate(make_requests(8, num_generations=16), SamplingParams(max_tokens=64))
     responses = [generation for generations in results for generation in generations]
     for response in responses:
         if response.finish_reason == "stop":
@@ -111,7 +111,7 @@ def test_stop_string_ends_the_response(harness, tokenizer):
 
 
 def test_seeds_decide_the_samples_and_the_batch_does_not(harness):
-    requests = make_requests(6, num_samples=4)
+    requests = make_requests(6, num_generations=4)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     together = harness.engine.generate(requests, params)
     again = harness.engine.generate(requests, params)
@@ -121,7 +121,7 @@ def test_seeds_decide_the_samples_and_the_batch_does_not(harness):
     # vLLM promises no such thing across batches; it holds here because the matrix products differ by rounding alone
     assert [[g.token_ids for g in generations] for generations in alone] == token_ids
     assert all(len({tuple(siblings) for siblings in group}) == 4 for group in token_ids)
-    other_seed = [GenerationRequest(r.token_ids, r.seed + 1000, r.num_samples) for r in requests]
+    other_seed = [GenerationRequest(r.token_ids, r.seed + 1000, r.num_generations) for r in requests]
     assert [
         [g.token_ids for g in generations] for generations in harness.engine.generate(other_seed, params)
     ] != token_ids

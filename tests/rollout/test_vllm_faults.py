@@ -46,7 +46,7 @@ def test_tied_embeddings_are_updated_on_both_sides(fault_harness):
 def test_kill_minus_9_during_generate_is_survived(fault_harness, caplog):
     engine = fault_harness.engine
     fault_harness.push_random_weights(22)
-    requests = make_requests(32, num_samples=4)
+    requests = make_requests(32, num_generations=4)
     long = SamplingParams(max_tokens=128, ignore_eos=True)
     restarts, pid = engine.num_restarts, engine.pid
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
@@ -115,7 +115,7 @@ def test_model_directory_that_has_vanished_is_named(tied_model_dir, tmp_path):
 @pytest.mark.slow
 def test_deadline_kills_and_the_last_restart_is_not_exceeded(fault_harness):
     engine = fault_harness.engine
-    requests = make_requests(32, num_samples=4)
+    requests = make_requests(32, num_generations=4)
     before = engine.generate(requests[:2], PARAMS)
     pid, restarts = engine.pid, engine.num_restarts
     engine.call_timeout_s, engine.max_restarts = 0.3, restarts
@@ -209,7 +209,7 @@ fork = os.fork()
 if fork == 0:
     time.sleep(600)
 print(engine.pid, fork, "vllm" in sys.modules, flush=True)
-requests = [GenerationRequest([7 + i] * 150, seed=i, num_samples=8) for i in range(64)]
+requests = [GenerationRequest([7 + i] * 150, seed=i, num_generations=8) for i in range(64)]
 engine.generate(requests, SamplingParams(max_tokens=300, ignore_eos=True))
 """
 

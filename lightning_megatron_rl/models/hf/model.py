@@ -39,7 +39,7 @@ from lightning_megatron_rl.models.layers.backend import (
 from lightning_megatron_rl.models.layers.fusions import fused_kernels, fuses_gradients, tune_for_experts
 from lightning_megatron_rl.models.layers.lora import LoRASettings, add_adapters, check_targets
 from lightning_megatron_rl.models.layers.padding import leave_out_padding, padding_row
-from lightning_megatron_rl.models.settings import LayerParts, check_overrides, check_recompute
+from lightning_megatron_rl.models.overrides import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode, computed_overrides, verify_model
 from lightning_megatron_rl.utilities.console import prints_to_log
 from lightning_megatron_rl.utilities.finite import nonfinite_names, not_finite

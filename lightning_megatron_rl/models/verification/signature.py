@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.models.families.registry import FAMILIES
-from lightning_megatron_rl.models.settings import RULES
+from lightning_megatron_rl.models.overrides import RULES
 from lightning_megatron_rl.models.verification.miniature import head_dim, pattern, per_layer
 from lightning_megatron_rl.utilities.versions import installed_versions
 

@@ -195,7 +195,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._started()
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Sample `num_samples` responses for each request; all ranks of a replica with the same requests.
+        """Sample `num_generations` responses for each request; all ranks of a replica with the same requests.
 
         Raises:
             ValueError: A request is refused; see `check_requests`.

@@ -85,7 +85,7 @@ class SupervisedEngine(RolloutEngine):
         self._retrying(lambda worker: None)
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Sample `num_samples` responses for each request.
+        """Sample `num_generations` responses for each request.
 
         Raises:
             ValueError: A request is refused; see `check_requests`.

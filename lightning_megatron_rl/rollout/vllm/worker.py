@@ -165,7 +165,7 @@ class Worker:
             [vllm.TokensPrompt(prompt_token_ids=request.token_ids) for request in requests],
             [
                 vllm.SamplingParams(
-                    n=request.num_samples,
+                    n=request.num_generations,
                     seed=request.seed,
                     temperature=params.temperature,
                     top_p=params.top_p,

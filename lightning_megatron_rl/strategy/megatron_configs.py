@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.cpu_optimizer import check_cpu_optimizer
-from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.compat.field_rules import Rule, check_settings, dataclass_defaults
 from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, POSITIVE, PROBABILITY, SHARE, check_ranges
 
 if TYPE_CHECKING:

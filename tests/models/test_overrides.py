@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.models.settings import RULES, LayerParts, check_overrides, check_recompute
+from lightning_megatron_rl.models.overrides import RULES, LayerParts, check_overrides, check_recompute
 from tests.distributed import WorkerError, WorkerPool
 from tests.tiny_models import save_without_numbers
 

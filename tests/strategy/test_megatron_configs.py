@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_megatron_rl.strategy.settings import (
+from lightning_megatron_rl.strategy.megatron_configs import (
     DDP_RULES,
     OPTIMIZER_RULES,
     resolve_ddp_config,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.compat.field_rules import Rule, check_settings, dataclass_defaults
 
 RULES = {
     "on_gpu": Rule("cuda", "use a GPU"),

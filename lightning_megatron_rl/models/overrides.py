@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron_rl.compat.settings import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.compat.field_rules import Rule, check_settings, dataclass_defaults
 
 OWNER = "train.model_config"
 _TE_NUMBERS = "use bf16-mixed without it, or a GPU with Transformer Engine"
