@@ -14,7 +14,6 @@ from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.checkpoints.resuming import starting_checkpoint
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatter_to_sequences
 from lightning_megatron_rl.data.planning import SequenceCost
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import ReportsSteps
@@ -23,6 +22,7 @@ from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TakesSteps, TokenLoss
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer

@@ -12,7 +12,6 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import whiten
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.models.layers.value_head import value_processor
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
@@ -23,6 +22,7 @@ from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import Rollout, turn_rewards
 from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt

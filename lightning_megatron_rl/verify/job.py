@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
-from lightning_megatron_rl.models.families.layout import PipelineSplit
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import FrozenBatch
 from lightning_megatron_rl.verify.gradients import export_gradients, perturb

@@ -15,9 +15,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.gpt_oss import GPT_OSS_ROPE
-from lightning_megatron_rl.models.families.layout import PipelineSplit, check_family, check_layout
 from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
+from lightning_megatron_rl.planner.divisibility import PipelineSplit, check_layout
 
 SIZES = {
     "vocab_size": 130,
@@ -94,7 +95,7 @@ def layout(**options: Any) -> dict[str, Any]:
 )
 def test_layouts_that_do_not_divide_are_refused(sizes: dict[str, int], options: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
-        check_layout(Qwen3Config(**{**SIZES, **sizes}), **layout(**options))
+        check_layout(divided_sizes(Qwen3Config(**{**SIZES, **sizes})), **layout(**options))
 
 
 @pytest.mark.parametrize(
@@ -114,16 +115,16 @@ def test_layouts_that_do_not_divide_are_refused(sizes: dict[str, int], options: 
 )
 def test_experts_that_cannot_be_shared_out_are_refused(options: dict[str, Any], message: str):
     config = Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=10)
-    check_layout(config, **layout(tensor_model_parallel_size=2, expert_model_parallel_size=3))
-    check_layout(config, **layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=1))
+    check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=2, expert_model_parallel_size=3))
+    check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=1))
     with pytest.raises(ValueError, match=message):
-        check_layout(config, **layout(**options))
+        check_layout(divided_sizes(config), **layout(**options))
 
 
 def test_dense_layers_among_experts_must_divide_too():
     sizes = {**SIZES, "num_key_value_heads": 8, "intermediate_size": 98, "moe_intermediate_size": 16}
     with pytest.raises(ValueError, match="intermediate_size=98 over tensor_model_parallel_size=4"):
-        check_layout(DeepseekV3Config(**sizes), **layout(tensor_model_parallel_size=4))
+        check_layout(divided_sizes(DeepseekV3Config(**sizes)), **layout(tensor_model_parallel_size=4))
 
 
 @pytest.mark.parametrize(
@@ -135,16 +136,16 @@ def test_dense_layers_among_experts_must_divide_too():
 )
 def test_expert_parallelism_of_a_dense_model_is_refused(options: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
-        check_layout(Qwen3Config(**SIZES), **layout(**options))
+        check_layout(divided_sizes(Qwen3Config(**SIZES)), **layout(**options))
 
 
 def test_experts_with_biases_are_not_split():
     config = GptOssConfig(**{**SIZES, "num_local_experts": 4})
-    check_layout(config, **layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
+    check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
     with pytest.raises(
         ValueError, match=r"expert_tensor_parallel_size=2 \(by default .*set expert_tensor_parallel_size=1"
     ):
-        check_layout(config, **layout(tensor_model_parallel_size=2))
+        check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_experts_with_biases_are_not_split():
     ],
 )
 def test_layouts_that_divide_pass(options: dict[str, int]):
-    check_layout(Qwen3Config(**SIZES), **layout(**options))
+    check_layout(divided_sizes(Qwen3Config(**SIZES)), **layout(**options))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron_rl.compat.bridge import import_auto_bridge, model_bridge, set_weights
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
-from lightning_megatron_rl.models.families import layout as layout_check
+from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.family import Family
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from lightning_megatron_rl.models.hf.check import check_weights
@@ -41,6 +41,7 @@ from lightning_megatron_rl.models.layers.lora import LoRASettings, add_adapters,
 from lightning_megatron_rl.models.layers.padding import leave_out_padding, padding_row
 from lightning_megatron_rl.models.overrides import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode, computed_overrides, verify_model
+from lightning_megatron_rl.planner.divisibility import PipelineSplit, check_layout
 from lightning_megatron_rl.utilities.console import prints_to_log
 from lightning_megatron_rl.utilities.finite import nonfinite_names, not_finite
 from lightning_megatron_rl.utilities.remote_code import remedy, trusts_remote_code
@@ -90,7 +91,7 @@ class HFModel(SavesFiles):
         self._checked: dict[str, Any] | None = None  # overrides with which its computation is known to be right
         self.path: Path = self._find(name_or_path)
         self.config: Any = self._read_config()
-        layout_check.check_family(self.config)
+        check_family(self.config)
         self.padding_row = padding_row(self.config)
         self.quantisation = quantisation(self.config)
         self._check_weights()
@@ -174,14 +175,14 @@ class HFModel(SavesFiles):
         tensor_model_parallel_size: int,
         pipeline_model_parallel_size: int,
         virtual_pipeline_model_parallel_size: int | None = None,
-        pipeline_split: layout_check.PipelineSplit | None = None,
+        pipeline_split: PipelineSplit | None = None,
         expert_model_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool = True,
     ) -> None:
-        """Raise `ValueError` if the model cannot be split like this; see `layout_check.check_layout`."""
-        layout_check.check_layout(
-            self.config,
+        """Raise `ValueError` if the model cannot be split like this; see `planner.divisibility`."""
+        check_layout(
+            divided_sizes(self.config),
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
@@ -275,7 +276,7 @@ class HFModel(SavesFiles):
             tensor_model_parallel_size=settings["tensor_model_parallel_size"],
             pipeline_model_parallel_size=settings["pipeline_model_parallel_size"],
             virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
-            pipeline_split=layout_check.PipelineSplit.from_overrides(overrides),
+            pipeline_split=PipelineSplit.from_overrides(overrides),
             expert_model_parallel_size=settings["expert_model_parallel_size"],
             expert_tensor_parallel_size=settings["expert_tensor_parallel_size"],
             sequence_parallel=sequence_parallel,

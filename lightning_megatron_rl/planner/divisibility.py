@@ -1,11 +1,8 @@
-"""Whether a model is carried, and whether its sizes can be split as asked, before any weight is loaded."""
+"""Whether a model's sizes can be split as asked, with the arithmetic, before any weight is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import prod
 from typing import Any
-
-from lightning_megatron_rl.models.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -27,62 +24,30 @@ class PipelineSplit:
         return cls(**{field.name: overrides[field.name] for field in fields(cls) if field.name in overrides})
 
 
-def check_family(config: Any) -> None:
-    """Raise `ValueError` if the architecture of Hugging Face `config` is not carried or has a part that is not."""
-    architectures = config.architectures or []
-    supported = [family.architecture for family in FAMILIES.values()]
-    if not set(architectures) & set(supported):
-        raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")
-    model_type = config.model_type
-    if model_type not in FAMILIES or FAMILIES[model_type].architecture not in architectures:
-        raise ValueError(
-            f"config.json says architectures={architectures}, and Transformers reads it as a model of type"
-            f" {model_type!r}: these do not belong together, or are not supported together. Supported are "
-            + ", ".join(f"{family.architecture} of type {name!r}" for name, family in FAMILIES.items())
-        )
-    family = FAMILIES[model_type]
-    rope = config.rope_parameters or {}
-    if not family.rope.layers:
-        _check_rope(model_type, rope, family.rope.types, family.rope.constants)
-    for kind, types in family.rope.layers.items():
-        if not isinstance(rope.get(kind), dict):
-            raise ValueError(f"{family.name} with rope_parameters={rope}: it has no entry for {kind}")
-        _check_rope(f"{model_type} ({kind})", rope[kind], types, family.rope.constants)
-    experts = family.experts
-    if experts and config.num_experts_per_tok == 1 and experts.softmax_over_chosen(config):
-        raise ValueError(
-            f"num_experts_per_tok=1 of a {model_type} model is not supported: the weights of the chosen experts are a"
-            " softmax over these alone, which Megatron does not have for one expert"
-        )
-    if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window=true is not supported: set it to false in the model's config.json")
-    name, expected = family.activation
-    if getattr(config, name) != expected:
-        raise ValueError(
-            f"activation {getattr(config, name)!r} of a {model_type} model is not supported, only {expected!r}"
-        )
-    if any(getattr(config, name) for name in family.no_place_for):
-        raise ValueError(
-            f"{model_type} with {' or '.join(family.no_place_for)} is not supported: there is no place for these"
-            " weights"
-        )
-    family.check(config)
+@dataclass(frozen=True)
+class DividedExperts:
+    """Sizes of routed experts, under the names that they have in config.json."""
+
+    count: tuple[str, int]
+    width: tuple[str, int]  # of each
+    can_be_split: bool  # by tensor parallelism
 
 
-def _check_rope(
-    model: str, rope: Mapping[str, Any], types: tuple[str, ...], constants: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in types:
-        raise ValueError(f"rope_type={rope_type!r} of a {model} model is not supported")
-    for name, value in constants.get(rope_type, {}).items():
-        if rope.get(name) != value:
-            raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")
+@dataclass(frozen=True)
+class DividedSizes:
+    """What the ranks of a model share, under the names of config.json."""
+
+    model_type: str
+    num_attention_heads: int
+    num_key_value_heads: int  # latent attention: as many as heads
+    vocab_size: int
+    num_hidden_layers: int
+    widths: Mapping[str, int]  # that tensor parallelism must divide, beside heads
+    experts: DividedExperts | None  # None: a dense model
 
 
 def check_layout(
-    config: Any,
+    sizes: DividedSizes,
     *,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
@@ -92,7 +57,7 @@ def check_layout(
     expert_tensor_parallel_size: int | None = None,
     sequence_parallel: bool = True,
 ) -> None:
-    """Raise `ValueError` with arithmetic and remedy if a model of Hugging Face `config` cannot be split like this.
+    """Raise `ValueError` with arithmetic and remedy if a model of these sizes cannot be split like this.
 
     The vocabulary need not be divisible: the embedding and output layer are padded with rows that take no part in
     softmax, sampling or export. `expert_tensor_parallel_size=None` splits experts like the dense layers.
@@ -101,46 +66,44 @@ def check_layout(
         16 heads over ``tensor_model_parallel_size=3``: "16 % 3 = 1 …: use a size that divides 16".
     """
     tp = tensor_model_parallel_size
-    _check_divides("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", tp)
-    groups = config.num_key_value_heads  # latent attention has none; then there are as many as heads
+    _check_divides("num_attention_heads", sizes.num_attention_heads, "tensor_model_parallel_size", tp)
+    groups = sizes.num_key_value_heads
     if groups % tp and tp % groups:
         raise ValueError(
             f"num_key_value_heads={groups} and tensor_model_parallel_size={tp}: {groups} % {tp} = {groups % tp} and "
             f"{tp} % {groups} = {tp % groups}, but one must divide the other: {_remedy(groups)}"
         )
-    _check_mlp(config, tp, expert_model_parallel_size, expert_tensor_parallel_size or tp, sequence_parallel)
-    rows = -(-config.vocab_size // tp)  # of each rank
-    if rows * (tp - 1) >= config.vocab_size:
+    _check_mlp(sizes, tp, expert_model_parallel_size, expert_tensor_parallel_size or tp, sequence_parallel)
+    rows = -(-sizes.vocab_size // tp)  # of each rank
+    if rows * (tp - 1) >= sizes.vocab_size:
         raise ValueError(
-            f"vocab_size={config.vocab_size} over tensor_model_parallel_size={tp} leaves no token to the last rank "
+            f"vocab_size={sizes.vocab_size} over tensor_model_parallel_size={tp} leaves no token to the last rank "
             f"({rows} x {tp - 1} = {rows * (tp - 1)}): use fewer ranks"
         )
     _check_stages(
-        config.num_hidden_layers,
+        sizes.num_hidden_layers,
         pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size or 1,
         pipeline_split or PipelineSplit(),
     )
 
 
-def _check_mlp(config: Any, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
+def _check_mlp(sizes: DividedSizes, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
     """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
-    family = FAMILIES[config.model_type]
-    for names in family.tensor_parallel_sizes:
-        size = prod(getattr(config, name) for name in names)
-        _check_divides(" x ".join(names), size, "tensor_model_parallel_size", tp)
-    if family.experts is None:
+    for name, width in sizes.widths.items():
+        _check_divides(name, width, "tensor_model_parallel_size", tp)
+    experts = sizes.experts
+    if experts is None:
         for name, size, neutral in (("model", ep, 1), ("tensor", etp, tp)):
             if size != neutral:
                 raise ValueError(
-                    f"expert_{name}_parallel_size={size}, but a {config.model_type} model has no experts: "
+                    f"expert_{name}_parallel_size={size}, but a {sizes.model_type} model has no experts: "
                     "leave this setting out"
                 )
         return
-    experts, width = family.experts.count, family.experts.width
-    _check_divides(experts, getattr(config, experts), "expert_model_parallel_size", ep)
-    _check_divides(width, getattr(config, width), "expert_tensor_parallel_size", etp)
-    if etp > 1 and not family.experts.can_be_split:
+    _check_divides(*experts.count, "expert_model_parallel_size", ep)
+    _check_divides(*experts.width, "expert_tensor_parallel_size", etp)
+    if etp > 1 and not experts.can_be_split:
         raise ValueError(
             f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
             "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"
