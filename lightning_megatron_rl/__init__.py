@@ -72,7 +72,7 @@ def _register_strategy() -> None:
     import_module(f"{__name__}.strategy.megatron")
 
 
-# --help and the engine's process do without Lightning's seconds of import; whoever has paid for them gets the strategy
+# --help and the engine's process skip the seconds that importing Lightning takes; others get the strategy
 if "lightning.pytorch" in sys.modules:
     _register_strategy()
 

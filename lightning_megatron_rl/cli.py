@@ -55,8 +55,8 @@ _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default is fp32
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
-_MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the one that was typed
-# how jsonargparse begins an error with others below it, and its lines that say nothing which the others do not
+_MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the unknown one
+# how jsonargparse begins an error with others below it, and its lines without information
 _NESTED = re.compile(r'Does not validate against|Parser key "|Problem with given class_path')
 _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:$|Given value type|Subclass types expect|- (a class path|a dict)\b"
@@ -116,7 +116,7 @@ class ConfigOfRun(SaveConfigCallback):
 
 
 class CommandLine(LightningCLI):
-    """LightningCLI that refuses what it would otherwise ignore, and says in a few words what is wrong."""
+    """LightningCLI that refuses what it would otherwise ignore, with short error messages."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         self._runs = run  # otherwise there are no subcommands: the classes are built, and the caller uses them
@@ -159,7 +159,7 @@ class CommandLine(LightningCLI):
             super().parse_arguments(parser, args)
             return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # for whoever passes them
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # meant for users who pass them
             super().parse_arguments(parser, found)
 
     def _check_environment(self, parser: LightningArgumentParser, command: str | None) -> None:
@@ -173,7 +173,7 @@ class CommandLine(LightningCLI):
                 parser.error(f"unknown environment variable {name}{_suggest(name, names)}")
 
     def check_stages(self) -> None:
-        """Refuse a run whose model an earlier stage was to write, and has not."""
+        """Refuse a run whose model should come from an earlier stage that has not run."""
         settings = self.config[self.subcommand] if self._runs else self.config
         try:
             check_stages(settings.as_dict(), self._arguments, os.environ)
@@ -181,7 +181,7 @@ class CommandLine(LightningCLI):
             self._fail(str(error))
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what an earlier stage has not made, and GPUs that cannot be used; on GPUs bf16 is the default."""
+        """Refuse missing outputs of earlier stages and unusable GPUs; bf16 is the default on GPUs."""
         self.check_stages()
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] not in ("auto", "gpu", "cuda"):
@@ -199,7 +199,7 @@ class CommandLine(LightningCLI):
             self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add what the console shows of a run, unless the config has a progress bar or wants none."""
+        """Add the console's progress, unless the config has a progress bar or wants none."""
         settings = self._get(self.config_init, "trainer")
         given = settings["callbacks"] or []
         callbacks = [*given] if isinstance(given, list) else [given]

@@ -1,4 +1,4 @@
-"""The records that travel through everything: a prompt on its way in, a sample on its way out, turn by turn."""
+"""Records of all phases: prompts, samples and their turns."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
 
     def copy(self) -> "Prompt":
-        """Return a prompt that shares nothing with this one which could be changed."""
+        """Return a deep copy."""
         return replace(self, token_ids=list(self.token_ids), columns=deepcopy(self.columns))
 
 

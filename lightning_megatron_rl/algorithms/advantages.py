@@ -90,14 +90,7 @@ GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
 def advantage_estimator(choice: str | AdvantageEstimator) -> AdvantageEstimator:
-    """Return the estimator of a name or dotted path, or a user's own callable as it is.
-
-    Raises:
-        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
-
-    Example:
-        ``advantage_estimator("rloo") is rloo``.
-    """
+    """Return the estimator of a name or dotted path, or a user's own callable; see `registry.choose`."""
     if choice == "gae":
         raise ValueError("the advantage 'gae' needs the values of a critic: GRPO has none, PPO trains one")
     return choose(ADVANTAGE_ESTIMATORS, choice, "advantage estimator", ("rewards", "all_reduce"))
@@ -132,20 +125,12 @@ def group_advantages(
 
 
 def zero_spread(rewards: Tensor) -> Tensor:
-    """Whether all G rewards of a prompt are equal, bool `[P]` from `[P, G]`: such a group teaches nothing.
-
-    Example:
-        ``zero_spread(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))`` is [True, False].
-    """
+    """Whether all G rewards of a prompt are equal, bool `[P]` from `[P, G]`: such a group teaches nothing."""
     return (rewards == rewards[:, :1]).all(dim=1)
 
 
 def zero_spread_fraction(rewards: Tensor) -> float:
-    """Share of the P prompts of rewards `[P, G]` whose group has zero spread; nan without prompts.
-
-    Example:
-        ``zero_spread_fraction(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))`` is 0.5.
-    """
+    """Share of the P prompts of rewards `[P, G]` whose group has zero spread; nan without prompts."""
     return zero_spread(rewards).to(torch.float64).mean().item()
 
 

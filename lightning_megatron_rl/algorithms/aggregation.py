@@ -62,11 +62,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def aggregation(choice: str | Aggregation) -> Aggregation:
-    """Return the aggregation of a name or dotted path, or a user's own callable as it is.
-
-    Raises:
-        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
-    """
+    """Return the aggregation of a name or dotted path, or a user's own callable; see `registry.choose`."""
     return choose(AGGREGATIONS, choice, "aggregation", ("counts", "lengths", "group_lengths", "max_length"))
 
 

@@ -109,14 +109,7 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def correction(choice: str | Correction) -> Correction:
-    """Return the correction of a name or dotted path, or a user's own callable as it is.
-
-    Raises:
-        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
-
-    Example:
-        ``correction("icepop") is icepop_weights``.
-    """
+    """Return the correction of a name or dotted path, or a user's own callable; see `registry.choose`."""
     return choose(CORRECTIONS, choice, "correction", ("old_logprobs", "rollout_logprobs", "mask"))
 
 

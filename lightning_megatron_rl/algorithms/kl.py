@@ -20,20 +20,12 @@ class KLEstimator(Protocol):
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return log π - log π_ref: unbiased as a value, but its gradient has mean zero, so use it in the reward only.
-
-    Example:
-        ``k1(torch.tensor([-1.0]), torch.tensor([-2.0]))`` is [1.0].
-    """
+    """Return log π - log π_ref: unbiased as a value, but its gradient has mean zero, so use it in the reward only."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return (log π - log π_ref)² / 2: biased as a value, with the gradient of the reverse KL when on policy.
-
-    Example:
-        ``k2(torch.tensor([-1.0]), torch.tensor([-3.0]))`` is [2.0].
-    """
+    """Return (log π - log π_ref)² / 2: biased as a value, with the gradient of the reverse KL when on policy."""
     return (logprobs - ref_logprobs).square() / 2
 
 
@@ -52,11 +44,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def k3_capped(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return where `k3` is at its cap and has no gradient, bool of the inputs' shape.
-
-    Example:
-        ``k3_capped(torch.tensor([-4.0]), torch.tensor([-1.0]))`` is [True]: d = 3.
-    """
+    """Return where `k3` is at its cap and has no gradient, bool of the inputs' shape."""
     difference = log_ratio(ref_logprobs, logprobs)
     return torch.expm1(difference) - difference > MAX_K3
 
@@ -65,14 +53,7 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_estimator(choice: str | KLEstimator) -> KLEstimator:
-    """Return the estimator of a name or dotted path, or a user's own callable as it is.
-
-    Raises:
-        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
-
-    Example:
-        ``kl_estimator("k3") is k3``.
-    """
+    """Return the estimator of a name or dotted path, or a user's own callable; see `registry.choose`."""
     return choose(KL_ESTIMATORS, choice, "KL estimator", ("logprobs", "ref_logprobs"))
 
 

@@ -33,11 +33,7 @@ class PolicyLoss(Protocol):
 
 
 def log_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
-    """Return logprobs - base_logprobs clamped to ±20, so that its exponential is finite; no gradient beyond.
-
-    Example:
-        ``log_ratio(torch.tensor([0.0]), torch.tensor([-50.0]))`` is [20.0].
-    """
+    """Return logprobs - base_logprobs clamped to ±20, so that its exponential is finite; no gradient beyond."""
     return (logprobs - base_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -265,14 +261,7 @@ SEQUENCE_LOSSES: tuple[PolicyLoss, ...] = (gspo, luspo)
 
 
 def policy_loss(loss: str | PolicyLoss) -> PolicyLoss:
-    """Return the loss of a name or dotted path, or a user's own callable as it is.
-
-    Raises:
-        ValueError: An unknown name, with those that exist; a path or callable that cannot be used.
-
-    Example:
-        ``policy_loss("ppo_clip") is ppo_clip``.
-    """
+    """Return the loss of a name or dotted path, or a user's own callable; see `registry.choose`."""
     return choose(POLICY_LOSSES, loss, "policy loss", ("logprobs", "old_logprobs", "advantages", "sequences"))
 
 

@@ -62,11 +62,7 @@ class Tally:
             self._maxima[key] = torch.maximum(self._maxima[key], value) if key in self._maxima else value
 
     def add_sum(self, name: str, values: Values, mask: Tensor | None = None) -> None:
-        """Add to a sum over all values.
-
-        Example:
-            ``t.add_sum("tokens", [3.0, 4.0])`` on each of two ranks computes 14.
-        """
+        """Add to a sum over all values."""
         counted, _ = self._counted(values, mask)
         self.add(name, _total, {"total": counted.sum()})
 
@@ -80,29 +76,17 @@ class Tally:
         self.add(name, _ratio, {"numerator": counted.sum(), "denominator": count})
 
     def add_max(self, name: str, values: Values, mask: Tensor | None = None) -> None:
-        """Add to a maximum over all values.
-
-        Example:
-            Adding [1.0] and then [3.0, 2.0] computes 3.0.
-        """
+        """Add to a maximum over all values."""
         counted, count = self._counted(values, mask)
         self.add(name, _largest, {"count": count, "nans": counted.isnan().sum()}, {"top": _top(counted, mask)})
 
     def add_min(self, name: str, values: Values, mask: Tensor | None = None) -> None:
-        """Add to a minimum over all values.
-
-        Example:
-            Adding [1.0] and then [3.0, 2.0] computes 1.0.
-        """
+        """Add to a minimum over all values."""
         counted, count = self._counted(values, mask)
         self.add(name, _smallest, {"count": count, "nans": counted.isnan().sum()}, {"top": _top(-counted, mask)})
 
     def add_mean_std(self, name_mean: str, name_std: str, values: Values, mask: Tensor | None = None) -> None:
-        """Add to a mean and an unbiased standard deviation; equal values, or a single one, have exactly 0.
-
-        Example:
-            ``t.add_mean_std("mean", "std", [1.0, 2.0, 3.0])`` computes 2.0 and 1.0.
-        """
+        """Add to a mean and an unbiased standard deviation; equal values, or a single one, have exactly 0."""
         self.add_mean(name_mean, values, mask)
         counted, count = self._counted(values, mask)
         sums = {"total": counted.sum(), "squares": counted.square().sum(), "count": count}
@@ -113,9 +97,6 @@ class Tally:
 
         Raises:
             ValueError: a name stands for two formulas.
-
-        Example:
-            Two tallies of a batch's halves, merged, compute the metrics of the batch.
         """
         for name, formula in other._formulas.items():
             sums = {part: value for (metric, part), value in other._sums.items() if metric == name}
@@ -154,11 +135,7 @@ class Tally:
         return reduced
 
     def compute(self) -> dict[str, float]:
-        """Return every metric's value by name, sorted; of the values added here, or of all ranks after `reduce`.
-
-        Example:
-            ``Tally().compute() == {}``.
-        """
+        """Return every metric's value by name, sorted; of the values added here, or of all ranks after `reduce`."""
         parts = self._sums | self._maxima
         if not parts:
             return {}

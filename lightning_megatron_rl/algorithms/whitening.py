@@ -12,11 +12,7 @@ EPSILON = 1e-6  # keeps values without spread finite; the same as in group-relat
 
 
 def one_rank(vector: Tensor) -> Tensor:
-    """Return the vector: the `AllReduce` of a single rank.
-
-    Example:
-        ``one_rank(torch.ones(2))`` is [1.0, 1.0].
-    """
+    """Return the vector: the `AllReduce` of a single rank."""
     return vector
 
 

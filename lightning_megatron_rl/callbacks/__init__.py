@@ -1,1 +1,1 @@
-"""Side effects of a run: weights to the engine, models to disk, samples to the eye."""
+"""Callbacks: weight sync, exports, averages, samples, progress."""

@@ -1,4 +1,4 @@
-"""`HFExport`: the trained policy as a Hugging Face directory, proved by reading it back."""
+"""`HFExport`: writes the trained policy as a Hugging Face directory and checks it by reading it back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -45,10 +45,10 @@ class HFExport(Callback):
     """Write the policy in Hugging Face format at the end of training, and every n steps if asked.
 
     Each export holds weights, config, tokenizer, chat template, generation config and a model card with the run's
-    provenance. It gets its name when it is proved: every tensor on disk is the trainer's, bit by bit, and Transformers
-    loads it and computes the trainer's log-probs of a probe (of a reward model: its scores). One that is not is kept
-    as ``<export>.failed``. A resumed run does steps again, and replaces their exports. Adapters (LoRA) are merged into
-    the weights, or written alone in PEFT's format into ``<export>-adapter``.
+    provenance. It gets its final name after a check: every tensor on disk equals the trainer's bit by bit, and
+    Transformers computes the trainer's log-probs of a probe (of a reward model: its scores). An export that fails the
+    check stays as ``<export>.failed``. A resumed run replaces exports of steps that it repeats. Adapters (LoRA) are
+    merged into the weights, or written alone in PEFT's format into ``<export>-adapter``.
 
     Args:
         dirpath: Directory of the exports: ``<dirpath>/step-000100`` while training, ``<dirpath>/last`` at the end.
@@ -56,12 +56,12 @@ class HFExport(Callback):
         at_end: Export when training ends.
         verify: Read each export back and compare.
         overwrite: Replace an export that is there already instead of refusing to start, in a run that was not resumed
-            too. What is there stays until the new one is proved.
+            too. The old one stays until the new one is checked.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
         average: Export the average that a `WeightAverage` callback keeps, in place of the weights themselves.
         on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
-            lists the failures (exit code 1); with "warn" it ends as if nothing had been; "raise" stops it at once.
+            lists the failures (exit code 1); "warn" only logs a warning; "raise" stops the run at once.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class HFExport(Callback):
             )
         run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
-        # what cannot be told yet counts as resumed, until it can
+        # unknown counts as resumed until it is known
         self._resumed = resumes(trainer) is not False or trainer.global_step > 0
         run_on_rank_zero(partial(self._check_names, trainer.max_steps))
 
@@ -128,7 +128,7 @@ class HFExport(Callback):
         run_on_rank_zero(partial(self._check_space, pl_module))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Look once more for exports that are there already: now it is certain whether the run was resumed.
+        """Look again for existing exports: it is known now whether the run was resumed.
 
         Raises:
             ValueError: There is one, the run was not resumed, and `overwrite` is off.
@@ -220,7 +220,7 @@ class HFExport(Callback):
     def _write(
         self, pl_module: Any, target: Path, probe: list[TokenSequence], expected: list[Tensor], *, is_adapter: bool
     ) -> None:
-        """Write a directory under another name, and give it its own when it is proved."""
+        """Write a directory under another name, check it, and rename it."""
         with self._unfinished(pl_module, target) as staging:
             if is_adapter:
                 pl_module.save_adapter(staging)
@@ -246,7 +246,7 @@ class HFExport(Callback):
 
     @contextmanager
     def _unfinished(self, pl_module: Any, target: Path) -> Iterator[Path]:
-        """Where an export is written: in a directory of rank 0 that is locked, and gone afterwards in any case.
+        """A locked directory of rank 0 that an export is written to; it is removed afterwards in any case.
 
         Raises:
             FailedEverywhereError: What failed inside; the message names the export.
@@ -278,7 +278,7 @@ class HFExport(Callback):
         """Compare tensors and outputs; return what was found.
 
         Raises:
-            FailedEverywhereError: They are not the trainer's, or that cannot be told.
+            FailedEverywhereError: They differ from the trainer's, or could not be compared.
         """
         differences = (pl_module.adapter_differences if is_adapter else pl_module.export_differences)(staging)
         if differences:
@@ -306,7 +306,7 @@ def _everywhere[T](function: Callable[[], T], before: str = "") -> T:
 
     Args:
         function: What rank 0 does.
-        before: What the message of an error of another kind begins with.
+        before: Beginning of the message for other kinds of errors.
 
     Raises:
         FailedEverywhereError: On all of them, what it raised on rank 0.

@@ -11,7 +11,7 @@ from lightning_megatron_rl.utilities.text_files import user_path
 
 
 class MemorySnapshot(Callback):
-    """Write what holds the GPU's memory, and where it was allocated, to look at with https://pytorch.org/memory_viz.
+    """Write a snapshot of the GPU's memory with the stack of each allocation, for https://pytorch.org/memory_viz.
 
     One file per rank, ``<directory>/step=3.rank=0.pickle``, and one when the run ends with an error, such as out of
     memory. Recording costs a few percent of time.

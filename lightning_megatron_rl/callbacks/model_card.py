@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained from what, how, with which versions and to which metrics."""
+"""The model card of an export: base model, data, settings, versions and metrics of the run."""
 
 import math
 import subprocess
@@ -130,7 +130,7 @@ def git_commit(directory: Path) -> str | None:
             done = subprocess.run(
                 ["git", *arguments], cwd=directory, capture_output=True, text=True, timeout=_GIT_DEADLINE_S
             )
-        except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that is too slow for it
+        except (OSError, subprocess.TimeoutExpired):  # no git, or a file system too slow for it
             return None
         if done.returncode != 0:
             return None

@@ -1,4 +1,4 @@
-"""`RolloutSamples`: what the policy writes, for the eye and for later."""
+"""`RolloutSamples`: samples of the policy on the console and in files."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,7 +37,7 @@ class RolloutSamples(Callback):
             first prompts, with all responses to them. None for all.
         max_file_mb: Size in 10^6 bytes at which a file gets no more samples. None for no limit.
 
-    What the limits leave out is said once when it begins, and as a number at the end.
+    A warning says when the limits begin to leave samples out; their number is logged at the end.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RolloutSamples(Callback):
 def whole_groups(samples: Sequence[Sample], limit: int | None) -> Sequence[Sample]:
     """Return the first samples, at most `limit` of them, with all responses to a prompt or none of them.
 
-    Of a first group that is larger than the limit there are as many as that.
+    If the first group is larger than the limit, it is cut.
     """
     if limit is None or len(samples) <= limit:
         return samples

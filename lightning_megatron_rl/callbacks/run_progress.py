@@ -1,4 +1,4 @@
-"""What the console shows of a run: how far it is, what each step brought, and where its outputs are."""
+"""Progress of a run on the console: steps, metrics, time left, and where its outputs are."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ _BAR = 20  # characters
 
 
 class RunLog(Callback):
-    """Names the file for what libraries say, beside the run's other outputs; the command line adds it by itself."""
+    """Puts libraries' log messages into a file beside the run's other outputs; the command line adds it."""
 
     def __init__(self) -> None:
         self.path: Path | None = None  # of this rank
@@ -57,7 +57,7 @@ class RunProgress(ProgressBar):
         self._enabled = True
         self._started = 0.0  # of this process's first step
         self._first_step = 0  # before it
-        self._unsaid: int | None = None  # the step that is done and was not told of
+        self._unsaid: int | None = None  # the last step that has no line yet
         self._validated = False  # since the last line
 
     def enable(self) -> None:
@@ -69,13 +69,13 @@ class RunProgress(ProgressBar):
         self._enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say where the outputs will be."""
+        """Log where the outputs will be."""
         self._started, self._first_step, self._unsaid = time.monotonic(), trainer.global_step, None
         for name, place in outputs(trainer):
             self._line(f"{name}: {place}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Tell of the step before, whose times and validation are known by now."""
+        """Show the step before, whose times and validation are known by now."""
         self._tell(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -87,14 +87,14 @@ class RunProgress(ProgressBar):
         self._validated = not trainer.sanity_checking
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell of the last step, and where the outputs are."""
+        """Show the last step, and where the outputs are."""
         self._tell(trainer, last=True)
         self._line(f"done: {trainer.global_step} steps, {duration(time.monotonic() - self._started)}")
         for name, place in outputs(trainer):
             self._line(f"{name}: {place}")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Tell of the last step, and what has ended the run."""
+        """Show the last step, and what ended the run."""
         self._tell(trainer, last=True)
         self._line(f"stopped by {type(exception).__name__} after step {trainer.global_step}")
 
@@ -118,7 +118,7 @@ class RunProgress(ProgressBar):
             print(text, flush=True)
 
     def _rewrite(self, text: str, *, stays: bool) -> None:
-        """Show a line that the next one, or whatever else is printed, takes the place of."""
+        """Show a line that the next output replaces."""
         if self._enabled:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r\033[K{text if stays else text[:width]}", end="\n" if stays else "\r", flush=True)
@@ -193,11 +193,7 @@ def outputs(trainer: pl.Trainer) -> list[tuple[str, str]]:
 
 
 def bar(step: int, total: int | None) -> str:
-    """Return a bar of characters.
-
-    Example:
-        ``bar(5, 10) == "[##########----------]"``
-    """
+    """Return a bar of characters."""
     if not total:
         return ""
     done = min(_BAR, _BAR * step // total)

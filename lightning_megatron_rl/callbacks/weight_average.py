@@ -1,4 +1,4 @@
-"""`WeightAverage`: a running average of the policy's weights, for validation, export and whatever follows the run."""
+"""`WeightAverage`: a running average of the policy's weights, for validation, export and use after the run."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,7 +32,7 @@ class WeightAverage(Callback):
         validate: Use the average in the fit's validations.
 
     Raises:
-        ValueError: A decay outside (0, 1), numbers of steps that are none, or two of these callbacks.
+        ValueError: A decay outside (0, 1), invalid numbers of steps, or two of these callbacks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`WeightSync`: the engine samples with the policy's newest weights, always."""
+"""`WeightSync`: the engine always samples with the policy's newest weights."""
 
 from typing import Any, Protocol
 

@@ -1,4 +1,4 @@
-"""Directories that appear and change at once: checkpoints under way, published, replaced, linked and removed."""
+"""Directories that change atomically: unfinished checkpoints, publishing, replacing, linking and removing."""
 
 import ctypes
 import errno
@@ -18,7 +18,7 @@ _AT_FDCWD = -100  # linux/fcntl.h
 class UnfinishedDirectory(LockedDirectory):
     """The hidden directory that a checkpoint is written to, until `publish` gives it its name.
 
-    It is locked while its writer lives, so that what a killed run has left can be told from what a run is writing.
+    It is locked while its writer lives, which tells it from leftovers of a killed run.
 
     Args:
         path: The name it shall have.
@@ -45,14 +45,14 @@ class UnfinishedDirectory(LockedDirectory):
         self.unlock()
 
     def abandon(self) -> None:
-        """Leave nothing of it, nor of the name that was kept."""
+        """Remove it, and the reserved name."""
         if self._reserved:
-            _remove_if_empty(self.target)  # first: what has the hidden name tells whose this one is
+            _remove_if_empty(self.target)  # first: the hidden name tells whose this one is
         super().abandon()
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what killed runs have left in `parent`: nothing that has a name of its own and is complete."""
+    """Remove leftovers of killed runs in `parent`, but no complete checkpoint under its own name."""
     for entry in list(parent.glob(f".*{OURS}*")):
         with suppress(OSError):  # another user's, say
             if entry.suffix == _INCOMPLETE:
@@ -67,7 +67,7 @@ def remove_unfinished(parent: Path) -> None:
 
 
 def replace(new: Path, path: Path) -> None:
-    """Give the directory or link `new` the name `path`; what had it is deleted after that, never before."""
+    """Rename the directory or link `new` to `path`; what was there is deleted afterwards."""
     try:
         new.rename(path)  # nothing, an empty directory, or a link for a link
         return
@@ -86,7 +86,7 @@ def replace(new: Path, path: Path) -> None:
 
 
 def switch_link(link: Path, target: Path) -> None:
-    """Let `link` point to `target`, by a relative path; at every moment it points to the old or to the new one."""
+    """Atomically point `link` to `target`, by a relative path."""
     new = _hidden(link, _LINK)
     _delete(new)  # a link, or the checkpoint that it was exchanged for, of a run that was killed
     new.symlink_to(os.path.relpath(target, link.parent))

@@ -1,4 +1,4 @@
-"""Distributed checkpoints: a directory written by all ranks, complete or not there at all, readable in any layout.
+"""Distributed checkpoints: directories that all ranks write, that appear when complete and load into any layout.
 
 On disk::
 
@@ -65,7 +65,7 @@ def content_metadata() -> dict[str, Any]:
 
 
 class PendingCheckpoint:
-    """A checkpoint as it was at one moment, to be written then or later; made by all ranks together.
+    """A snapshot of a checkpoint's content, to be written now or later; made by all ranks together.
 
     Args:
         path: Where it shall stand; one that is there already is replaced when this one is complete.
@@ -134,7 +134,7 @@ class PendingCheckpoint:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the moment that it is of."""
+        """Seconds since the snapshot."""
         return time.perf_counter() - self._started
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
@@ -187,13 +187,13 @@ class PendingCheckpoint:
         }
 
     def abandon(self) -> None:
-        """Leave nothing of it."""
+        """Remove it."""
         if self._directory is not None:
             self._directory.abandon()
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Remove what was written if what runs inside fails, which it does on every rank."""
+        """Remove what was written if the body fails, which it does on every rank."""
         try:
             yield
         except BaseException:
@@ -384,7 +384,7 @@ def load_rng_state(path: Path) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Let this rank's generators go on where `rng_state` was called."""
+    """Restore the generators' states that `rng_state` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.set_rng_state(state["torch"])

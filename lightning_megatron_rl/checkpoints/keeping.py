@@ -1,4 +1,4 @@
-"""`CheckpointKeeper`: when checkpoints are written, and which of them stay, behind Lightning's callbacks."""
+"""`CheckpointKeeper`: when checkpoints are written and which of them are kept, for Lightning's callbacks."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class SavedLast:
 
 
 class CheckpointKeeper:
-    """Writes checkpoints while training goes on; removes and links them when what replaces them is complete.
+    """Writes checkpoints beside training; removes and links them when their successors are complete.
 
     Everything that touches a checkpoint goes through one queue, in the order in which the callbacks asked for it.
 
@@ -58,7 +58,7 @@ class CheckpointKeeper:
         self._linking: Sequence[ModelCheckpoint] = ()
 
     def start(self, trainer: "pl.Trainer", timeout_s: float) -> None:
-        """Get ready for a fit: tidy up after killed runs, and make the links of `save_last="link"` from here on.
+        """Prepare a fit: tidy up after killed runs, and take over the links of `save_last="link"`.
 
         `ModelCheckpoint` deletes the old link before it makes the new one, which would point to a directory that is not
         there yet. It is told to save `last` instead, and `links` answers.
@@ -79,7 +79,7 @@ class CheckpointKeeper:
                     remove_unfinished(directory)
 
     def lock_directories(self, trainer: "pl.Trainer") -> None:
-        """Keep other runs out of the directories of this one's checkpoints, as far as they are known, until it ends.
+        """Lock this run's checkpoint directories, as far as they are known, until it ends.
 
         Raises:
             RuntimeError: Another run is saving into one of them.
@@ -105,7 +105,7 @@ class CheckpointKeeper:
         run_on_rank_zero(take)
 
     def name_run(self, trainer: "pl.Trainer") -> None:
-        """Find out before anything is written whether this is a new run or an older one that goes on."""
+        """Find out, before anything is written, whether this run is new or resumed."""
         fits = trainer.state.fn == TrainerFn.FITTING
         path = (run_arguments(trainer) or {}).get("ckpt_path") if fits else None
         if path is None and self.run_id and (trainer.global_step > 0 or not fits):  # the same Trainer again
@@ -143,7 +143,7 @@ class CheckpointKeeper:
                 rank_zero_only(tell_loss)(f"{last} is of another run: it is now {other}, and this run writes its own.")
 
     def stop(self) -> None:
-        """Finish what is being saved, and give the callbacks back as they were.
+        """Finish saving, and restore the callbacks.
 
         Raises:
             OSError: The last checkpoint could not be written, on every rank.
@@ -220,7 +220,7 @@ class CheckpointKeeper:
         self.when_saved(lambda: self._remove(path))
 
     def when_saved(self, job: Callable[[], None]) -> None:
-        """Do something when what was saved before this call is complete; never, if it cannot be written."""
+        """Run `job` when earlier saves are complete; never, if one of them fails."""
         if self._queue.is_empty:
             job()
         else:
@@ -245,7 +245,7 @@ class CheckpointKeeper:
     def supersede(self, saved: Path, trainer: "pl.Trainer") -> None:
         """Let the stop's checkpoint that this run was resumed from become a link to `saved`, when that is complete.
 
-        It is what ``ckpt_path="last"`` and a requeued job find when this run is killed, however far that went. Rank 0.
+        ``ckpt_path="last"`` and a requeued job then find `saved`. Rank 0.
 
         Args:
             saved: The checkpoint that was saved just now, perhaps not complete yet.
@@ -287,7 +287,7 @@ class CheckpointKeeper:
 
 
 def check_directories(callbacks: Sequence[Callback]) -> None:
-    """Refuse a directory for checkpoints that takes no files, before anything is loaded; a collective.
+    """Refuse a checkpoint directory that cannot be written to, before anything is loaded; a collective.
 
     Raises:
         OSError: With the directory and the reason.

@@ -20,7 +20,7 @@ _NAMED = 5  # checkpoints that a message names
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint lacks a file, or a file is not what was written."""
+    """A file of a checkpoint is missing or damaged."""
 
     what = ""  # of the message, without its remedy
 
@@ -55,7 +55,7 @@ class HashedFile:
         return self._file.tell()
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: there is no buffer."""
 
     def __enter__(self) -> "HashedFile":
         return self
@@ -96,7 +96,7 @@ def write_manifest(directory: Path, description: Mapping[str, Any], files: Mappi
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a complete checkpoint at `path`, or what is left of one."""
+    """Whether there is a checkpoint at `path`, complete or not."""
     return (path / MANIFEST_FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""What a module holds outside its `model`: parameters, buffers and submodules that Megatron does not train."""
+"""State of a module outside its `model`: parameters, buffers and submodules that Megatron does not train."""
 
 import warnings
 from collections.abc import Mapping

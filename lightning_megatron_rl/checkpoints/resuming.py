@@ -1,4 +1,4 @@
-"""What Lightning leaves out of resuming: whether a run is resumed, and the validation due at its checkpoint."""
+"""Parts of resuming that Lightning lacks: whether a run is resumed, and a validation due at its checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_
 
 
 def starting_checkpoint(trainer: "pl.Trainer") -> Path | None:
-    """Return the checkpoint that the run which calls this, in a hook, starts from; None: none, or nobody knows."""
+    """Return the checkpoint that the run which calls this, in a hook, starts from; None: none, or unknown."""
     path = (run_arguments(trainer) or {}).get("ckpt_path")
     return None if path is None else Path(path)
 

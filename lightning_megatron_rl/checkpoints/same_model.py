@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the model at hand: by names and shapes, before anything is read."""
+"""Whether a checkpoint fits the model, by names and shapes, before tensors are read."""
 
 from itertools import chain
 from pathlib import Path

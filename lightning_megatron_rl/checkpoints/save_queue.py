@@ -1,11 +1,11 @@
-"""Work on checkpoints that goes on beside training, in the order in which it was asked for."""
+"""A queue of checkpoint work beside training, done in order."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class SaveQueue:
-    """Jobs that one thread of this process runs one after the other; none runs after one that failed.
+    """Jobs that one thread runs in order; none runs after one that failed.
 
     A thread, not a process: it copies nothing, starts nothing, and ends with its process however that is ended. The
     work is hashing and writing, which need not hold Python's lock.

@@ -48,7 +48,7 @@ class StatefulOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds beside Lightning's part, as it is on this rank."""
+    """Content of a checkpoint beside Lightning's part, on this rank."""
 
     chunks: Sequence[nn.Module]  # of the module's model
     optimizers: Mapping[str, StatefulOptimizer]  # by their names in the checkpoint; none: weights only
@@ -130,7 +130,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class SavedMoment:
-    """What was saved last in this fit, and the weights it holds."""
+    """The last checkpoint of this fit, and the weights it holds."""
 
     path: Path
     has_optimizer: bool
@@ -149,7 +149,7 @@ class CheckpointSaver:
         self._saved: SavedMoment | None = None
 
     def forget(self, path: Path | None = None) -> None:
-        """Share no files with what was saved before: the weights change, or `path` is removed."""
+        """Share no files with earlier checkpoints: the weights change, or `path` is removed."""
         if self._saved is not None and path in (None, self._saved.path):
             self._saved = None
 
@@ -333,7 +333,7 @@ def _count_averages(path: Path, averages: Mapping[str, Average], saved: Mapping[
 
 
 def _weight_sums(chunks: Sequence[nn.Module]) -> list[float]:
-    """A sum per parameter and buffer: enough to see that weights were exchanged without a step."""
+    """A sum per parameter and buffer: enough to detect weights that were exchanged without a step."""
     from megatron.core.utils import unwrap_model
 
     tensors = (tensor for chunk in unwrap_model(list(chunks)) for tensor in (*chunk.parameters(), *chunk.buffers()))

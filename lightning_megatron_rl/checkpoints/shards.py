@@ -46,14 +46,14 @@ _BACKEND = "torch_dist"
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """What one rank has written: where each item is, and the files."""
+    """One rank's output: where each item is, and the files."""
 
     items: list[WriteResult]
     files: dict[str, FileRecord]
 
 
 class StagedShards(FileSystemWriterAsync):
-    """What this rank has to write, as it was when it was planned.
+    """This rank's part of a save, as planned.
 
     Args:
         directory: Where to write; it must be there, and empty.

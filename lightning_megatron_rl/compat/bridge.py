@@ -21,7 +21,7 @@ _BRIDGES = "megatron.bridge.models"
 def import_auto_bridge(bridges: Iterable[str]) -> Any:
     """Return Megatron-Bridge's `AutoBridge` class, with the converters that the modules `bridges` register.
 
-    A `megatron.bridge` that somebody imported whole before is used as it is. Takes seconds: call it late.
+    A `megatron.bridge` that was imported whole before is used as it is. Takes seconds: call it late.
     """
     auto_bridge = _import_conversion()
     with _root_logger_kept():

@@ -1,4 +1,4 @@
-"""Megatron's optimizer with state and step on the host (`optimizer_cpu_offload`): where it fails, and what mends it.
+"""Megatron's optimizer with state and step on the host (`optimizer_cpu_offload`): its traps, and their fixes.
 
 Megatron steps full-precision copies of the parameters, those on the host with torch's AdamW and the rest with
 Transformer Engine's, and has three traps (megatron-core 0.19.2). It has no moments before its first step, and makes

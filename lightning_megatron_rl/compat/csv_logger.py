@@ -1,4 +1,4 @@
-"""`CSVLogger` without the part that deletes the metrics of an earlier run, and with a version that can be set late."""
+"""`CSVLogger` that keeps the metrics of an earlier run, and whose version can be set late."""
 
 import csv
 

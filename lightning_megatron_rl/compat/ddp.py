@@ -1,4 +1,4 @@
-"""Megatron's data parallelism, freed when nobody uses it any more."""
+"""Megatron's data parallelism, freed after its last use."""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Settings of Megatron's that do something only on some devices or layers: refused or warned about, never ignored."""
+"""Rules for Megatron settings that have an effect on some devices or layers only: refused or warned about elsewhere."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -11,7 +11,7 @@ Needs = Literal["cuda", "transformer_engine", "never"]
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a setting does something, and what happens to it elsewhere.
+    """Where a setting has an effect, and what happens to it elsewhere.
 
     Args:
         needs: "cuda", "transformer_engine" (its layers, on CUDA) or "never": it does nothing under this strategy.

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail when the device finds that `condition` is false; nobody waits for it."""
+    """Fail on the device if `condition` is false, without waiting for the device."""
     torch._assert_async(condition, message)
 
 
@@ -27,7 +27,7 @@ def count_cuda_devices() -> int:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long a group waits for its ranks; None: nobody knows, and torch's default is taken."""
+    """Return how long a group waits for its ranks; None: unknown, torch's default applies."""
     options = getattr(group._get_backend(device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found

@@ -115,9 +115,6 @@ def verify_checkpoint(skeleton: Skeleton, destination: Path) -> list[str]:
     """Convert a written checkpoint back, tensor by tensor, and return how it differs from its source.
 
     Tensors that the source has in another form (quantised, or one for all experts) are left out.
-
-    Example:
-        ``verify_checkpoint(write_checkpoint(model, path), path) == []``
     """
     stored = StoredTensors(destination / checkpoint_io.SHARDED)
     load_unmapped(skeleton, stored)

@@ -115,9 +115,6 @@ def arithmetic_rows(
 
     Raises:
         ValueError: if there are too few such problems.
-
-    Example:
-        ``len(arithmetic_rows("val", size=500))`` is 500.
     """
     generator = random.Random(f"{split}/{num_digits}/{seed}")
     plain_left = size - math.ceil(size * min_carry_share)
@@ -153,11 +150,7 @@ def arithmetic_rows(
 
 
 def split_of(left: int, operator: str, right: int) -> Split:
-    """The split that a problem belongs to, by a hash of the problem; a sum and its mirror image are the same problem.
-
-    Example:
-        ``split_of(12, "+", 34) == split_of(34, "+", 12)``
-    """
+    """The split of a problem, by its hash; a sum and its mirror image are the same problem."""
     if operator == "+":
         left, right = min(left, right), max(left, right)
     digest = hashlib.sha256(f"{left}{operator}{right}".encode()).digest()

@@ -177,9 +177,6 @@ def completion_segments(
 
     Raises:
         ValueError: if the prompt cannot be used.
-
-    Example:
-        ``completion_segments(tokenizer, PromptTemplate(), "1+1=", "2", "row 0", append_eos=True)`` has two segments.
     """
     prompt_messages = template.messages(prompt, where)
     if prompt_messages is not None:

@@ -84,22 +84,14 @@ def load_rows(source: Source) -> list[Row]:
 
 
 def needs_download(source: Source) -> bool:
-    """Whether one process per node should load the source before the others do.
-
-    Example:
-        ``needs_download("openai/gsm8k")`` is True, ``needs_download("prompts.jsonl")`` False.
-    """
+    """Whether one process per node should load the source before the others do."""
     if isinstance(source, str):
         source = DataSource(source)
     return isinstance(source, DataSource) and _reader(source) is _read_datasets
 
 
 def describe_source(source: Source) -> str:
-    """The source as error messages name it.
-
-    Example:
-        ``describe_source(DataSource("openai/gsm8k", split="test"))`` is ``"'openai/gsm8k' (split 'test')"``.
-    """
+    """The source as error messages name it."""
     if isinstance(source, str):
         source = DataSource(source)
     if isinstance(source, DataSource):
@@ -113,9 +105,6 @@ def column(row: Row, name: str, where: str) -> Any:
 
     Raises:
         ValueError: if the row lacks it, with the columns that there are.
-
-    Example:
-        ``column({"prompt": "1+1="}, "prompt", "row 0 of 'a.jsonl'")`` is ``"1+1="``.
     """
     if name not in row:
         raise ValueError(

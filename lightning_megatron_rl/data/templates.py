@@ -68,9 +68,6 @@ class PromptTemplate:
 
         Raises:
             ValueError: if the prompt is neither text nor a list of messages, or does not fit the settings.
-
-        Example:
-            ``PromptTemplate(apply_chat_template=True).messages("Hi", "row 0")`` is one user message.
         """
         if isinstance(prompt, str):
             if not self.apply_chat_template:
@@ -99,9 +96,6 @@ class PromptTemplate:
 
         Raises:
             ValueError: if the messages begin with a system message already.
-
-        Example:
-            ``PromptTemplate(system_prompt="Be brief.").with_system_prompt([], "row 0")`` is one system message.
         """
         if self.system_prompt is None:
             return messages
@@ -110,19 +104,11 @@ class PromptTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def fill(self, prompt: str) -> str:
-        """The prompt inside `prompt_template`.
-
-        Example:
-            ``PromptTemplate(prompt_template="{prompt}=").fill("1+1")`` is ``"1+1="``.
-        """
+        """The prompt inside `prompt_template`."""
         return self.prompt_template.replace("{prompt}", prompt)
 
     def prompt_segment(self, tokenizer: "PreTrainedTokenizerBase", prompt: Any, where: str) -> Segment:
-        """The text of a prompt up to where the response begins.
-
-        Example:
-            ``PromptTemplate().prompt_segment(tokenizer, "1+1=", "row 0").text`` is ``"1+1="``.
-        """
+        """The text of a prompt up to where the response begins."""
         messages = self.messages(prompt, where)
         if messages is None:
             return Segment(self.fill(prompt), add_special_tokens=self.add_special_tokens)
@@ -153,9 +139,6 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 
     Raises:
         ValueError: otherwise.
-
-    Example:
-        ``check_messages([{"role": "user", "content": "Hi"}], "row 0")`` returns its argument.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""What a machine has for a run, and what a run needs of it: facts measured once, refusals as pure functions of them."""
+"""Facts about a machine, measured once, and checks of what a run needs of it."""

@@ -1,4 +1,4 @@
-"""What refuses a run for the machine it is on: one pure function of the measured facts for each reason."""
+"""Checks that refuse a run on this machine: pure functions of the measured facts, one for each reason."""
 
 import re
 
@@ -20,9 +20,6 @@ def check_driver(facts: DeviceFacts) -> None:
 
     Raises:
         RuntimeError: With both versions and what to install.
-
-    Example:
-        Driver 535 with a torch for CUDA 13: ``the NVIDIA driver 535.0 is too old for torch ... needs 580 or newer``.
     """
     if facts.driver is None or facts.torch_cuda is None:
         return
@@ -36,7 +33,7 @@ def check_driver(facts: DeviceFacts) -> None:
 
 
 def check_cuda(facts: DeviceFacts) -> None:
-    """Refuse a run on CUDA where torch sees no device, and say which of the reasons it is.
+    """Refuse a run on CUDA where torch sees no device, with the reason.
 
     Raises:
         RuntimeError: With what was found and what to do.
@@ -72,13 +69,10 @@ def missing_cuda(facts: DeviceFacts) -> str | None:
 
 
 def check_auto(facts: DeviceFacts) -> None:
-    """Refuse to run on the CPU, unasked, for a driver that is too old; without one, or with GPUs hidden, it is meant.
+    """Refuse a silent fallback to the CPU because of an old driver; without a driver or visible GPUs it is intended.
 
     Raises:
         RuntimeError: What `check_driver` says.
-
-    Example:
-        ``check_auto(DeviceFacts("2.11.0+cu130", torch_cuda=(13, 0), driver=None))`` passes.
     """
     # "", "-1", or words such as SLURM's "NoDevFiles" show none
     shows = facts.hidden is None or re.match(r"\s*(\+?\d|GPU-|MIG-)", facts.hidden)
@@ -91,9 +85,6 @@ def check_device_count(requested: int, available: int) -> None:
 
     Raises:
         ValueError: With both numbers.
-
-    Example:
-        ``check_device_count(4, available=2)``: ``4 processes on this node, on which torch sees 2 GPUs``.
     """
     if requested > available:
         raise ValueError(
@@ -241,11 +232,7 @@ def check_vllm(facts: DeviceFacts) -> None:
 
 
 def peer_warnings(facts: DeviceFacts) -> list[str]:
-    """Return what is slow between the GPUs of this machine, each with the path that is taken in place of the fast one.
-
-    Example:
-        Two GPUs without peer access: ``GPUs 0 and 1 cannot read each other's memory ...``.
-    """
+    """Return a warning for each slow connection between the GPUs, with the path that is taken instead."""
     warnings = [
         f"GPUs {first} and {second} cannot read each other's memory (no NVLink, no PCIe peer access): NCCL goes through"
         " host memory, at a fraction of the speed. Keep tensor and context parallelism within GPUs that can, and prefer"

@@ -1,4 +1,4 @@
-"""What the commands of a machine print; needs nothing that is not Python's own."""
+"""Output of system commands; imports the standard library only."""
 
 import subprocess
 from collections.abc import Sequence

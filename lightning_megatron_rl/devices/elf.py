@@ -39,11 +39,7 @@ def needed_libraries(path: Path) -> list[str]:
 
 
 def cuda_major(libraries: list[str]) -> int | None:
-    """Return the major version of the CUDA runtime among `libraries`, None if there is none.
-
-    Example:
-        ``cuda_major(["libc.so.6", "libcudart.so.13"]) == 13``
-    """
+    """Return the major version of the CUDA runtime among `libraries`, None if there is none."""
     for name in libraries:
         if name.startswith("libcudart.so."):
             return int(name.split(".")[2])

@@ -30,11 +30,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a machine has; `measure.measure_devices` reads it, tests make it up.
-
-    Example:
-        ``DeviceFacts(torch="2.11.0+cpu")`` is a machine without CUDA.
-    """
+    """What a machine has; `measure.measure_devices` reads it, tests make it up."""
 
     torch: str
     torch_cuda: Version | None = None  # CUDA that torch is built for; None for a CPU build

@@ -1,1 +1,1 @@
-"""What a machine has, what it lacks, and what helps: the command `doctor`."""
+"""The command `doctor`: what a machine has, what it lacks, and how to fix it."""

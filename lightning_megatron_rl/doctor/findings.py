@@ -1,4 +1,4 @@
-"""From facts to findings: each line of the report, whether it is well, and what helps if it is not."""
+"""From facts to findings: the lines of the report, each with its status and remedy."""
 
 import shutil
 from collections.abc import Callable
@@ -30,9 +30,6 @@ def wanted_device(wanted: str, facts: DeviceFacts | None) -> str:
     """Return "cuda" or "cpu": what this machine is to be judged for.
 
     "auto" is CUDA where there is a driver, a device, or vLLM's build for CUDA. Without torch there are no facts.
-
-    Example:
-        ``wanted_device("auto", DeviceFacts(torch="2.11.0")) == "cpu"``
     """
     if wanted != "auto":
         return wanted

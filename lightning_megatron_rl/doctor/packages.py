@@ -85,7 +85,7 @@ def measure_system() -> SystemFacts:
 
 
 def measure_sandbox() -> tuple[str, tuple[str, ...]]:
-    """Return what the sandbox of the code reward is like here, and the protections that it lacks, by trying."""
+    """Try the sandbox of the code reward; return its description and the protections that it lacks."""
     sandbox = Sandbox()
     try:
         return sandbox.describe(), tuple(sandbox.inactive)

@@ -1,4 +1,4 @@
-"""What an environment is: it replies to the policy's turns, and says what they are worth."""
+"""The protocol of environments: they reply to the policy's turns and give rewards."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -17,7 +17,7 @@ _RANGES = {
 
 
 class EnvironmentSetupError(ValueError):
-    """What an environment needs is not there, in the data or on the machine: no turn of the policy could change that.
+    """Something that an environment needs is missing in the data or on the machine.
 
     It ends the run whatever `EpisodeSettings(on_error)` says.
 
@@ -61,7 +61,7 @@ class Reply:
 
 @dataclass
 class Ending:
-    """What an episode is worth as a whole, beside the rewards of its turns."""
+    """The reward of a whole episode, beside those of its turns."""
 
     reward: float = 0.0
     success: bool | None = None  # None: there is no such thing

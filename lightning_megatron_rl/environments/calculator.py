@@ -42,7 +42,7 @@ class Calculator(Environment):
 
     Args:
         call_pattern: Regular expression of a call, with one group for the expression; the last match counts.
-        reply: The reply; `{result}` stands for the result, which is "error" for what is no expression.
+        reply: The reply; `{result}` stands for the result, which is "error" if it cannot be evaluated.
         call_reward: Reward of a turn whose call has a result.
         name: What the tool is called in errors.
 
@@ -109,7 +109,7 @@ def evaluate(expression: str) -> str:
     Nothing else is looked at: no names, calls or powers, so what a policy writes can neither run code nor take long.
 
     Raises:
-        ValueError: It is no such expression, too long, or divides by zero.
+        ValueError: It is not such an expression, is too long, or divides by zero.
 
     Example:
         ``evaluate("(2+3)*4") == "20"`` and ``evaluate("1/8") == "0.125"``.

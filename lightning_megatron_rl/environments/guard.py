@@ -1,4 +1,4 @@
-"""An environment that cannot stop a run: whatever it does wrong costs its episode, by a deadline, and is named."""
+"""A guard around an environment: its errors and timeouts cost one episode, not the run."""
 
 import asyncio
 import inspect
@@ -23,7 +23,7 @@ from lightning_megatron_rl.sample import Prompt
 
 
 class ContractError(ValueError):
-    """An environment returned what is no reply, episode or ending."""
+    """An environment returned something else than a reply, episode or ending."""
 
 
 class GuardedEnvironment:

@@ -1,4 +1,4 @@
-"""Adapters on their way out: merged into the weights that are exported, or whole and by themselves.
+"""Export of adapters: merged into the weights, or alone.
 
 Weights are merged as they are laid out in training, each rank its part, before Megatron-Bridge converts them.
 Megatron-Bridge 0.6.2 would merge afterwards, and counts the adapters of experts per rank: those of the first ranks went

@@ -1,4 +1,4 @@
-"""Fields of Megatron's `TransformerConfig` that users override: where each does something, and which go together."""
+"""Overrides of Megatron's `TransformerConfig`: where each has an effect, and which need each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
     """Return the overrides that do something on this device with these layers, in Megatron's types.
 
     Raises:
-        ValueError: One that would do nothing although it changes numbers or memory, or that lacks another.
+        ValueError: An override without effect here although it changes numbers or memory, or that lacks another.
     """
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -140,7 +140,7 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What the layers of a model have, as far as activation recompute asks; the default is a dense model."""
+    """Features of a model's layers that activation recompute depends on; the default is a dense model."""
 
     experts: bool = False
     dense_mlp: bool = True  # in at least one layer
@@ -150,7 +150,7 @@ class LayerParts:
 
 
 def check_recompute(overrides: Mapping[str, Any], parts: LayerParts) -> None:
-    """Refuse settings of activation recompute that lack their counterpart, or that this model has nothing for.
+    """Refuse settings of activation recompute that lack their counterpart or do not apply to this model.
 
     Args:
         overrides: Overrides of the `TransformerConfig`.

@@ -1,1 +1,1 @@
-"""Who is where: the layout of a run, its process groups, messages between ranks, and how ranks are started."""
+"""The layout of a run, its process groups, messages between ranks, and how ranks are started."""

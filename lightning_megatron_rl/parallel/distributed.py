@@ -54,7 +54,7 @@ class ReplicaGroup:
         return box[0]
 
     def wait_for_all(self) -> None:
-        """Return when every rank of the replica has come here."""
+        """Wait for every rank of the replica."""
         if len(self.ranks) > 1:
             dist.barrier(group=self._group)
 
@@ -223,7 +223,7 @@ def data_parallel_gather[T](value: T) -> list[T]:
 
 
 def data_parallel_exchange[T](outgoing: list[list[T]], device: torch.device | str = "cpu") -> list[list[T]]:
-    """Send `outgoing[r]` to replica r and return what each replica sent here; what stays is not copied.
+    """Send `outgoing[r]` to replica r and return what each replica sent here; objects for this replica are not copied.
 
     Args:
         outgoing: One list of picklable objects per replica.

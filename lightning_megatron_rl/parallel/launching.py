@@ -10,7 +10,7 @@ from lightning_megatron_rl.parallel.leader import LEADER
 
 
 class RankLauncher(ScriptLauncher):
-    """Lightning's launcher, for ranks that end with the one that starts them and meet on a port that stays theirs.
+    """Lightning's launcher, which keeps the rendezvous port reserved and ends its ranks with itself.
 
     Lightning looks for a free port before it starts the others, and rank 0 listens there when all have imported what
     they need. This launcher holds the port until then: it is bound, and refuses connections.

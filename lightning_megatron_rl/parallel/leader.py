@@ -1,4 +1,4 @@
-"""A rank that another rank has started ends soon after it, whatever it waits for."""
+"""Ends a rank soon after the rank that started it, whatever it waits for."""
 
 import os
 import sys

@@ -60,7 +60,7 @@ def join(environment: "ClusterEnvironment", num_processes: int, device: torch.de
     try:
         is_local = not served_by_torchrun and world_size == num_processes
         store = local_store(rank, world_size, port, timeout) if is_local else None
-        # without a device_id: each of Megatron's groups, most of which nobody uses, would get a communicator at
+        # without a device_id: each of Megatron's groups, most of them unused, would get a communicator at
         # once, with 388 MiB of the GPU's memory
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)
     except (RuntimeError, OSError) as error:

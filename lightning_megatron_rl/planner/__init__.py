@@ -1,1 +1,1 @@
-"""Whether a run fits: memory, by arithmetic, before anything is loaded."""
+"""Whether a run fits: memory and divisibility, by arithmetic, before anything is loaded."""

@@ -35,7 +35,7 @@ class DividedExperts:
 
 @dataclass(frozen=True)
 class DividedSizes:
-    """What the ranks of a model share, under the names of config.json."""
+    """Sizes that the ranks of a model share, under the names of config.json."""
 
     model_type: str
     num_attention_heads: int

@@ -1,4 +1,4 @@
-"""How much memory of a GPU a run will take, part by part and with the arithmetic, before any of it is taken.
+"""The GPU memory that a run will take, part by part with the arithmetic, before it starts.
 
 The formulas are in docs/performance.md. They count what a run is certain to hold, so a plan that does not fit is
 refused with reason, and one that fits may still run out by what allocators round up.
@@ -27,7 +27,7 @@ _ELEMENT_BYTES = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2, "bf16-true": 2}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the memory of a model's weights, activations and cache depends on.
+    """Sizes of a model that the memory of its weights, activations and cache depends on.
 
     Example:
         A tiny dense model: ``ModelSize(dense=10_000, experts=0, vocabulary=128, hidden=64, layers=4, ...)``

@@ -1,4 +1,4 @@
-"""The memory plan: what of trainer and sampler is on a GPU at which moment, and whether the fullest one fits."""
+"""The memory plan: what trainer and sampler hold on a GPU at each moment, and whether the fullest fits."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a rollout engine takes of GPUs, as it describes itself, and what that is on one of them."""
+"""GPU memory that a rollout engine needs, as it describes itself."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a reward is, what it is called in the logs, and which of them are refused before anything starts."""
+"""The protocol of rewards, their names in the logs, and checks before a run."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ RESERVED_NAMES = {
 
 
 class RewardSetupError(ValueError):
-    """What a reward needs is not there, in the data or on the machine: no response could change that.
+    """Something that a reward needs is missing in the data or on the machine.
 
     It ends the run whatever `GuardedReward(on_error)` says.
 
@@ -94,11 +94,7 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
 
 
 def describe_sample(sample: Sample) -> str:
-    """Say which sample this is in an error: data set, prompt index, shortened prompt and response.
-
-    Example:
-        "the sample of prompt 3 of 'train' (prompt '1+1=', response '2')"
-    """
+    """Say which sample this is in an error: data set, prompt index, shortened prompt and response."""
     prompt = sample.prompt
     return (
         f"the sample of prompt {prompt.index} of {prompt.dataset!r} "

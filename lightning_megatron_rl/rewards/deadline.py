@@ -1,4 +1,4 @@
-"""Calls of code that may hang: all of them end by one deadline, and what still runs then is interrupted."""
+"""Calls of code that may hang, under one deadline; late ones are interrupted."""
 
 import ctypes
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 class _Interrupted(SystemExit):
-    """Raised inside a thread whose result nobody waits for any more.
+    """Raised inside a thread whose result is no longer wanted.
 
     An event loop goes on after any other exception that reaches it in a callback, such as that of its own deadline.
     """
@@ -18,7 +18,7 @@ class DeadlineError(Exception):
 
 
 class BoundedCalls:
-    """Runs calls in threads, and never waits longer than it was told.
+    """Runs calls in threads with a time limit.
 
     A thread cannot be killed. One that is late gets an exception, which ends a loop in Python at once; one that is
     inside native code or waits for a socket gets it when that returns, and until then it is left alone. With
@@ -38,11 +38,7 @@ class BoundedCalls:
         self._stuck: list[threading.Thread] = []
 
     def run[T](self, calls: Sequence[Callable[[], T]], seconds: float) -> list[T | BaseException]:
-        """Return each call's result, or the exception it raised, or `DeadlineError`; after `seconds` at the latest.
-
-        Example:
-            ``BoundedCalls().run([lambda: time.sleep(60)], seconds=0.1)`` returns ``[DeadlineError(...)]`` after 0.1 s.
-        """
+        """Return each call's result, or the exception it raised, or `DeadlineError`; after `seconds` at the latest."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= self.max_stuck:
             message = f"not called: {len(self._stuck)} earlier calls still hang"

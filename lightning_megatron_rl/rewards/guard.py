@@ -1,4 +1,4 @@
-"""A reward that cannot stop a run: bad samples cost themselves a default, by a deadline, and are named."""
+"""A guard around a reward: samples on which it fails or is late get a default."""
 
 import asyncio
 import inspect
@@ -25,7 +25,7 @@ _RANGES = {
 
 
 class GuardedReward:
-    """A reward with a deadline, whose failures cost the samples concerned a default and nothing else.
+    """A reward with a deadline; samples on which it fails get a default.
 
     Every reward of a run is guarded; name this class in a config to change how. The reward is called with all samples
     (or `batch_size` of them). If that raises or is late, each of its samples is tried alone, so that only those
@@ -72,7 +72,7 @@ class GuardedReward:
         """Return one number per sample, and by its position what went wrong with each that got the default.
 
         Raises:
-            ValueError: The result is no list with one number per sample: an error in the reward, whatever `on_error`
+            ValueError: The result is not a list with one number per sample: an error in the reward, whatever `on_error`
                 says. With "raise" also for a number that is not finite.
             RewardSetupError: What the reward needs is not there.
             RuntimeError: With "raise": a sample on which the reward raised or was late, from the original exception.
@@ -171,11 +171,7 @@ class GuardedReward:
 
 
 def guarded(reward: Reward) -> GuardedReward:
-    """Return the reward itself if it is guarded, otherwise under a guard with the default settings.
-
-    Example:
-        ``guarded(math_equal).deadline_s == 120.0``
-    """
+    """Return the reward itself if it is guarded, otherwise under a guard with the default settings."""
     return reward if isinstance(reward, GuardedReward) else GuardedReward(reward)
 
 
@@ -206,11 +202,7 @@ def guard_all(rewards: Sequence[Reward], timeout_s: float) -> list[GuardedReward
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and message in one line, shortened.
-
-    Example:
-        ``describe_error(KeyError("x")) == "KeyError: 'x'"``
-    """
+    """Return an exception's type and message in one line, shortened."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 500 else text[:500] + "..."
 

@@ -31,9 +31,6 @@ class MathVerifier(LimitedChild):
 
         Raises:
             RuntimeError: the child does not start.
-
-        Example:
-            ``verifier.equal("72", "23 + 49 = 72")`` is True.
         """
         try:
             return bool(self.ask([reference, response]))

@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody has read: in a child that can be killed, with little it could do harm to."""
+"""Runs an untrusted Python program in a child process that can be killed and has access to little."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The process between a `Sandbox` and the program in it: gives up what the program must not have, then becomes it.
+"""The process that a `Sandbox` starts: it drops privileges, then becomes the program.
 
 It is run by its path, imports nothing of this package, and says on a pipe what the kernel has refused. Its levels:
 
@@ -75,7 +75,7 @@ def make_read_only(target: str) -> None:
 
 
 def become_another_user() -> None:
-    """Give up root for a user without privileges, who is nobody else's."""
+    """Give up root for an unprivileged user id that nothing else uses."""
     user = SANDBOX_USERS[0] + os.getpid() % SANDBOX_USERS[1]
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -96,7 +96,7 @@ def stage(sources: dict[str, str], directory: str) -> dict[str, str]:
 
 
 def enter_namespaces(spec: dict[str, Any]) -> None:
-    """Leave everything behind but Python, a few devices and an empty directory of limited size."""
+    """Enter new namespaces with Python, a few devices and an empty directory of limited size."""
     directory = spec["directory"]
     links = {path: os.readlink(path) for path in spec["read_only"] if os.path.islink(path)}
     sources = {path: path for path in spec["read_only"] if path not in links}

@@ -1,4 +1,4 @@
-"""How several rewards score a batch of samples: side by side, each under its guard, summed with weights."""
+"""Scores samples by several rewards in parallel, each guarded, and sums them with weights."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -40,7 +40,7 @@ class ServiceReward(ABC):
         self.token_variable = token_variable
 
     def __call__(self, samples: list[Sample]) -> list[float]:
-        """Return the service's number for each sample; RuntimeError for what is no answer."""
+        """Return the service's number for each sample; RuntimeError for an invalid reply."""
         batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
         headers = self._headers()
         with ThreadPoolExecutor(min(self.concurrency, max(len(batches), 1))) as pool:
@@ -121,7 +121,7 @@ class HTTPReward(ServiceReward):
         name: What it is called in the logs.
 
     Raises:
-        ValueError: A url that is none, or a number that is not positive.
+        ValueError: An invalid url, or a number that is not positive.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class VLLMRewardModel(ServiceReward):
         name: What it is called in the logs.
 
     Raises:
-        ValueError: A url that is none, or a number that is not positive.
+        ValueError: An invalid url, or a number that is not positive.
     """
 
     def __init__(

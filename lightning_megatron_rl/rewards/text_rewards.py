@@ -26,7 +26,7 @@ class FormatReward:
         name: what it is called in the logs.
 
     Raises:
-        ValueError: a pattern that is no regular expression.
+        ValueError: a pattern that is not a regular expression.
 
     Example:
         ``FormatReward("(?s)<think>.*</think>.*")(samples)`` scores responses that think first.
@@ -52,7 +52,7 @@ class PatternAnswer:
         name: what it is called in the logs.
 
     Raises:
-        ValueError: a pattern that is no regular expression, or has several groups.
+        ValueError: a pattern that is not a regular expression, or has several groups.
     """
 
     def __init__(self, pattern: str, ignore_case: bool = False, name: str = "pattern_answer") -> None:
@@ -87,7 +87,7 @@ class JSONSchemaReward:
         name: what it is called in the logs.
 
     Raises:
-        ValueError: a file that cannot be read as JSON, or a schema that is none.
+        ValueError: a file that cannot be read as JSON, or an invalid schema.
 
     Example:
         ``JSONSchemaReward({"type": "object", "required": ["city"]})`` scores the response '{"city": "Oslo"}' 1.0.
@@ -185,9 +185,5 @@ def _ask(kind: str, rule: Any, sample: Sample, name: str) -> Any:
 
 @functools.cache
 def text_child() -> LimitedChild:
-    """Return the child process that all rewards of this process match in.
-
-    Example:
-        ``text_child().ask(["fullmatch", "a+", "aa"])`` is True.
-    """
+    """Return the child process that all rewards of this process match in."""
     return LimitedChild(WORKER)

@@ -1,4 +1,4 @@
-"""Sampling from the policy: the engine protocol and vLLM behind it; nothing here knows a loss."""
+"""Sampling from the policy: the engine protocol, and vLLM as an engine."""
 
 from lightning_megatron_rl.rollout.protocol import (
     Generation,

@@ -1,4 +1,4 @@
-"""Episodes: the policy and an environment take turns; every call of the engine advances all that are alive by one."""
+"""Episodes: the policy and an environment take turns; each engine call writes one turn of all open episodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

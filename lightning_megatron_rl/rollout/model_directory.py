@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory says about its weights, read without loading them."""
+"""Names and shapes of a Hugging Face model directory's weights, read without loading them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -65,7 +65,7 @@ class CheckpointLayout:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def check(self, weights: Iterable[tuple[str, S]]) -> Iterator[tuple[str, S]]:
-        """Pass `weights` on one by one, holding each to the layout; a tied output embedding is dropped.
+        """Yield `weights` one by one, each checked against the layout; a tied output embedding is dropped.
 
         vLLM keeps the old values of whatever an update leaves out, with a line in its log and no error.
 
@@ -79,7 +79,7 @@ class CheckpointLayout:
         self._check_complete(seen)
 
     def check_source(self, source: WeightSource) -> WeightSource:
-        """Return a source of the same weights that are held to the layout: whole ones now, others as they are taken.
+        """Return a source whose weights are checked against the layout: whole ones now, others as they are taken.
 
         Raises:
             ValueError: As `check`; of weights that come one by one, the first is looked at, which may be a collective.
@@ -98,14 +98,14 @@ class CheckpointLayout:
         return replace(source, tensors=lambda: all_of_them)
 
     def check_whole(self, weights: WeightViews) -> WeightViews:
-        """Hold all weights to the layout, as `check` does, without a copy of those whose rows lie apart."""
+        """Check all weights against the layout, without a copy of those whose rows lie apart."""
         found = [view for _, view in self.check((view.name, view) for view in weights.views)]
         return WeightViews(found, stays=weights.stays)
 
     def check_buckets(self, buckets: Iterable[WeightViews]) -> Iterator[WeightViews]:
-        """Pass buckets on one by one, holding their weights to the layout as `check` does.
+        """Yield buckets one by one, their weights checked as in `check`.
 
-        One for each that comes, empty if nothing of it is wanted: whoever takes two has two made.
+        Yields one for each that comes, empty if nothing of it is wanted.
         """
         seen: set[str] = set()
         for bucket in buckets:

@@ -1,4 +1,4 @@
-"""What a rollout engine takes and gives: token ids in, token ids and log-probs out, weights by name."""
+"""The protocol of rollout engines: token ids in, token ids and log-probs out, weights by name."""
 
 import hashlib
 import logging
@@ -87,7 +87,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update of an engine's weights took."""
+    """Measurements of one update of an engine's weights."""
 
     num_bytes: int  # of the weights as they came
     seconds: float  # from the call to weights that sample
@@ -98,7 +98,7 @@ class SyncReport:
 
 
 class WeightsLostError(RuntimeError):
-    """The engine has no weights to sample with: they went with its process or with a deep sleep, and nobody kept them.
+    """The engine has no weights to sample with: they were lost with its process or in a sleep at level 2.
 
     `update_weights` with a full set makes the engine whole again.
     """
@@ -120,7 +120,7 @@ class RolloutEngine(Protocol):
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def expect(self, num_tokens: int | None) -> None:
-        """Take note, before `start`, of how many tokens the run will sample at most; None: nobody knows."""
+        """Learn, before `start`, how many tokens the run will sample at most; None: unknown."""
         return
 
     def describe(self) -> str:
@@ -128,7 +128,7 @@ class RolloutEngine(Protocol):
         return type(self).__name__
 
     def describe_needs(self) -> EngineNeeds | None:
-        """Return what it takes of GPUs, to refuse a run that does not fit; None: nothing is planned for it."""
+        """Return the GPU memory that it needs, for the check before a run; None: it is not checked."""
         return None
 
     def start(self, model_path: str | Path) -> None:
@@ -148,10 +148,10 @@ class RolloutEngine(Protocol):
         """
 
     def let_go(self) -> None:
-        """Read no memory of an earlier update any more: it may be freed. The engine keeps its own weights."""
+        """Stop reading memory of an earlier update, which may be freed then. The engine keeps its own weights."""
 
     def sleep(self, level: int = 1) -> int:
-        """Give the device's memory back, and return the bytes; asleep already, it does nothing."""
+        """Free the device's memory and return the bytes; does nothing if asleep."""
         return 0
 
     def wake(self, tags: list[str] | None = None) -> None:
@@ -168,7 +168,7 @@ def derive_seed(base_seed: int, step: int, prompt_index: int, dataset: str = "")
 
 
 def check_sleep(level: int, sleep_level: int) -> None:
-    """Refuse a level that there is not, and an engine that was built to stay awake.
+    """Refuse an invalid level, and an engine that was built to stay awake.
 
     Args:
         level: Asked for.
@@ -184,7 +184,7 @@ def check_sleep(level: int, sleep_level: int) -> None:
 
 
 def note_sleep(level: int, freed: int, expected: int) -> None:
-    """Log what an engine left when it fell asleep; less than it had is a warning.
+    """Log the memory that an engine freed when it fell asleep; warn if it is less than it had.
 
     Args:
         level: Of its sleep.
@@ -205,7 +205,7 @@ def note_sleep(level: int, freed: int, expected: int) -> None:
 def check_requests(
     requests: list[GenerationRequest], params: SamplingParams, *, vocab_size: int, max_model_len: int
 ) -> None:
-    """Refuse requests that an engine would reject as a whole or shorten without a word.
+    """Refuse requests that an engine would reject or silently shorten.
 
     Raises:
         ValueError: The first bad request, by its index, with the value and the remedy.

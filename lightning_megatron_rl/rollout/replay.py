@@ -1,4 +1,4 @@
-"""`ReplayEngine`: answers with samples that exist already, so that a rollout is the same for every layout and run."""
+"""`ReplayEngine`: answers with recorded samples, so that a rollout is the same for every layout and run."""
 
 import time
 from pathlib import Path

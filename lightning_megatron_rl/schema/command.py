@@ -84,7 +84,7 @@ def make_schema() -> Schema:
 
 
 def _choice(classes: Iterable[type]) -> Schema:
-    """Return the schema of an object: one of `classes`, known by its name or path, or one of somebody else's."""
+    """Return the schema of an object: one of `classes`, known by its name or path, or any other class."""
     known = [
         {
             "if": {

@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: what Lightning's checkpoint hooks do, with the model, optimizers and settings of a strategy."""
+"""`RunCheckpoints`: Lightning's checkpoint hooks for a strategy's model, optimizers and settings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from lightning_megatron_rl.utilities.text_files import user_path
 if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-_OPTIMIZER = "optimizer"  # in Lightning's dictionary its state is still to be taken from this
+_OPTIMIZER = "optimizer"  # the optimizer in Lightning's dictionary, whose state `save` takes
 
 
 class RunCheckpoints:
@@ -44,11 +44,11 @@ class RunCheckpoints:
         self.keeper.start(trainer, self._strategy.timeout_s)
 
     def weights_changed(self) -> None:
-        """Share no files with what was saved before."""
+        """Share no files with earlier checkpoints."""
         self._saver.forget()
 
     def module_state(self) -> dict[str, Any]:
-        """Return sharded weights per chunk, and whatever the module holds outside `model`."""
+        """Return sharded weights per chunk, and the module's state outside `model`."""
         if not self.is_set_up:
             return {}
         self._strategy.gather_parameters()
@@ -56,7 +56,7 @@ class RunCheckpoints:
 
     @staticmethod
     def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer itself: `save` takes its state, if that is not saved already."""
+        """Return the optimizer itself: `save` takes its state if needed."""
         return {_OPTIMIZER: optimizer}
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Trainer settings that this strategy refuses, each with what to use in its place."""
+"""Trainer settings that this strategy refuses, each with an alternative."""
 
 import sys
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ _AVERAGE = (
     " WeightAverage(decay=0.999), which is kept beside the optimizer's state, or WeightAverage(decay=None) for the"
     " equal average of all steps"
 )
-# Lightning's callbacks that would change nothing, the wrong thing, or fail later; and what to use in their place
+# Lightning's callbacks that would have no or a wrong effect, or fail later; and what to use instead
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
     BaseFinetuning: (
         "it freezes parameters and adds them to the optimizer while training goes on, which Megatron's optimizer does"
@@ -78,7 +78,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
 
     Raises:
         ValueError: Naming the setting, its value and what to use in its place.
-        TypeError: The module is none that Megatron could train.
+        TypeError: Megatron cannot train the module.
         RuntimeError: CUDA can use none of the GPUs that Lightning has chosen; with the reason.
     """
     if trainer.strategy.root_device.type == "cuda" and count_gpus() == 0:
@@ -97,11 +97,11 @@ def check_trainer(trainer: "pl.Trainer") -> None:
 
 
 def check_module(module: "pl.LightningModule") -> None:
-    """Refuse a module that the strategy cannot train, or with hooks that would never be called.
+    """Refuse a module that the strategy cannot train, or whose hooks would not be called.
 
     Raises:
         ValueError: It has a `backward` of its own.
-        TypeError: There is no model of Megatron's, and nobody who would build one.
+        TypeError: It has no Megatron model and does not build one.
     """
     if not is_overridden("configure_model", module) and not isinstance(getattr(module, "model", None), nn.ModuleList):
         raise TypeError(no_megatron_model(module))
@@ -133,7 +133,7 @@ def check_optimisation(trainer: "pl.Trainer") -> None:
 
 
 def check_trainer_numbers(trainer: "pl.Trainer") -> None:
-    """Refuse numbers of the Trainer that Lightning takes and that mean nothing.
+    """Refuse meaningless numbers of the Trainer that Lightning accepts.
 
     Raises:
         ValueError: With the name, the value and the range.
@@ -148,7 +148,7 @@ def check_trainer_numbers(trainer: "pl.Trainer") -> None:
 
 
 def warn_of_fp32(device: torch.device, precision: str) -> None:
-    """Warn of a GPU that would train in fp32: Lightning's default, which few runs on GPUs mean."""
+    """Warn of a run in fp32 on a GPU: Lightning's default, rarely intended there."""
     if device.type == "cuda" and precision == "32-true":
         rank_zero_warn(
             "precision='32-true' on a GPU: weights, gradients and activations take 4 bytes per number, and matrix"
@@ -167,7 +167,7 @@ def no_megatron_model(module: "pl.LightningModule | None") -> str:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks that accumulate gradients, that save where an exception came up, or that Megatron does not see.
+    """Refuse callbacks that accumulate gradients, save on exceptions, or have no effect on Megatron.
 
     Raises:
         ValueError: Naming the callback and what to use in its place.
@@ -221,7 +221,7 @@ def check_checkpoint_places(trainer: "pl.Trainer") -> None:
 
 
 def refuse_checkpoint_io(plugin: object) -> None:
-    """Refuse a `CheckpointIO` plugin, which would be given no checkpoint to write or read.
+    """Refuse a `CheckpointIO` plugin, which would not be used.
 
     Raises:
         ValueError: Names it, and what to use in its place.
@@ -248,7 +248,7 @@ def refuse_storage_options(options: object) -> None:
 
 
 def refuse_interactive(num_devices: int) -> None:
-    """Refuse several devices where there is no script that the other processes could run.
+    """Refuse several devices without a script that the other processes could run.
 
     Raises:
         ValueError: In a notebook or an interactive Python.

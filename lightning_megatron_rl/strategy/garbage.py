@@ -1,16 +1,16 @@
-"""Python's garbage collector does not walk through what stays for the whole run."""
+"""Keeps Python's garbage collector from walking through objects that live for the whole run."""
 
 import gc
 
-_MANY = 10_000  # objects; somebody has set them aside already
+_MANY = 10_000  # objects: already set aside, by `gc.freeze`
 
 
 class LongLived:
-    """Sets aside what a run has made when its second batch starts, until it ends.
+    """Freezes the objects that exist when the second batch starts, until the run ends.
 
-    Libraries are half a million objects and more. Python looks at all of them every dozen or so batches for cycles that
-    nobody needs, which takes a quarter to half a second, on one rank while the others wait for it. After the first
-    batch everything is there that stays; what comes later is looked at as before.
+    Libraries hold half a million objects. Python searches all of them for cycles every dozen or so batches, which takes
+    a quarter to half a second on one rank while the others wait. What exists after the first batch stays for the run
+    and is skipped from then on.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class LongLived:
         self._holds = False
 
     def batch_starts(self) -> None:
-        """Set everything aside at the second call, unless somebody has done so before (`gc.freeze`)."""
+        """Set everything aside at the second call, unless `gc.freeze` was called before."""
         self._batches += 1
         if self._batches == 2 and gc.get_freeze_count() < _MANY:
             gc.collect()
@@ -26,7 +26,7 @@ class LongLived:
             self._holds = True
 
     def release(self) -> None:
-        """Let Python look at all objects again: a model is a web of cycles."""
+        """Unfreeze all objects: a model is full of reference cycles."""
         if self._holds:
             gc.unfreeze()
         self._batches, self._holds = 0, False

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's chunks: whether a step may use them, and how hooks see them as `parameter.grad`."""
+"""Gradients of an optimizer's chunks: whether a step may use them, and `parameter.grad` for hooks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class Gradients:
         self._shown = False
 
     def begin(self) -> None:
-        """Forget what there was: a new mini-batch starts.
+        """Start a new mini-batch.
 
         Raises:
             RuntimeError: Other parameters are trainable than when the optimizer was made.
@@ -44,18 +44,18 @@ class Gradients:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Have the gradients of a mini-batch when what runs inside has computed them; see `begin`."""
+        """Mark gradients as computed when the body has computed them; see `begin`."""
         self.begin()
         yield
         self.state = "computed"
 
     def hold(self) -> None:
-        """Keep what is computed when Lightning zeroes gradients after `training_step`."""
+        """Keep computed gradients when Lightning zeroes gradients after `training_step`."""
         if self.state == "computed":
             self.state = "held"
 
     def release(self) -> None:
-        """Take what was held for the gradients of the loss that `backward` is called with."""
+        """Use the held gradients for the loss that `backward` is called with."""
         if self.state == "held":
             self.state = "computed"
 
@@ -65,12 +65,12 @@ class Gradients:
         self.state = "dropped"
 
     def zero(self) -> None:
-        """Drop what is computed; where nothing is, a step remains an error."""
+        """Drop computed gradients; without any, a step remains an error."""
         if self.state == "computed":
             self.drop()
 
     def use(self) -> bool:
-        """Take the gradients for a step, with what hooks did to `parameter.grad`; False if the step is to be skipped.
+        """Take the gradients for a step, with hooks' changes of `parameter.grad`; False if the step is skipped.
 
         Raises:
             RuntimeError: There are none, or some parameters' were removed.

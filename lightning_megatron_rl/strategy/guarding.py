@@ -1,4 +1,4 @@
-"""Steps are taken with new, finite gradients only, which hooks see before."""
+"""Takes steps with new, finite gradients only, and shows them to hooks before."""
 
 import math
 import shutil
@@ -63,9 +63,9 @@ def gradients_of(chunks: Sequence[nn.Module], optimizers: Sequence[MegatronOptim
 def answer_nonfinite(
     optimizer: MegatronOptimizer, trainer: "pl.Trainer", on_nonfinite: OnNonfinite, finish_saving: Callable[[], None]
 ) -> None:
-    """End the run on every rank, or warn, if the last step was skipped for a loss or gradient that is no number.
+    """End the run on every rank, or warn, if the last step was skipped for a non-finite loss or gradient.
 
-    What a loss scale provokes and takes back is neither: fp16 gradients that overflow.
+    Overflows of fp16 gradients, which the loss scale handles, do not count.
 
     Args:
         optimizer: That was to take the step.
@@ -93,7 +93,7 @@ def answer_nonfinite(
 
 
 def _keep_batch(trace: UpdateTrace, directory: Path) -> str:
-    """Write the batch, or nothing of it; a sentence that says which, equal on every rank."""
+    """Write the batch, or nothing; return a sentence about it, equal on every rank."""
     place = directory / "batch"
     try:
         run_on_all_ranks(lambda: write_batch(trace, directory))
@@ -105,7 +105,7 @@ def _keep_batch(trace: UpdateTrace, directory: Path) -> str:
 
 
 def _keep_weights(trainer: "pl.Trainer", directory: Path, finish_saving: Callable[[], None]) -> str:
-    """Save the weights, or nothing of them; a sentence that says which, equal on every rank."""
+    """Save the weights, or nothing; return a sentence about it, equal on every rank."""
     place = directory / "weights.ckpt"
     try:
         trainer.save_checkpoint(place, weights_only=True)

@@ -1,4 +1,4 @@
-"""`LogDirectories`: each directory of a `CSVLogger` belongs to one run, and nothing in it is deleted or overwritten."""
+"""`LogDirectories`: one run per directory of a `CSVLogger`; nothing in it is deleted or overwritten."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

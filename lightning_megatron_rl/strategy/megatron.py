@@ -88,8 +88,8 @@ class MegatronStrategy(ParallelStrategy):
         ddp_config: Megatron's own `DistributedDataParallelConfig`, for everything else about gradient reduction.
         offload_while_sampling: What is moved to the host's memory while a sampler works: "optimizer", "gradients"
             (dropped: none is needed then) and "parameters"; nothing if not given.
-        on_nonfinite: What a step with a loss or gradient that is no number does: "stop" ends the run and keeps the
-            batch and the weights, "skip" leaves the weights as they are, warns and counts it.
+        on_nonfinite: What a step with a non-finite loss or gradient does: "stop" ends the run and keeps the batch and
+            the weights, "skip" skips the step, warns and counts it.
         save_on_interrupt: Whether Ctrl-C stops the run after the batch, with a checkpoint, as SIGTERM does.
         async_save: Write checkpoints while training goes on, from a copy in the host's memory. The next save, the end
             of the run and whatever loads a checkpoint wait for it.
@@ -508,7 +508,7 @@ class MegatronStrategy(ParallelStrategy):
         return self.memory.offload(parts, self.root_device, self.all_chunks, self.all_optimizers)
 
     def reload(self) -> OffloadReport:
-        """Bring back whatever is away."""
+        """Bring back all offloaded parts."""
         return self.memory.reload()
 
     def barrier(self, name: str | None = None) -> None:
@@ -552,7 +552,7 @@ class MegatronStrategy(ParallelStrategy):
         return {name: average for it in self.own_optimizers for name, average in it.averages.items()}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return sharded weights per chunk, and whatever the module holds outside `model`."""
+        """Return sharded weights per chunk, and the module's state outside `model`."""
         return self.checkpoints.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

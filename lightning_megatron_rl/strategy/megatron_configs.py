@@ -1,4 +1,4 @@
-"""What users set in Megatron's DDP and optimizer configs: completed by strategy and Trainer, or refused."""
+"""Completes and checks the user's DDP and optimizer configs of Megatron."""
 
 import math
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ _OPTIMIZER_RANGES = {
 
 
 def check_optimizer_numbers(config: Optional["OptimizerConfig"], prefix: str = "optimizer.") -> None:
-    """Refuse a learning rate, decay or other number of an optimizer with which nothing could be trained.
+    """Refuse invalid numbers of an optimizer, such as a negative learning rate.
 
     Args:
         config: The user's; None passes.
@@ -246,7 +246,7 @@ def _check(owner: str, config: Any, rules: Mapping[str, Rule], device: torch.dev
 
 
 def _check_dtypes(config: "OptimizerConfig", precision: str, params_dtype: torch.dtype, defaults: Any) -> None:
-    """Refuse what contradicts the Trainer's precision, and a loss scale where there is none."""
+    """Refuse settings that contradict the Trainer's precision, and a loss scale where none is used."""
     asked = {
         "bf16": config.bf16 and params_dtype != torch.bfloat16,
         "fp16": config.fp16 and params_dtype != torch.float16,
@@ -292,7 +292,7 @@ def _has_fused_sgd() -> bool:
 
 
 def _warn_of_lost_updates(lr: float) -> None:
-    """Say which weights stand still: bf16 numbers have 8 bits, neighbours of w are at least w / 256 apart."""
+    """Warn of weights too large for small updates: neighbours of a bf16 number w are at least w / 256 apart."""
     rank_zero_warn(
         f"precision='bf16-true' rounds every update to bf16: one of less than 1/512 of a weight is lost. Adam's are"
         f" about lr={lr:g}, so weights larger than 512 x {lr:g} = {512 * lr:g} stand still. Use"

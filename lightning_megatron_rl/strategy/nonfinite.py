@@ -1,4 +1,4 @@
-"""Steps that cannot be taken: a loss or a gradient that is no number, who brought it, and what is kept of it."""
+"""Steps with a non-finite loss or gradient: which samples, parameters and ranks, and what is kept of the batch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ _NAMED = 3  # samples and parameters that a message names
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is no finite number, and the run was told to stop."""
+    """A loss or gradient is not finite, and the run was told to stop."""
 
 
 @dataclass
 class UpdateTrace:
-    """What the gradients at hand were computed from, on this rank; kept until the next ones are.
+    """The inputs of the current gradients on this rank.
 
     Args:
         chunks: The trained chunks.
-        metric: Name of the loss; "" if nobody knows it.
+        metric: Name of the loss; "" if unknown.
         loss: Of the whole mini-batch, the same on every rank.
         samples: What this replica computed, as plain data: "origin" names a sample.
         token_losses: On the last pipeline stage, per micro-batch, each token's loss and its sample's place in
@@ -39,11 +39,11 @@ class UpdateTrace:
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether the loss is a number."""
+        """Whether the loss is finite."""
         return math.isfinite(self.loss)
 
     def bad_samples(self) -> list[str]:
-        """Return the origins of samples with a token whose loss is no finite number.
+        """Return the origins of samples with a token whose loss is not finite.
 
         Example:
             Losses ``[[0.1, nan, 0.3]]`` at places ``[[0, 1, 1]]`` name ``samples[1]``.
@@ -54,7 +54,7 @@ class UpdateTrace:
         return [str(self.samples[place]["origin"]) for place in sorted(places)]
 
     def bad_parameters(self) -> list[str]:
-        """Return the names of this rank's parameters whose gradient is no finite number."""
+        """Return the names of this rank's parameters whose gradient is not finite."""
         return [name for name, gradient in self._gradients() if not bool(gradient.isfinite().all())]
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +91,7 @@ def describe_failure(trace: UpdateTrace, grad_norm: float, step: int) -> str:
 
 
 def write_batch(trace: UpdateTrace, directory: Path) -> None:
-    """Keep this rank's part of the batch as ``<directory>/batch/<rank>.pt``: plain tensors, to be looked at."""
+    """Write this rank's part of the batch to ``<directory>/batch/<rank>.pt``, as plain tensors."""
     (directory / "batch").mkdir(parents=True, exist_ok=True)
     content = {
         "samples": [dict(sample) for sample in trace.samples],

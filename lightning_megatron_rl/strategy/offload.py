@@ -1,4 +1,4 @@
-"""What a trainer holds on its device while others need the memory: moved to the host's memory, and back."""
+"""Moves a trainer's state to the host's memory while others need the device, and back."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What one move took."""
+    """Bytes and seconds of one move."""
 
     num_bytes: int  # of the device's memory
     seconds: float
@@ -34,7 +34,7 @@ class _Moved:
 
 @dataclass
 class Offloader:
-    """Empties storages and fills them again: every tensor that looks at one stays what it is, and is usable afterwards.
+    """Frees and refills the storages of tensors; the tensors and their views stay valid.
 
     The host's copies are pinned where there is a GPU, and kept from one time to the next.
 
@@ -68,7 +68,7 @@ class Offloader:
         return OffloadReport(sum(move.size for move in moved), time.perf_counter() - started)
 
     def reload(self) -> OffloadReport:
-        """Bring everything back."""
+        """Bring all parts back."""
         started = time.perf_counter()
         num_bytes = 0
         for moved in self._away.values():
@@ -102,7 +102,7 @@ class Offloader:
 
 
 class OffloadedState:
-    """The optimizer states, gradients and parameters of a run that can be away while a sampler has the device.
+    """Optimizer states, gradients and parameters of a run that can be offloaded while a sampler works.
 
     Args:
         parts: What may be moved, in this order.
@@ -124,7 +124,7 @@ class OffloadedState:
         chunks: Sequence[nn.Module],
         optimizers: Sequence[MegatronOptimizer],
     ) -> OffloadReport:
-        """Move those of `wanted` that may be moved to the host's memory, and give what torch keeps for itself back.
+        """Move the movable ones of `wanted` to the host's memory, and empty torch's cache.
 
         Args:
             wanted: Parts; those that are away already stay there.
@@ -147,7 +147,7 @@ class OffloadedState:
         return total
 
     def reload(self) -> OffloadReport:
-        """Bring back whatever is away."""
+        """Bring back all offloaded parts."""
         parts = self.away
         if self._offloader is None or not parts:
             return OffloadReport(0, 0.0)

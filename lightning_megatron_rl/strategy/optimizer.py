@@ -75,8 +75,7 @@ class MegatronOptimizer(Optimizer):
     def _step_if_finite(self) -> Skipped | None:
         """Take Megatron's step in its parts, or say why not.
 
-        Megatron's own would clip by a norm that is no number and take the step: every weight is lost. All ranks decide
-        alike.
+        Megatron's own step would clip by a non-finite norm and lose every weight. All ranks decide alike.
         """
         overflowed = self.megatron.prepare_grads()  # under a loss scale, which it lowers then
         norm = math.nan if overflowed else self.megatron.get_grad_norm()
@@ -213,7 +212,7 @@ class MegatronOptimizer(Optimizer):
 
 
 def _agreed(norm: float) -> float:
-    """The norm of this rank's replica, or nan if that of any is no finite number; a collective of all ranks."""
+    """The norm of this rank's replica, or nan if any replica's is not finite; a collective of all ranks."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     is_lost = torch.tensor(int(not math.isfinite(norm)), device=device)
     dist.all_reduce(is_lost, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""How matrices are multiplied on CUDA: fp32 in fp32, unless TF32 was asked for; 16-bit ones with sums in fp32."""
+"""Precision of matrix products on CUDA: fp32 unless TF32 was asked for; sums in fp32 for 16 bits."""
 
 import os
 
@@ -20,7 +20,7 @@ def asks_for_tf32() -> bool:
 
 
 def choose_products(precision: str, device: torch.device) -> None:
-    """Make products on CUDA what `precision` says; call it before the process first multiplies there.
+    """Set up products on CUDA for `precision`; call it before the process's first product there.
 
     Under ``"32-true"`` cuBLAS is told not to use TF32, unless torch's switch asks for it. In 16-bit precisions torch's
     products keep partial sums in fp32.
@@ -58,7 +58,7 @@ def check_products(device: torch.device, *, transformer_engine: bool) -> None:
     """Multiply two matrices in fp32 as the model's layers will, and refuse a run in fp32 whose products are not.
 
     Raises:
-        RuntimeError: They are TF32, and nobody asked for that: the process had used cuBLAS before the run began.
+        RuntimeError: They are TF32 without being asked for: the process had used cuBLAS before the run began.
     """
     if device.type != "cuda" or asks_for_tf32():
         return

@@ -1,4 +1,4 @@
-"""The seed of a run, and what it is made of, for its loggers."""
+"""The seed of a run, and its settings for its loggers."""
 
 import os
 from dataclasses import asdict
@@ -29,7 +29,7 @@ def seed_megatron() -> None:
 
 
 def log_settings(trainer: "pl.Trainer", strategy: "MegatronStrategy") -> None:
-    """Give the loggers what the run is made of, as Lightning does with what a module saves as hyper-parameters."""
+    """Log the settings of the run, as Lightning logs hyper-parameters."""
     if not trainer.enable_autolog_hparams or not trainer.loggers:
         return
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]

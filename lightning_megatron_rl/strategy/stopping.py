@@ -27,9 +27,9 @@ REQUEUE_LINK = "hpc_ckpt_1.ckpt"  # where Lightning looks for a checkpoint under
 class RunStop:
     """Answers SIGTERM, SIGUSR1 and, if asked, Ctrl-C, after the batch of a fit in which they come.
 
-    Every rank looks for the note of any rank when a batch or a validation has ended, and after the checkpoint callbacks
-    have had their turn. The checkpoint is written there, where loops, data and callbacks are between two batches, and
-    the run ends when the batch's metrics are logged: before a validation that is due, or before the next batch.
+    All ranks check for a signal on any rank at the end of each batch and validation, after the checkpoint callbacks.
+    The checkpoint is written there, where loops, data and callbacks are between two batches. The run ends when the
+    batch's metrics are logged, before a due validation or the next batch.
 
     Args:
         strategy: Of the fit.
@@ -123,7 +123,7 @@ class _CountsSteps(pl.Callback):
 
 
 class _EndsOfBatches(pl.Callback):
-    """Tells `RunStop` where a batch or a validation ends, which Lightning tells callbacks only."""
+    """Calls `RunStop` at the end of batches and validations: Lightning tells callbacks only."""
 
     def __init__(self, stop: RunStop) -> None:
         self._stop = stop
@@ -133,7 +133,7 @@ class _EndsOfBatches(pl.Callback):
         self._stop.save_if_told()
 
     def on_validation_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """Leave a validation to the run that goes on."""
+        """Leave a due validation to the resumed run."""
         if not trainer.sanity_checking:
             self._stop.stop_if_told()
 

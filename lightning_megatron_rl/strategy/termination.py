@@ -1,4 +1,4 @@
-"""Signals that stop a run: noted wherever they come in, answered by all ranks together."""
+"""Signals that stop a run: noted when they arrive, answered by all ranks together."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the tools of the command line share: a parser whose errors are one line."""
+"""An argument parser with one-line errors, for the tools of the command line."""
 
 import argparse
 from typing import NoReturn

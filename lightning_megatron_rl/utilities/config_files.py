@@ -1,4 +1,4 @@
-"""YAML files of the command line: looked at before anything heavy is imported, with file, line and column in errors."""
+"""Early checks of the command line's YAML files, with file, line and column in errors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +47,7 @@ def check_configs(arguments: Sequence[str], environment: Mapping[str, str]) -> N
 
 
 def _named_files(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """Files that exist, or are named as configs; what else is wrong with an argument the parser says."""
+    """Files that exist, or are named as configs; the parser reports other errors."""
     follows_config = False
     for argument in arguments:
         name, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""What of a run's messages the console shows, and the log file that has the rest."""
+"""Splits a run's messages between the console and a log file."""
 
 import inspect
 import io
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
-# what stands between whoever has something to say and the handler of it
+# modules between the caller and the handler of a message
 _MESSENGERS = ("logging", "warnings", "lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BUFFERED = 10_000  # records before the file is known
@@ -88,7 +88,7 @@ class MessageLog(logging.Handler):
 
 
 def is_shown(level: int, frame: FrameType | None) -> bool:
-    """Whether the console shows a message, by its level and by who says it: the first caller that is no messenger."""
+    """Whether the console shows a message, by its level and its first caller outside logging modules."""
     if level >= logging.ERROR:
         return True
     while frame is not None and _is_messenger(frame):
@@ -127,7 +127,7 @@ def prints_to_log() -> Iterator[None]:
 
 
 def begin() -> MessageLog:
-    """Take this process's records and warnings from now on, once."""
+    """Start handling this process's records and warnings, once."""
     global _current
     if _current is None:
         _current = MessageLog(sys.stderr)
@@ -139,5 +139,5 @@ def begin() -> MessageLog:
 
 
 def current() -> MessageLog | None:
-    """Return what `begin` has made; None in programs that are not the command line."""
+    """Return the log that `begin` has made; None outside the command line."""
     return _current

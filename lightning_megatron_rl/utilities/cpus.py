@@ -131,10 +131,10 @@ def _quota(directory: Path) -> float:
 
 
 def users_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the threads that the user asks for by OMP_NUM_THREADS; None where nobody or only a launcher has set it.
+    """Return the user's OMP_NUM_THREADS; None where it is unset or set by a launcher.
 
     Raises:
-        ValueError: It is no positive number, which libgomp would ignore.
+        ValueError: It is not a positive number, which libgomp would ignore.
     """
     text = environment.get(_THREADS)
     if text is None or text == environment.get(_SHARE) or _is_of_torchrun(environment):
@@ -164,7 +164,7 @@ def openmp_defaults(environment: Mapping[str, str] = os.environ) -> dict[str, st
 
 
 def share_cpus(num_processes: int, environment: MutableMapping[str, str] = os.environ) -> int | None:
-    """Give each process of a run its share of this machine's CPUs, and what it starts the defaults of OpenMP.
+    """Give each process of a run its share of the CPUs, and child processes the defaults of OpenMP.
 
     Sets environment variables for the processes that are started from here on; what the user has set stays.
 
@@ -176,7 +176,7 @@ def share_cpus(num_processes: int, environment: MutableMapping[str, str] = os.en
         Threads for torch in this process; None: as the user or torchrun has set them.
 
     Raises:
-        ValueError: OMP_NUM_THREADS is no positive number.
+        ValueError: OMP_NUM_THREADS is not a positive number.
     """
     environment.update(openmp_defaults(environment))
     if users_threads(environment) is not None or _is_of_torchrun(environment):
@@ -196,7 +196,7 @@ def sampler_threads(num_parameters: int, num_processes: int = 1, environment: Ma
         environment: Of the trainer's process.
 
     Raises:
-        ValueError: OMP_NUM_THREADS is no positive number.
+        ValueError: OMP_NUM_THREADS is not a positive number.
     """
     asked = users_threads(environment)
     if asked is not None:
@@ -217,7 +217,7 @@ def trainer_threads(num_parameters: int, share: int) -> int:
 
 
 class OthersLoad:
-    """Measures how many CPUs the processes of others keep busy, from when it is made.
+    """Measures, from its creation on, how many CPUs other processes keep busy.
 
     Niced processes do not count, unless this one is niced, too: they give way. What this process's family uses
     (children, and their children; under torchrun and SLURM what its parent has started) is its own.
@@ -236,7 +236,7 @@ class OthersLoad:
 
 
 def busy_words(others: float | None, cpus: int) -> str | None:
-    """Say that others keep a machine busy and what that costs, None if they do not.
+    """Return a sentence about the load of other processes and its cost; None if there is little.
 
     Args:
         others: CPUs that they use.

@@ -1,4 +1,4 @@
-"""What everybody needs who writes files that must not be lost."""
+"""Helpers for files that must not be lost: locks, atomic names, checks of paths."""
 
 import fcntl
 import os
@@ -197,7 +197,7 @@ class LockedDirectory:
             self._lock = None
 
     def abandon(self) -> None:
-        """Leave nothing of it, unless it was unlocked: then it is somebody else's."""
+        """Remove it, unless it was unlocked: then another process may have it."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self.unlock()

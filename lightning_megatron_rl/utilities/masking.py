@@ -1,4 +1,4 @@
-"""Keeps secrets out of what is written down: configs, hyper-parameters, messages."""
+"""Masks secrets in configs, hyper-parameters and messages."""
 
 import os
 import re
@@ -25,7 +25,7 @@ _ASSIGNMENT = re.compile(r"""(['"]?)([\w.-]+)\1(\s*[:=]\s*)(['"]?)([^'",}\s]+)\4
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what is called so is a secret, by its name.
+    """Whether a setting is a secret, by its name.
 
     Example:
         ``is_secret_name("HF_TOKEN")``, and not ``is_secret_name("max_tokens")``

@@ -1,4 +1,4 @@
-"""What a run must tell whatever Python's warning filters say: what was lost or skipped, and what failed."""
+"""Notices of losses and failures that are repeated at the end of a run."""
 
 import logging
 from collections import Counter
@@ -14,17 +14,17 @@ _failures: list[str] = []
 
 
 class RunFailedError(RuntimeError):
-    """Training went on to its end, but something that the run was for failed."""
+    """Training finished, but one of its outputs failed."""
 
 
 def tell_loss(message: str) -> None:
-    """Say, as a warning in the log, that something was lost or skipped; `finish` says it once more."""
+    """Warn that something was lost or skipped; `finish` repeats it."""
     log.warning(message)
     _losses[message if message in _losses or len(_losses) < _MOST_KEPT else _OTHERS] += 1
 
 
 def tell_failure(message: str, *, aloud: bool = True) -> None:
-    """Say, as an error in the log, that something the run was for failed; `finish` raises it.
+    """Log that an output of the run failed; `finish` raises it.
 
     Args:
         message: What failed, and what to do.
@@ -36,7 +36,7 @@ def tell_failure(message: str, *, aloud: bool = True) -> None:
 
 
 def forget() -> None:
-    """Begin a run: what earlier ones told is done with."""
+    """Begin a run without notices."""
     _losses.clear()
     _failures.clear()
 
@@ -45,7 +45,7 @@ def finish() -> None:
     """End a run: repeat what was lost in it, and raise what failed.
 
     Raises:
-        RunFailedError: Something that the run was for failed.
+        RunFailedError: An output of the run failed.
     """
     losses, failures = _losses.copy(), list(_failures)
     forget()

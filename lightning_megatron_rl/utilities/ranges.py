@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have. A value that is not finite, or no number, is outside every range.
+    """The values that a number may have. A value that is not a finite number is outside every range.
 
     Args:
         least: Smallest value; None for none.

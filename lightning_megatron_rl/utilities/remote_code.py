@@ -7,7 +7,7 @@ _VALUES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 def trusts_remote_code() -> bool:
-    """Return whether the user of this process has said that code of models may run; it may not by default.
+    """Return whether the user allows code of models to run; the default is no.
 
     A variable of the environment, not a setting: a config that came with a model cannot switch it on.
 
@@ -21,7 +21,7 @@ def trusts_remote_code() -> bool:
 
 
 def remedy(error: Exception) -> str:
-    """Return what helps against an error of Transformers that asks for trust; "" for any other."""
+    """Return the remedy for an error of Transformers that asks for trust; "" for any other."""
     if "trust_remote_code" not in str(error):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Text files that a user names: what is wrong with one is said with its path, its line and what to do."""
+"""Reads text files of the user, with path, line and remedy in errors."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def text_file(path: str | Path) -> Path:
     """Return the path of a text file, with `~` expanded, after a look at how it begins.
 
     Raises:
-        ValueError: It is missing, a directory, no plain file, cannot be read, is compressed or UTF-16.
+        ValueError: It is missing, not a plain file, cannot be read, is compressed or UTF-16.
     """
     found = user_path(path)
     if found.is_dir():
@@ -77,7 +77,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Return what JSON text stands for.
+    """Parse JSON text.
 
     Raises:
         ValueError: It is not valid JSON, nested too deep, or holds half of a character; with `where`.
@@ -99,7 +99,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return what a file of JSON holds.
+    """Return the content of a JSON file.
 
     Raises:
         ValueError: As `read_lines` and `parse_json`.

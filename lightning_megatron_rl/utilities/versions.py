@@ -8,11 +8,7 @@ _OWN = "lightning-megatron-rl"
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a distribution, None if it is not installed; this one need not be (`PYTHONPATH`).
-
-    Example:
-        ``installed_version("torch") == "2.11.0"``
-    """
+    """Return the version of a distribution, None if it is not installed; this one need not be (`PYTHONPATH`)."""
     if name == _OWN:
         return __version__
     try:

@@ -1,4 +1,4 @@
-"""How far the ranks of a layout are from the single process, and what departs first."""
+"""Compares the ranks of a layout with the single process, and names the first departure."""
 
 import math
 import re

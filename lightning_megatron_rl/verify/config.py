@@ -1,4 +1,4 @@
-"""What `verify-layout` trains, from the YAML files that `fit` takes."""
+"""Builds what `verify-layout` trains from the YAML files of `fit`."""
 
 import logging
 import os
@@ -73,7 +73,7 @@ class _Built(CommandLine):
             strategy["init_args"][name] = value
 
     def instantiate_classes(self) -> None:
-        """Build; what a class refuses is told by whoever asked for the layout."""
+        """Build; what a class refuses is reported with the layout."""
         LightningCLI.instantiate_classes(self)
         strategy = self._get(self.config_init, "trainer")["strategy"]
         if not isinstance(strategy, MegatronStrategy):

@@ -61,7 +61,7 @@ def gradients_in_place(chunks: Sequence[nn.Module]) -> Iterator[None]:
 def perturb(chunks: Sequence[nn.Module], seed: int = 0) -> None:
     """Move each number of fp32 parameters by about a unit in its last place, up or down.
 
-    What a run makes of that is what rounding does to it: how far its sums depend on the order of their terms.
+    The effect on a run is that of rounding: how far its sums depend on the order of their terms.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -150,7 +150,7 @@ def run_layout(
 def verification_settings(
     settings: TrainingSettings, layout: Layout, max_tokens_per_microbatch: int | None
 ) -> TrainingSettings:
-    """Return a module's settings without what would blur or hide a difference, and with what `layout` can take."""
+    """Return a module's settings without those that would hide a difference or that `layout` cannot take."""
     from megatron.core.optimizer import OptimizerConfig
 
     config, overrides = settings.optimizer or OptimizerConfig(weight_decay=0.0), settings.model_config

@@ -46,7 +46,7 @@ def parse_layout(name: str) -> Layout:
     followed by ``@N`` is that layout with micro-batches of at most N tokens.
 
     Raises:
-        ValueError: An unknown name, a part given twice, sizes that contradict each other, a budget that is no number.
+        ValueError: An unknown name, a part given twice, sizes that contradict each other, an invalid budget.
 
     Example:
         ``parse_layout("pp2_vpp2").strategy["virtual_pipeline_model_parallel_size"] == 2``

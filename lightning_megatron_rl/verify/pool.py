@@ -189,7 +189,7 @@ class WorkerPool:
             job = _Job(function, args, kwargs, rank, world_size, node_size, port, timeout, init_process_group)
             worker.connection.send_bytes(pickle.dumps(job))
         results, failures = _collect(workers, timeout)
-        if len(results) + len(failures) < world_size:  # somebody is still busy: find out where, then start afresh
+        if len(results) + len(failures) < world_size:  # a worker is still busy: find out where, then start new ones
             for rank, worker in enumerate(workers):
                 if rank not in results and rank not in failures:
                     story = f"still running after {timeout:g} s or after another rank failed\n{worker.stacks()}"
@@ -263,7 +263,7 @@ def trainer_size(world_size: int) -> tuple[int, int]:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback interface, below those that the system hands out to whoever asks."""
+    """A TCP port that is free on the loopback interface, below those that the system hands out by itself."""
     while True:
         port = random.SystemRandom().randint(20_000, 30_000)  # a seeded generator would give runs side by side one port
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ def free_port() -> int:
 
 
 def _run_job(job: _Job) -> Any:
-    """Be one rank of `job`, and leave the process as it was."""
+    """Run one rank of `job`, and restore the process's state."""
     from datetime import timedelta
 
     import torch
@@ -306,7 +306,7 @@ def _run_job(job: _Job) -> Any:
             torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)
-        gc.collect()  # a model is a web of cycles
+        gc.collect()  # a model is full of reference cycles
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # and what was lent to processes that are gone
             torch.cuda.empty_cache()
@@ -323,7 +323,7 @@ def _watch_parent() -> None:
 
 
 def _serve(descriptor: int) -> None:
-    """The life of a worker: read a job, answer it, until the pipe closes."""
+    """The main loop of a worker: run jobs until the pipe closes."""
     threading.Thread(target=_watch_parent, daemon=True).start()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     num_modules = 0

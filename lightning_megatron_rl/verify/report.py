@@ -1,4 +1,4 @@
-"""What a verification found: one row per layout, as a table, as JSON and as an exit code."""
+"""The result of a verification: one row per layout, as a table, as JSON and as an exit code."""
 
 import json
 import math
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """What keeps the verification from passing: a line for each layout."""
+        """Reasons why the verification fails: a line for each layout."""
         lines = [
             f"{row.layout}: {row.verdict}: {row.reason}" for row in self.rows if row.verdict in ("departs", "failed")
         ]

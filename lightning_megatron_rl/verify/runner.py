@@ -188,7 +188,7 @@ def _run_one(
 
 
 def _indivisible(layout: Layout, module: PolicyModule, batch: FrozenBatch) -> str:
-    """Why the batch cannot be shared out to the layout's replicas; the ranks themselves would wait for each other."""
+    """Why the batch cannot be divided among the layout's replicas; the ranks themselves would hang."""
     sizes = {name: value for name, value in layout.strategy.items() if name in _LAYOUT_ARGUMENTS}
     replicas = ParallelLayout(**sizes).data_parallel_size(layout.world_size)
     if not isinstance(module, GRPOModule):

@@ -1,4 +1,4 @@
-"""Copies that were recorded out of whole weights, done out of the pieces that these consist of, wherever they lie."""
+"""Turns copies recorded from whole weights into copies from their pieces on several ranks."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class _Rectangle:
         return self.rows * self.columns
 
     def common(self, other: "_Rectangle") -> "_Rectangle | None":
-        """What lies in both."""
+        """The intersection."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
@@ -36,7 +36,7 @@ class _Rectangle:
 def gather_copies(
     plans: Sequence[CopyPlan], weights: Mapping[str, LentWeight]
 ) -> tuple[list[Tensor], list[Placement]] | None:
-    """Return targets and sources that do what the plans do; None if one copies something else than a rectangle.
+    """Return targets and sources equivalent to the plans; None if one copies something else than a rectangle.
 
     Args:
         plans: Recorded with whole weights, each contiguous in one block.
@@ -73,7 +73,7 @@ def gather_copies(
 
 
 def _rectangle(source: Placement, whole: Placement) -> _Rectangle | None:
-    """Return what part of a weight, as a matrix, was copied; None if it is no rectangle."""
+    """Return what part of a weight, as a matrix, was copied; None if it is not a rectangle."""
     columns = prod(whole.shape[1:])
     row, column = divmod((source.offset - whole.offset) // source.dtype.itemsize, columns)
     dimensions = merge_dimensions(source.shape, source.stride)

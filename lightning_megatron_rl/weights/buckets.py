@@ -119,7 +119,7 @@ class _Exchange:
 
     group: dist.ProcessGroup
     source: int
-    memory: Tensor | None  # of the message; None: nobody else wants it
+    memory: Tensor | None  # of the message; None: no other rank wants it
     pack: Copies | None  # into it, if it is this rank's
     unpack: Copies  # into the bucket
 

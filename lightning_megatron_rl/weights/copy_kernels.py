@@ -1,4 +1,4 @@
-"""Many copies on one GPU by one kernel: what a list of operations takes to launch is longer than what it copies."""
+"""Many copies on one GPU by one kernel: launching an operation for each takes longer than the copies."""
 
 from collections.abc import Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""A model's own loading of weights, recorded once as a list of plain copies and replayed from then on."""
+"""Records a model's own loading of weights as plain copies, and replays them in later updates."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
 class CopyPlan:
-    """What loading the tensors of `placements` copies, and where to.
+    """The copies that loading the tensors of `placements` consists of.
 
     Args:
         placements: The tensors.
@@ -47,7 +47,7 @@ class CopyPlan:
             self.let_go()
 
     def let_go(self) -> None:
-        """Hold no memory of a block any more."""
+        """Drop all references to the blocks' memory."""
         self._held = None
 
 
@@ -55,7 +55,7 @@ class CopyPlan:
 def record_copies(
     load: LoadWeights, blocks: Sequence[Tensor], placements: list[Placement], parameters: Iterable[Tensor]
 ) -> CopyPlan | None:
-    """Load the tensors, and return the plan of that; None if loading did more with them than copy parts of them.
+    """Load the tensors and return the plan of copies; None if loading does more than copy parts of them.
 
     vLLM's loaders narrow a tensor to this rank's part and copy it into a part of a fused parameter. Anything else, such
     as a change of dtype before the copy or a product, makes a new tensor, which a list of copies cannot repeat. A
@@ -76,7 +76,7 @@ def record_copies(
 
 
 class _Recorder(TorchDispatchMode):
-    """Takes note of copies out of the blocks into the parameters, and of every other use of the blocks' values."""
+    """Records copies from the blocks into the parameters, and any other use of the blocks' values."""
 
     def __init__(self, blocks: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()

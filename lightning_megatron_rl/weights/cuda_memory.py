@@ -1,4 +1,4 @@
-"""Memory of a GPU that another process maps, by CUDA IPC: what it is opened with, and who has a way to it."""
+"""GPU memory that another process maps by CUDA IPC: handles, and which GPUs reach it."""
 
 import atexit
 import os
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron_rl.compat.torch_names import release_reader, storage_at
 from lightning_megatron_rl.utilities.files import driver_files, remove_files
 
-Handle = tuple[Any, ...]  # what torch opens the memory of another process with
+Handle = tuple[Any, ...]  # torch's arguments to open memory of another process
 
 # places in what torch rebuilds a tensor of another process from
 DEVICE = 6  # the device's number
@@ -25,7 +25,7 @@ def whole_storage(tensor: Tensor) -> Tensor:
 
 
 def lend(block: Tensor, device: int) -> Handle:
-    """Return what one process opens the block's memory with; torch counts it as a reader until it has let go.
+    """Return a handle of the block's memory for one process, a reader in torch's count until it lets go.
 
     Whenever torch shares a storage, it wraps it once more, with a count of its readers in a file of shared memory that
     stays for as long as the storage lives: parameters would collect one for each sync of the run. So what is shared is
@@ -58,7 +58,7 @@ def take_back(handle: Handle) -> None:
 
 
 def identity(device: torch.device) -> str | None:
-    """Return what tells a GPU from all others, in every process; None: it is no GPU."""
+    """Return an id of a GPU that is the same in every process; None: it is not a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

@@ -48,7 +48,7 @@ class RowBlocks:
 
 
 def find_blocks(rows: Tensor) -> RowBlocks | None:
-    """Return row numbers ``[n]`` as blocks at equal distances, or None if they are none."""
+    """Return row numbers ``[n]`` as blocks at equal distances, or None if they do not form such blocks."""
     breaks = (rows.diff() != 1).nonzero().flatten()
     start, total = int(rows[0]), len(rows)
     if len(breaks) == 0:
@@ -101,7 +101,7 @@ class ExportViews:
         return self._weights
 
     def let_go(self) -> None:
-        """Keep no views any more; whoever reads them has let go of them."""
+        """Drop all views; their readers have let go of them."""
         self._weights = None
 
 

@@ -1,4 +1,4 @@
-"""A split model's parameters, lent to samplers: all ranks agree on it, and say where theirs lie."""
+"""Lends a split model's parameters to samplers, by agreement of all ranks."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ class Lending:
             torch.cuda.ipc_collect()
 
     def _least(self, value: int) -> int:
-        """The least that any rank says; all that the ranks' GPUs were given before is done then."""
+        """The minimum over the ranks, after all earlier work of their GPUs."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         box = torch.tensor([value])

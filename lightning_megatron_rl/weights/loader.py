@@ -1,4 +1,4 @@
-"""Weights into a vLLM model on CUDA: by vLLM's own loader the first time, by the copies recorded there after that."""
+"""Loads weights into a vLLM model on CUDA: first by vLLM's loader, then by the copies recorded there."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -124,7 +124,7 @@ class WeightLoader:
         torch.accelerator.synchronize()
 
     def let_go(self) -> None:
-        """Hold no memory of an update any more."""
+        """Drop all references to an update's memory."""
         self._borrowed = None
         for plan in self._plans:
             if plan is not None:

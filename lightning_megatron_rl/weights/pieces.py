@@ -1,4 +1,4 @@
-"""What a Hugging Face tensor of a split model consists of: rectangles of parameters on several ranks."""
+"""Hugging Face tensors of a split model as rectangles of parameters on several ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -155,15 +155,15 @@ def _spans(blocks: Sequence[Tensor]) -> list[tuple[int, int]]:
 def fill_buckets(tensors: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[tuple[Tensor, list[Placement]]]:
     """Copy tensors end to end into one buffer and yield it, with what it holds, whenever it is full and at the end.
 
-    The same buffer is filled again after each yield, so whoever reads it must be done by then; a tensor larger than
-    `capacity` gets a buffer of its own size.
+    The same buffer is filled again after each yield, so it must have been read by then; a tensor larger than `capacity`
+    gets a buffer of its own size.
 
     Args:
         tensors: Names and tensors of one device, taken one by one.
         capacity: Bytes of the buffer.
 
     Raises:
-        ValueError: `capacity` is no positive number of bytes.
+        ValueError: `capacity` is below 1.
     """
     if capacity < 1:
         raise ValueError(f"a bucket of {capacity} bytes: give a positive size")

@@ -1,4 +1,4 @@
-"""Which rank's parameter each part of a Hugging Face tensor comes from, found out once through Megatron-Bridge.
+"""Finds, through Megatron-Bridge, which rank's parameter each part of a Hugging Face tensor comes from.
 
 Every rank lets Megatron-Bridge convert numbers in place of its weights, which say of each element whose it is, and in
 which row and column. They go as digits, the bits of numbers in the weights' own dtype, so that planning holds and sends
@@ -67,7 +67,7 @@ def plan_sharded_views(
 def _find_pieces(
     edges: Edges, dtype: torch.dtype, matrix: tuple[int, int], shape: tuple[int, int], base: int
 ) -> tuple[Piece, ...] | None:
-    """Return a tensor as rectangles of parameters, or None if it is no such thing.
+    """Return a tensor as rectangles of parameters, or None if it does not consist of rectangles.
 
     Args:
         edges: Its digits; nothing if the tensor is not what it was.

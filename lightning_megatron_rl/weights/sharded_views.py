@@ -59,12 +59,12 @@ class ShardedViews:
         )
 
     def let_go(self) -> None:
-        """Keep no memory of pushes any more; whoever reads it has let go of it."""
+        """Drop the memory of pushes; its readers have let go of it."""
         self.free()
         self._lending.let_go()
 
     def free(self) -> None:
-        """Keep no memory for buckets; nobody reads it."""
+        """Drop the memory for buckets; it has no reader."""
         self._memory, self._places = None, []
 
 
@@ -152,7 +152,7 @@ class _Push:
             pass
 
     def _choose_buckets(self) -> None:
-        """Take no more than buckets from here on; what is lent is read, or whoever would have read it is gone."""
+        """Take no more than buckets from here on; what is lent has been read, or its reader is gone."""
         self.lend(Readiness.CANNOT, readers=0)
         if self._way == "lent":
             self.settle(loaded=True)

@@ -91,7 +91,7 @@ class Lender(Protocol):
             readers: Processes of its sampler.
 
         Returns:
-            The same object for as long as nothing has moved and nobody has needed it anew; None: take buckets.
+            The same object until something has moved or a rank needs it anew; None: take buckets.
         """
 
     def settle(self, loaded: bool) -> bool:
@@ -120,7 +120,7 @@ class WeightSource:
             collective, which goes on where `buckets` has stopped; a rank that takes one of them does its part for a
             rank that takes the other.
         whole: All weights where they lie, as often as they are asked for; None: each comes once.
-        lender: Lends the weights where they lie on several ranks; None: nobody does.
+        lender: Lends the weights where they lie on several ranks; None: none are lent.
         buckets: Yields the weights in memory that is used again: what was yielded is overwritten by the next but one. A
             collective. The same objects in each update for as long as everything stays in place and nothing was lent in
             between. None: there are no buckets.

@@ -1,4 +1,4 @@
-"""The collectives of this room between real processes."""
+"""The collectives of this folder between real processes."""
 
 import json
 from pathlib import Path

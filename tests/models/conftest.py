@@ -1,4 +1,4 @@
-"""Sequences and an independent reference for the tests of this room."""
+"""Sequences and an independent reference for the tests of this folder."""
 
 from pathlib import Path
 

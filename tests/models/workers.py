@@ -1,4 +1,4 @@
-"""Functions that the tests of this room run on gloo workers; each returns plain data or CPU tensors."""
+"""Functions that the tests of this folder run on gloo workers; each returns plain data or CPU tensors."""
 
 from pathlib import Path
 from typing import Any

@@ -10,7 +10,7 @@ from lightning_megatron_rl.rewards.text_rewards import text_child
 
 @pytest.fixture(scope="session", autouse=True)
 def children() -> Iterator[None]:
-    """Start each child once for all tests of this room."""
+    """Start each child once for all tests of this folder."""
     _math_verifier().equal("1", "1")
     text_child().ask(["fullmatch", "a", "a"])
     yield

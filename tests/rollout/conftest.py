@@ -1,4 +1,4 @@
-"""Two real vLLM engines for the whole room: each start costs 10 to 30 seconds."""
+"""Two real vLLM engines for this whole folder: each start costs 10 to 30 seconds."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whether a model is carried, and which of its sizes a layout must divide, by its Hugging Face config."""
+"""Whether a model is supported, and which of its sizes a layout must divide, by its Hugging Face config."""
 
 from collections.abc import Mapping
 from math import prod
@@ -9,7 +9,7 @@ from lightning_megatron_rl.planner.divisibility import DividedExperts, DividedSi
 
 
 def check_family(config: Any) -> None:
-    """Raise `ValueError` if the architecture of Hugging Face `config` is not carried or has a part that is not."""
+    """Raise `ValueError` if the architecture of Hugging Face `config`, or a part of it, is not supported."""
     architectures = config.architectures or []
     supported = [family.architecture for family in FAMILIES.values()]
     if not set(architectures) & set(supported):
@@ -63,7 +63,7 @@ def _check_rope(
 
 
 def divided_sizes(config: Any) -> DividedSizes:
-    """Return what ranks share of a model of Hugging Face `config`."""
+    """Return the sizes of the model of a Hugging Face config that ranks share."""
     family = FAMILIES[config.model_type]
     experts = family.experts
     return DividedSizes(

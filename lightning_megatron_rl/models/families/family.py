@@ -1,4 +1,4 @@
-"""What the package has to know of a family of models, as data: one `Family` in one file for each."""
+"""`Family`: a model family as data, each in a file of its own."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ Feature = Literal["TP", "TP+SP", "PP", "CP", "EP", "ETP", "packing"]
 
 
 def _accept(config: Any) -> None:
-    """Nothing of the family is refused beyond what its other fields say."""
+    """Accept every config."""
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -63,14 +63,14 @@ class Family:
         name: For docs/models.md, as `attention`, `mlp` and `refused` are.
         attention: What its attention is made of.
         mlp: What its MLPs are made of.
-        refused: Variants that are turned down.
+        refused: Unsupported variants.
         experts: Its routed experts; None for dense models.
         tensor_parallel_sizes: Fields of config.json that tensor parallelism must divide, beside heads; of several
             names the product.
         rope: Its rotary embeddings.
-        activation: The field with the MLP's activation, and the value that is carried.
+        activation: The field with the MLP's activation, and the supported value.
         no_place_for: Switches that add weights which Megatron's layers have no place for.
-        check: Raises `ValueError` for a config with another part that is not carried.
+        check: Raises `ValueError` for a config with another unsupported part.
         relations: Relations between sizes that change what is computed, of a config, by name; see `signature`.
         dense_layers: The field that says how many layers come before those with experts.
         mxfp4: Whether checkpoints with MXFP4 experts are read.

@@ -1,4 +1,4 @@
-"""The model families that are carried, those of other packages too: checks, tests and docs/models.md read this."""
+"""The registry of supported model families, with those of other packages; docs/models.md is made of it."""
 
 import os
 from importlib import import_module

@@ -1,8 +1,7 @@
-"""Whether a checkpoint's tensors are those of its config.json: names, shapes and types, before a weight is read.
+"""Checks a checkpoint's tensors against its config.json: names, shapes and types, before weights are read.
 
 What is expected comes from Transformers: the model of the config is built on the meta device, where it has shapes and
-no numbers. Transformers itself fills what is missing with random numbers and leaves out what it does not know, with a
-warning; here both are refused.
+no numbers. Transformers itself only warns of missing or unknown tensors; here both are refused.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Files of Hugging Face checkpoints: finding or downloading one, what is in it, and what belongs to it but weights."""
+"""Files of Hugging Face checkpoints: finding or downloading them, their tensors, and files beside weights."""
 
 import hashlib
 import json
@@ -144,7 +144,7 @@ def _download(name: str) -> Path:
 
 
 class FailedEverywhereError(ValueError):
-    """What went wrong on some rank, raised on all of them at the same place: all can go on from there."""
+    """An error of some rank, raised on all ranks at the same place: all can go on from there."""
 
 
 def raise_everywhere(error: str | None, kind: type[ValueError] = ValueError) -> None:
@@ -348,7 +348,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = read_json(file)
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} instead of an object")
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not text
         raise ValueError(f"{file} is damaged: it cannot be read as JSON ({error}); {_REMEDY}") from error
     return content
 

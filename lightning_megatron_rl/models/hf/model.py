@@ -74,9 +74,8 @@ class HFModel(SavesFiles):
     """A Hugging Face checkpoint (hub name or directory) and its Megatron twin.
 
     The name is downloaded once per node. Raises `ValueError` if there is no such model, a file is missing, the family
-    is not supported, or the weights are not those of the config (`hf_check.check_weights`). `verify` says how it is
-    made sure that Megatron computes the model as Transformers does, see `check_computation`; None, not at all, is for
-    that check itself.
+    is not supported, or the weights are not those of the config (`hf_check.check_weights`). `verify` says how
+    Megatron's computation is checked against Transformers, see `check_computation`; None is for that check itself.
 
     Example:
         ``model = HFModel("Qwen/Qwen3-0.6B")``; when Megatron's parallel state is up
@@ -166,7 +165,7 @@ class HFModel(SavesFiles):
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells this checkpoint from another one of the same architecture, e.g. an earlier training step."""
+        """A hash that tells this checkpoint from others of the same architecture, e.g. an earlier training step."""
         return fingerprint(self.path)
 
     def check_layout(
@@ -436,7 +435,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
 
 
 def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known: set[str]) -> None:
-    """Refuse overrides that nobody reads, and those that would contradict the strategy."""
+    """Refuse overrides that have no effect, and those that contradict the strategy."""
     for name in overrides:
         if name in settings:
             raise ValueError(f"config_overrides: {name} is decided by the strategy and the trainer; set it there")
@@ -449,7 +448,7 @@ def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known:
 
 
 def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: Any) -> None:
-    """Refuse settings that this model has nothing for, or that Megatron computes wrongly for it."""
+    """Refuse settings that do not apply to this model, or that Megatron computes wrongly for it."""
     given = {**vars(provider), **settings, **overrides}
     experts = given["num_moe_experts"]
     parts = LayerParts(
@@ -469,7 +468,7 @@ def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: 
 
 
 def _poison(chunks: list[Any]) -> list[Any]:
-    """Fill parameters with NaN before weights are loaded, so that one which is not loaded shows."""
+    """Fill parameters with NaN before weights are loaded, to detect those that are not loaded."""
     with torch.no_grad():
         for chunk in chunks:
             for _, tensor in _loaded_tensors(chunk):
@@ -478,7 +477,7 @@ def _poison(chunks: list[Any]) -> list[Any]:
 
 
 def _loaded_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint must bring: the parameters, and the biases of routers, which are buffers."""
+    """Tensors that a checkpoint must have: the parameters, and the biases of routers, which are buffers."""
     yield from chunk.named_parameters()
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):

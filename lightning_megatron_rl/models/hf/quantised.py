@@ -24,9 +24,6 @@ def quantisation(config: Any) -> Quantisation | None:
 
     Raises:
         ValueError: In a way that is not read.
-
-    Example:
-        ``quantisation(AutoConfig.from_pretrained("Qwen/Qwen3-8B-FP8")) == "fp8"``
     """
     settings = _settings(config)
     if settings is None:
@@ -95,9 +92,6 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
     Raises:
         ValueError: There is not one scale per block.
-
-    Example:
-        ``dequantise(weight, torch.ones(2, 2), (128, 128))`` is ``weight.float()`` of 129 x 256 numbers.
     """
     expected = tuple(-(-size // length) for size, length in zip(weight.shape, block, strict=True))
     if tuple(scale.shape) != expected:

@@ -1,4 +1,4 @@
-"""How a model's weights become files, and whether files hold them: the half of `HFModel` that writes."""
+"""Writes a model's weights to files and compares files with them: the writing half of `HFModel`."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -156,9 +156,6 @@ def compare_files(
         weights: What should be there; iterated to the end.
         directory: Of the files.
         files: The file of each tensor; by default as the directory's index or its files say.
-
-    Example:
-        ``compare_files(model.state_dict().items(), Path("export")) == []``
     """
     from safetensors import safe_open
 

@@ -16,9 +16,6 @@ def model_size(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> ModelSize:
     Args:
         config: Its Transformers config.
         shapes: Shapes of the checkpoint's tensors by Hugging Face name; a tied output embedding left out.
-
-    Example:
-        ``model_size(AutoConfig.from_pretrained(path), CheckpointLayout.read(path).shapes).layers == 28``
     """
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
     embeddings = sum(count for name, count in counts.items() if name.endswith(_EMBEDDINGS))

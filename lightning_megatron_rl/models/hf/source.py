@@ -38,7 +38,7 @@ def source_class() -> Any:
     from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 
     class FileTensors(SafeTensorsStateSource):  # type: ignore[misc]
-        """A directory of safetensors files; a tensor is their memory-mapped bytes, which nobody else reads."""
+        """A directory of safetensors files; a tensor is a view of their memory-mapped bytes."""
 
         _names: Names | None = None
 

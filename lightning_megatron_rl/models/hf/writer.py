@@ -87,9 +87,9 @@ class SafetensorsFile:
 
 
 class PartialDirectory(LockedDirectory):
-    """The hidden directory beside `directory` that its files are written in; nothing is left after its `with`.
+    """A hidden directory beside `directory` for unfinished files; it is gone after its `with`.
 
-    What a killed process has left is removed by the next one that writes `directory`; what a living one writes is not.
+    The next process that writes `directory` removes leftovers of killed processes, not those of living ones.
 
     Raises:
         ValueError: `directory` exists and is not empty.
@@ -103,7 +103,7 @@ class PartialDirectory(LockedDirectory):
         super().__init__(self.directory.with_name(f".{self.directory.name}{OURS}partial"))
 
     def publish(self) -> None:
-        """Give it its name: all of it is on disk then, or nothing stands under the name."""
+        """Rename it to its name when all of it is on disk."""
         for path in [*self.path.rglob("*"), self.path]:
             fsync(path)
         self.path.rename(self.directory)  # nothing, or an empty directory

@@ -1,1 +1,1 @@
-"""What models are made of, whatever their family: layers, experts, adapters, log-probs."""
+"""Parts of models of all families: layers, experts, adapters, log-probs."""

@@ -1,4 +1,4 @@
-"""Which modules a model's layers are made of: Transformer Engine's, or plain torch under the same parameter names."""
+"""Chooses a model's layers: Transformer Engine's, or plain torch under the same parameter names."""
 
 import importlib.util
 from typing import Any, Literal
@@ -21,9 +21,6 @@ def resolve_layer_backend(
 
     Raises `ValueError` if Transformer Engine is asked for and cannot run: without CUDA or the package, or with context
     parallelism in fp32, for which it has no attention.
-
-    Example:
-        ``resolve_layer_backend("auto", torch.device("cpu")) == "torch"``
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     has_attention = context_parallel_size == 1 or params_dtype != torch.float32

@@ -56,7 +56,7 @@ def fused_kernels(
 
 
 def tune_for_experts(backend: LayerBackend, num_experts: int | None) -> None:
-    """Set in this process's environment what makes the products of experts fast; what is set already goes first.
+    """Set environment variables that make the products of experts fast, unless the user has set them.
 
     An expert's tokens are others in each step, and for each new shape cuBLASLt chooses a kernel anew, which takes
     longer than to run it. Transformer Engine reads its variable with the products, cuBLASLt its own when the process

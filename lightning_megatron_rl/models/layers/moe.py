@@ -1,4 +1,4 @@
-"""How routers of a mixture-of-experts model are trained: settings, what they refuse, and the formulas of balance."""
+"""Training of routers in a mixture of experts: settings, their checks, and the formulas of balance."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal

@@ -46,7 +46,7 @@ def leave_out_padding(chunks: Iterable[Any], row: int | None) -> None:
 
 def _cut_gradient(row: int, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> None:
     """Zero the gradient of an embedding's output where its input is `row`."""
-    if not output.requires_grad:  # frozen, or nobody asks
+    if not output.requires_grad:  # frozen, or not asked for
         return
     is_padding = arguments[0] == row  # [b, s]
     if module.reduce_scatter_embeddings:  # the output is [s / tp, b, h]

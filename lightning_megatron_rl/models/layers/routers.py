@@ -169,7 +169,7 @@ class RouterHooks:
         return balance_metrics(routed, chosen, score_sums, self.config.moe_router_topk)
 
     def stage_routing(self, routing: Tensor) -> Tensor:
-        """Return this pipeline stage's part of choices in all layers: what somebody else recorded, to be replayed.
+        """Return this pipeline stage's part of choices in all layers: recorded elsewhere, to be replayed.
 
         Args:
             routing: ``[tokens, expert layers of the whole model, topk]``, e.g. of the sampler.

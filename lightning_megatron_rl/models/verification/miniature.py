@@ -26,7 +26,7 @@ def shrink(raw: dict[str, Any], config: Any) -> dict[str, Any]:
         config: The same as Transformers' config object, with defaults filled in.
 
     Raises:
-        ValueError: A size is no positive number, or the family is unknown.
+        ValueError: A size is not a positive number, or the family is unknown.
     """
     family = FAMILIES[config.model_type]
     sizes = _Sizes(config)
@@ -84,7 +84,7 @@ def check_sizes(config: Any) -> None:
     """Refuse a config without the sizes that every model has.
 
     Raises:
-        ValueError: One is no positive number.
+        ValueError: One is not a positive number.
     """
     sizes = _Sizes(config)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):

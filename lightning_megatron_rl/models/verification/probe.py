@@ -29,8 +29,8 @@ class Comparison:
     """How far Megatron is from Transformers on one config.
 
     Args:
-        difference: Of the log-probs and entropies per token, the largest; infinite where one is no number.
-        frequencies: Of the frequencies of rotary embeddings, relative, the largest.
+        difference: Largest difference of log-probs and entropies per token; infinite where one is nan.
+        frequencies: Largest relative difference of the frequencies of rotary embeddings.
     """
 
     difference: float

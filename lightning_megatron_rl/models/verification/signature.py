@@ -1,4 +1,4 @@
-"""What of a model decides how it is computed, and the models for which a proof covers it.
+"""The signature of a model (all that decides how it is computed), and the signatures that proofs cover.
 
 The signature of a model has every setting of its config.json (known to Transformers or not), every field of Megatron's
 config that is made of it, and relations between its sizes. Sizes themselves are left out, and so is what belongs to one

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's own processes: one worker per rank, weights copied in place, random numbers left alone."""
+"""vLLM in the trainer's own processes: one worker per rank, weights copied in place."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Give random-number states and settings of torch back as they were at the end: vLLM seeds and sets all of them."""
+    """Restore random-number states, torch's settings and the environment, which vLLM changes."""
     environment = dict(os.environ)
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     on_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -242,7 +242,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         return SyncReport(num_bytes, seconds, extra, name, replayed)
 
     def let_go(self) -> None:
-        """Read no memory of an earlier update any more."""
+        """Stop reading memory of an earlier update."""
         if self._worker is not None and self._device == "cuda":
             self._worker.let_go()
 
@@ -271,7 +271,7 @@ class ColocatedVLLMEngine(RolloutEngine):
             self._awake |= wanted
 
     def close(self) -> None:
-        """Let go of the model; its memory comes free, what vLLM changed in the process does not come back."""
+        """Free the model's memory; vLLM's changes to the process stay."""
         if self._worker is not None:
             try:
                 self.let_go()
@@ -286,14 +286,14 @@ class ColocatedVLLMEngine(RolloutEngine):
 
 
 def _drop_names() -> None:
-    """Unlink what vLLM's workers on a CPU talk through: all have opened it, and nothing would remove it at the end."""
+    """Unlink the shared memory of vLLM's CPU workers, which all have opened and nothing else removes."""
     for path in named_memory("self"):
         if "-cpushm_" in path.name:
             path.unlink(missing_ok=True)
 
 
 def _ranks() -> dict[str, str]:
-    """What torchrun would say, which is where vLLM looks."""
+    """The variables of torchrun, which vLLM reads."""
     if not dist.is_initialized():
         return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     local = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()

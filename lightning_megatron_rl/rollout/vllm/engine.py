@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: what it is started with, on which devices, and how it gets its weights."""
+"""`VLLMEngine`: vLLM in a process of its own."""
 
 import logging
 import os
@@ -47,8 +47,8 @@ class VLLMEngine(SupervisedEngine):
     the log; after `max_restarts` of them the engine gives up. A call that fails inside vLLM raises at once (an update
     is repeated), and the next call starts the new process.
 
-    On CUDA weights go from GPU to GPU and nobody keeps a copy: a process that is replaced, or that slept at level 2,
-    has none, and `generate` raises `WeightsLostError` until the next `update_weights`.
+    On CUDA weights go from GPU to GPU without a copy: a process that is replaced, or that slept at level 2, has none,
+    and `generate` raises `WeightsLostError` until the next `update_weights`.
 
     Args:
         max_model_len: Longest prompt and response together. # [tokens]
@@ -150,7 +150,7 @@ class VLLMEngine(SupervisedEngine):
         """Start the process and return while it loads; `wait_ready`, or the first call, waits for it.
 
         Raises:
-            ValueError: The directory has no config or no safetensors weights; OMP_NUM_THREADS is no number of threads.
+            ValueError: The directory has no config or no safetensors weights; OMP_NUM_THREADS is invalid.
             RuntimeError: vLLM or a library of the system is missing, the wrong vLLM is installed, or it runs already.
         """
         if self._shared is not None:
@@ -203,7 +203,7 @@ class VLLMEngine(SupervisedEngine):
         return threads
 
     def expect(self, num_tokens: int | None) -> None:
-        """Take note of how many tokens the run will sample at most; None: nobody knows."""
+        """Learn how many tokens the run will sample at most; None: unknown."""
         self.num_tokens = num_tokens
 
     def describe(self) -> str:
@@ -227,7 +227,7 @@ class VLLMEngine(SupervisedEngine):
         )
 
     def _choose_devices(self) -> str:
-        """Decide on GPUs and transport; return what the process is to see."""
+        """Choose GPUs and transport; return the process's CUDA_VISIBLE_DEVICES."""
         own, count = current_device(), torch.cuda.device_count()
         devices = engine_devices(self.devices, self.tensor_parallel_size, own, count)
         wanted = self.weight_transfer

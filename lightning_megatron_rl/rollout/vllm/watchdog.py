@@ -1,4 +1,4 @@
-"""One thread that ends whatever takes too long: to start one for each call takes longer than a short call."""
+"""A thread that enforces deadlines of calls; one per call would take longer than a short call."""
 
 import logging
 import math

@@ -29,7 +29,7 @@ PARENT_CHECK_S = 1.0
 
 
 def die_with_parent(parent_pid: int, *, by_signal: bool) -> None:
-    """Make sure that this process group ends when the trainer does, however that is, and whatever runs here.
+    """End this process group when the trainer ends, in whatever way and whatever runs here.
 
     End of file on the connection is not enough: it is only seen between calls, and a data-loader worker that the
     trainer forked keeps the trainer's end open.
@@ -50,7 +50,7 @@ class Worker:
 
     def __init__(self, weights_fd: int | None) -> None:
         # By process id, not /proc/self: with tensor parallelism other processes open it, too.
-        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process nobody opens it
+        self._weights_path = f"/proc/{os.getpid()}/fd/{weights_fd}"  # None: in the trainer's process it is not opened
         self._plan: list[Placement] = []
         self._llm: LLM | None = None
         self._version = 0
@@ -74,7 +74,7 @@ class Worker:
         self.call("reload_weights", (iter(weights),), version)
 
     def call(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
-        """Do a whole update by a method of each worker; a transport's `extension` may have added it."""
+        """Update the weights by a method of each worker, such as one of a transport's `extension`."""
         assert self._llm is not None
         self._llm.collective_rpc(method, args=arguments)
         self._forget_prefixes()
@@ -119,7 +119,7 @@ class Worker:
         return self._llm.collective_rpc("borrow", args=(weights, handles))
 
     def let_go(self) -> None:
-        """Hold none of the trainer's memory any more."""
+        """Drop all references to the trainer's memory."""
         assert self._llm is not None
         self._llm.collective_rpc("let_go")
 

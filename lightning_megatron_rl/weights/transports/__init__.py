@@ -1,1 +1,1 @@
-"""How weights reach a sampler: one file for each way, and what receives them."""
+"""Transports of weights to samplers, one file each, and their receivers."""

@@ -1,4 +1,4 @@
-"""What ways to a sampler on a GPU have in common: their interface, and the parts that weights are handed over in."""
+"""The interface of transports, and the parts that updates consist of."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Part:
 
 
 class Sent(NamedTuple):
-    """What one update took."""
+    """Measurements of one update."""
 
     num_bytes: int  # of the weights
     extra_bytes: int  # the most that were held besides them at one time
@@ -94,16 +94,16 @@ class Transport(Protocol):
         return
 
     def forget(self, *, workers_are_gone: bool = False) -> None:
-        """What comes next is new to the workers: other ones, or some that have let go of what they had.
+        """Start anew: the workers are other ones, or have let go of what they had.
 
         Args:
-            workers_are_gone: Whether they have ended, and so cannot tell torch that they do not read any more.
+            workers_are_gone: Whether they have ended, and so cannot count themselves off as torch's readers.
         """
         return
 
 
 def post_by(ask: Ask) -> Post:
-    """Return what gives the workers a part by a message."""
+    """Return a `Post` that sends messages by `ask`."""
 
     def post(part: Part, meanwhile: Callable[[], None] | None = None) -> None:
         ask(("load", part), meanwhile)

@@ -127,7 +127,7 @@ class IPCTransport(Transport):
         bucket = next(buckets, None)
         while bucket is not None:
             following: list[WeightViews] = []
-            # once: whoever reads this one, reads it until the next is there, and no longer
+            # once: this one is read until the next is there, and no longer
             advance = partial(_take_one, buckets, following)
             if bucket.views:
                 post(self._part(bucket, number), advance)

@@ -78,7 +78,7 @@ class NCCLTransport(Transport):
 
 
 def join_group(port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of NCCL that is none of the default group's: trainer and workers belong to different worlds."""
+    """Return an NCCL group outside the default group: trainer and workers belong to different worlds."""
     store = local_store(rank, world_size, port, timeout)
     prefixed = dist.PrefixStore("weights", store)
     return dist.ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(timeout))  # type: ignore[return-value]

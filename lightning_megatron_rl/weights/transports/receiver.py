@@ -1,4 +1,4 @@
-"""What vLLM's workers need to take weights from a GPU: a backend of vLLM's weight-transfer API, for them alone."""
+"""The receiving end in vLLM's workers: a backend of vLLM's weight-transfer API."""
 
 import gc
 import logging
@@ -142,7 +142,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         self._close([PASSING])
 
     def let_go(self) -> None:
-        """Hold none of the trainer's memory any more."""
+        """Drop all references to the trainer's memory."""
         self._close(list(self._lent))
         self.loader.let_go()
 
@@ -150,7 +150,7 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         closed = [memory for memory in memories if memory in self._lent]
         if not closed:
             return
-        if closed != [PASSING]:  # which nobody holds a view of
+        if closed != [PASSING]:  # of which there are no views
             self.loader.let_go()
         lent = [StorageWeakRef(block.untyped_storage()) for memory in closed for block in self._lent[memory]]
         for memory in closed:
@@ -166,12 +166,12 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Not here: a transport sends, in a process that does not import vLLM."""
+        """Unused: a transport sends, in a process without vLLM."""
         raise NotImplementedError("weights are sent by lightning_megatron_rl.weights.transports")
 
 
 def open_memory(handle: Handle, device: torch.device) -> Tensor:
-    """Map memory of another process for `device`, which reads it even where it is another GPU's, if it can.
+    """Map memory of another process for `device`, also another GPU's where peer access allows.
 
     Torch opens it on the GPU that it is named, and takes it for that GPU's own: copies run there, and read no more than
     they need through NVLink.
@@ -206,7 +206,7 @@ class WeightReceiver(SharedWeightsReceiver):
         return read
 
     def let_go(self) -> None:
-        """Hold none of the trainer's memory any more."""
+        """Drop all references to the trainer's memory."""
         self.weight_transfer_engine.let_go()
 
     def was_replayed(self) -> bool:
