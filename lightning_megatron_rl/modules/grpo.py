@@ -336,10 +336,14 @@ class GRPOModule(PolicyModule):
     def describe_batch(self, batch: list[Prompt]) -> list[tuple[str, str]]:
         """Return the arithmetic of a rollout, for the table at start."""
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
-        prompts, group, updates = len(batch) * replicas, self.num_generations, self.updates_per_rollout
+        group, updates = self.num_generations, self.updates_per_rollout
+        mine = len(batch)
+        if self.streamed is not None:  # the first batch brings prompts of later ones
+            mine = self.trainer.datamodule.batch_size // replicas  # type: ignore[attr-defined]
+        prompts = mine * replicas
         turns = f"at most {self.episodes.max_turns} turns, {self.sampling.max_tokens} tokens in all of them"
         return [
-            ("prompts per rollout", f"{len(batch)} per replica x {replicas} replicas = {prompts}"),
+            ("prompts per rollout", f"{mine} per replica x {replicas} replicas = {prompts}"),
             ("samples per rollout", f"{prompts} prompts x {group} generations = {prompts * group}"),
             (
                 "samples per update",
@@ -348,6 +352,7 @@ class GRPOModule(PolicyModule):
             self.train_settings.describe_microbatch(),
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             ("sampler", self.engine.describe()),
+            *([] if self.streamed is None else [("streaming", self.streamed.describe(prompts))]),
             *describe_unplanned(self.engine, self.strategy),
             *([] if self.environment is None else [("environment", f"{type(self.environment).__name__}, {turns}")]),
             *self.loss.config.describe(),

@@ -23,7 +23,6 @@ from lightning_megatron_rl.modules.rollout_batch import Rollout, turn_rewards
 from lightning_megatron_rl.modules.shaping import OverlongSettings, kl_penalties, penalised_rewards
 from lightning_megatron_rl.modules.streaming import StreamingSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
-from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt

@@ -144,6 +144,13 @@ class StreamedRollouts:
         devices = getattr(engine, "devices", None)
         return devices is not None and torch.cuda.is_available() and torch.cuda.current_device() not in devices
 
+    def describe(self, batch_size: int) -> str:
+        """Return what the stream does, for the table at start."""
+        settings = self.settings
+        placement = "beside training" if self._in_background else "between training steps"
+        ahead = f"at most {settings.max_staleness} version(s) ahead, {self._in_flight(batch_size)} groups in flight"
+        return f"{ahead}, {placement}; responses under way at an update are {settings.on_update}"
+
     # ---- what the leader of a replica does -------------------------------------------------------------------------
 
     def next_batch(self, module: "PolicyModule", prompts: list[Prompt], judge: Callable[[list[Sample]], None]) -> Any:

@@ -5,6 +5,7 @@ here knows of the trainer.
 """
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,8 +26,11 @@ from lightning_megatron_rl.sample import Prompt, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 POLL_S = 0.05  # between two looks at an engine that samples in the background
 WAIT_S = 1.0  # longest wait within an engine that samples only then
+END_S = 5.0  # that `close` waits for the thread
 TELL_S = 2.0  # so old is what is known of unfinished responses at most, which go on from there if the engine dies
 
 
@@ -204,12 +208,13 @@ class RolloutStream:
 
     def close(self) -> None:
         """End the threads. What is under way is lost, unless `state` was asked before."""
-        with self._lock:
-            self._ended = True
+        self._ended = True
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout=END_S)  # longer only within a call that the engine's `close` cuts off
             self._thread = None
-        self._judge.shutdown(cancel_futures=True)
+        self._judge.shutdown(wait=False, cancel_futures=True)
+        if self.plan.ready or self.plan.under_way:
+            log.info("the stream of rollouts ends with %s", self.plan.describe())
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -220,7 +225,7 @@ class RolloutStream:
         while True:
             with self._changed:
                 if self._ended:
-                    return
+                    return  # what is under way is nobody's now
                 if not self._is_held and self._error is None:
                     try:
                         self._turn(0.0)

@@ -40,6 +40,7 @@ from lightning_megatron_rl.weights.transports.host import HOST, SharedWeights
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm.worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+OTHERS_CALL_S = 10.0  # that `close` gives the call of another thread
 LET_GO_S = 30.0  # it is an instant's work; more at the end of a run would be a hang
 
 T = TypeVar("T")
@@ -332,9 +333,22 @@ class SupervisedEngine(StreamingEngine):
             worker.request("wake", ("wake", missing), self.call_timeout_s)
             self._awake |= tags
 
-    @one_at_a_time
     def close(self) -> None:
-        """End the process and free the shared memory; the engine can be started again."""
+        """End the process and free the shared memory; the engine can be started again.
+
+        A call of another thread that does not end soon is cut off.
+        """
+        lock = self._lock or threading.RLock()
+        if not lock.acquire(timeout=OTHERS_CALL_S):
+            if self._worker is not None:
+                self._worker.kill()  # by which that call ends
+            lock.acquire()
+        try:
+            self._end()
+        finally:
+            lock.release()
+
+    def _end(self) -> None:
         self.let_go()
         if self._worker is not None:
             self._worker.close(grace_s=5.0 if self._limits else 0.0)  # while it loads it does not listen
