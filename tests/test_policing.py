@@ -171,7 +171,7 @@ def test_a_test_that_does_not_react_ends_the_run_with_its_stack(tmp_path: Path):
 
 def test_what_shares_fixtures_is_in_one_process():
     """Fails without the scheduler in conftest.py: tests would go to whichever process is free."""
-    files = ["tests/strategy/test_layout.py", "tests/algorithms/test_advantages.py", "tests/rollout/test_placement.py"]
+    files = ["tests/parallel/test_layout.py", "tests/algorithms/test_advantages.py", "tests/weights/test_placement.py"]
     command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
     processes: dict[str, set[str]] = {file: set() for file in files}

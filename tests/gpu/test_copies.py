@@ -3,7 +3,7 @@
 import torch
 
 from lightning_megatron_rl.weights.copies import Copies
-from tests.test_copies import NOT_OF_WORDS, check_copies, pairs_of_every_kind
+from tests.weights.test_copies import NOT_OF_WORDS, check_copies, pairs_of_every_kind
 
 
 def copy_again() -> int:

@@ -12,8 +12,8 @@ import torch
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.weights.source import source_of
 from tests.modules.runs import fit_grpo
+from tests.parallel.test_rendezvous import listening
 from tests.rollout.conftest import make_engine, make_requests
-from tests.test_rendezvous import listening
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.deadline(300)

@@ -13,6 +13,7 @@ from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.settings import CPU_PREFILL_TOKENS, visible_device
 from lightning_megatron_rl.utilities.cpus import OPENMP_DEFAULTS
 from lightning_megatron_rl.weights.source import source_of
+from tests.parallel.test_rendezvous import listening
 from tests.rollout.conftest import (
     hf_logprobs,
     is_running,
@@ -21,7 +22,6 @@ from tests.rollout.conftest import (
     max_logprob_error,
     session_members,
 )
-from tests.test_rendezvous import listening
 
 # fp32 on both sides and different kernels: 2e-6 was measured; a wrong temperature, cache or weight gives 0.1 and more.
 TOLERANCE = 1e-4

@@ -16,9 +16,9 @@ from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy import megatron
+from tests.checkpoints.test_saving import OrderedDataModule
 from tests.selection import by_default
 from tests.strategy.test_megatron import assert_same_run
-from tests.strategy.test_saving import OrderedDataModule
 from tests.training import Recorder, Run, fit_sft, frozen_sequences, make_trainer
 
 # The same sums in the same order, but for buckets: the order in which two replicas are added does not change.

@@ -13,8 +13,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from tests.checkpoints.test_saving import OrderedDataModule
 from tests.strategy.test_megatron import RELATIVE
-from tests.strategy.test_saving import OrderedDataModule
 from tests.training import Recorder, Run, fit_sft, frozen_sequences, make_trainer
 
 PLAIN = {"use_distributed_optimizer": False}

@@ -43,18 +43,18 @@ def test_settings_are_nested_plain_data():
     found = describe_settings(owner)
     assert yaml.safe_load(yaml.safe_dump(found)) == found
     assert found == {
-        "class": "tests.test_run_settings.Owner",
+        "class": "tests.utilities.test_run_settings.Owner",
         "model": "torch.nn.modules.linear.Linear",
         "optimizer_config": {"lr": 1e-3},
         "engine": {
-            "class": "tests.test_run_settings.Engine",
+            "class": "tests.utilities.test_run_settings.Engine",
             "env": {"HF_TOKEN": "***", "PATH": "/bin"},
             "timeout_s": 3.0,
         },
-        "engine_owner": "tests.test_run_settings.Owner",
+        "engine_owner": "tests.utilities.test_run_settings.Owner",
         "rewards": [
-            "tests.test_run_settings.length",
-            {"function": "tests.test_run_settings.length", "text": "a"},
+            "tests.utilities.test_run_settings.length",
+            {"function": "tests.utilities.test_run_settings.length", "text": "a"},
             "torch.nn.modules.linear.Linear",
         ],
         "rows": "99 items",

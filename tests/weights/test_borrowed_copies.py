@@ -12,7 +12,7 @@ from lightning_megatron_rl.weights.copies import Copies
 from lightning_megatron_rl.weights.copy_plan import CopyPlan, record_copies
 from lightning_megatron_rl.weights.lent import LentPiece, LentWeight
 from lightning_megatron_rl.weights.placement import Placement, fill_buckets, view_all
-from tests.rollout.test_copy_plan import ROWS, WIDTH, Fused, weights
+from tests.weights.test_copy_plan import ROWS, WIDTH, Fused, weights
 
 STEP, STRIDE = 7, 9  # rows from block to block, and elements from row to row: of matrices larger than the pieces
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.models.test_sharded_views import differences
+from tests.weights.test_sharded_views import differences
 
 
 @dataclasses.dataclass

@@ -18,8 +18,8 @@ from lightning_megatron_rl.weights.placement import fill_buckets
 from lightning_megatron_rl.weights.source import WeightViews
 from lightning_megatron_rl.weights.transports import ipc
 from lightning_megatron_rl.weights.transports.ipc import IPCTransport
-from tests.rollout.test_borrowed_copies import scattered
-from tests.rollout.test_copy_plan import ROWS, WIDTH, Fused, weights
+from tests.weights.test_borrowed_copies import scattered
+from tests.weights.test_copy_plan import ROWS, WIDTH, Fused, weights
 
 CANNOT, NEEDS_PLACES, KNOWS_PLACES = Readiness.CANNOT, Readiness.NEEDS_PLACES, Readiness.KNOWS_PLACES
 

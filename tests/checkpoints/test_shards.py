@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.checkpoints.manifest import MANIFEST_FILE, read_manifest, record_file, write_manifest
+from tests.checkpoints.test_saving import make_module
 from tests.notices import collected
-from tests.strategy.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 Notes = dict[str, Any]

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, read_manifest
 from lightning_megatron_rl.utilities.files import Lock
-from tests.strategy.test_saving import make_module
+from tests.checkpoints.test_saving import make_module
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 Notes = dict[str, Any]
