@@ -117,6 +117,11 @@ def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
     assert_same(job(worker_pool, qwen3_dir, "tp2_sp", module=module, optimizer={"lr": 1e-2}), alone)
 
 
+def test_frozen_copy_counts_in_the_plan_of_a_gpus_memory():
+    assert DPOModule("nothing").frozen_copies == 1
+    assert DPOModule("nothing", **nested({"lora": LoRASettings()})).frozen_copies == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
