@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOGGER = logging.getLogger("lightning_megatron_rl")
+INFORMS = logging.getLogger("lightning.pytorch")  # of `rank_zero_info`
 
 
 class Keeps(logging.Handler):
-    """Keeps the messages of warnings and errors."""
+    """Keeps the messages of a level and above: of warnings and errors."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -30,6 +31,17 @@ def collected() -> Iterator[list[str]]:
         yield handler.messages
     finally:
         LOGGER.removeHandler(handler)
+
+
+@contextmanager
+def informed() -> Iterator[list[str]]:
+    """Collect the information of this package's `rank_zero_info` inside."""
+    handler = Keeps(logging.INFO)
+    INFORMS.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        INFORMS.removeHandler(handler)
 
 
 @contextmanager

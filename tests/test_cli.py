@@ -413,8 +413,9 @@ def test_predict_writes_its_predictions():
 
 
 def start(*args: str | Path) -> subprocess.Popen[str]:
-    """Start a real command line whose working directory is the repository."""
-    command = [sys.executable, "-m", "lightning_megatron_rl", *map(str, args)]
+    """Start a real command line whose working directory is the repository, as a script's background job."""
+    command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash"]
+    command += [sys.executable, "-m", "lightning_megatron_rl", *map(str, args)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.Popen(
@@ -424,7 +425,10 @@ def start(*args: str | Path) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, tmp_path):
-    """Two real ranks and vLLM: Ctrl-C after the first step, then the saved config, into the same directory."""
+    """Two real ranks and vLLM: Ctrl-C after the first step, then the saved config, into the same directory.
+
+    The shell has SIGINT ignored in what it starts.
+    """
     run = start("fit", "--config", small_run(qwen3_dir, tmp_path))
     samples = tmp_path / "grpo" / "samples" / "rollouts-dp0.jsonl"
     while not samples.exists():

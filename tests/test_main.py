@@ -18,6 +18,22 @@ print("not interrupted")
 """
 
 
+CHILD = """
+import signal, subprocess, sys
+from lightning_megatron_rl.__main__ import allow_interrupt
+allow_interrupt()
+code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+subprocess.run([sys.executable, "-c", code])
+"""
+
+
+def test_what_such_a_process_starts_can_be_interrupted():
+    command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, CHILD]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.mark.parametrize("ignored", [True, False])
 def test_interrupt_works_where_the_process_started_with_it_ignored(ignored):
     """As the background jobs of a shell script are, and the steps of some CI systems."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from lightning_megatron_rl.utilities.config_files import shipped_configs
 from scripts.bootstrap import EXTRA_INDEXES, capture, find_uv, has_uv_config, pip_settings, uv_environment
@@ -133,6 +134,18 @@ def test_dockerfiles_name_what_there_is(name):
             subprocess.run(["bash", "-n", "-c", line.removeprefix("RUN ")], check=True, timeout=60)
         if line.startswith(("ENTRYPOINT ", "CMD ")):
             assert isinstance(json.loads(line.partition(" ")[2]), list)
+
+
+def test_changelog_ends_at_this_version():
+    """What is not released yet is on top; below it versions go down from that of the package."""
+    first, *released = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first == "[Unreleased]"
+    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", heading) for heading in released]
+    assert all(found), released
+    versions = [Version(match[1]) for match in found]
+    assert versions == sorted(versions, reverse=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert versions[:1] in ([], [Version(project["version"])])
 
 
 def test_citation_is_of_this_version():

@@ -1,5 +1,6 @@
 """`RolloutSamples`: samples of the policy on the console and in files."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -7,15 +8,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.console import line_start
 from lightning_megatron_rl.utilities.files import check_writable
-from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
 from lightning_megatron_rl.utilities.text_files import user_path
 
@@ -102,7 +103,7 @@ class RolloutSamples(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Say what was left out."""
         if self._num_written < self._num_seen:
-            self._warn(f"of {self._num_seen} samples of the first replica {self._num_written} were written")
+            self._tell(f"of {self._num_seen} samples of the first replica {self._num_written} were written")
         self._num_seen = self._num_written = 0
 
     def _append(self, file: RecordFile | None, samples: list[Sample], step: int) -> None:
@@ -110,12 +111,13 @@ class RolloutSamples(Callback):
         kept = whole_groups(samples, self.max_samples_per_step)
         number = file.append([record_line(sample, step, self._run_id) for sample in kept], step)
         if self._num_written == self._num_seen and number < len(samples):
-            self._warn(f"{number} of {len(samples)} samples of step {step} go into {file.path}, and so on from here")
+            self._tell(f"{number} of {len(samples)} samples of step {step} go into {file.path}, and so on from here")
         self._num_seen += len(samples)
         self._num_written += number
 
-    def _warn(self, what: str) -> None:
-        rank_zero_only(tell_loss)(
+    def _tell(self, what: str) -> None:
+        """Inform: the limits are settings, and training has used all samples."""
+        rank_zero_info(
             f"RolloutSamples: {what} (max_samples_per_step={self.max_samples_per_step},"
             f" max_file_mb={self.max_file_mb}; null for no limit)."
         )
@@ -146,4 +148,5 @@ def _show(samples: list[Sample], step: int) -> None:
     for sample in samples:
         texts = (sample.prompt.text, sample.response, sample.prompt.answer or "")
         table.add_row(*(Text(text[:_CONSOLE_WIDTH]) for text in texts), f"{sample.reward:.2f}")
+    print(line_start(sys.stdout), end="")
     Console().print(table)

@@ -56,7 +56,7 @@ class RunProgress(ProgressBar):
         self.every_n_steps = every_n_steps
         self._enabled = True
         self._started = 0.0  # of this process's first step
-        self._first_step = 0  # before it
+        self._first: tuple[int, float] | None = None  # its number, and when it was done with
         self._unsaid: int | None = None  # the last step that has no line yet
         self._validated = False  # since the last line
 
@@ -70,7 +70,7 @@ class RunProgress(ProgressBar):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log where the outputs will be."""
-        self._started, self._first_step, self._unsaid = time.monotonic(), trainer.global_step, None
+        self._started, self._first, self._unsaid = time.monotonic(), None, None
         for name, place in outputs(trainer):
             self._line(f"{name}: {place}")
 
@@ -104,14 +104,23 @@ class RunProgress(ProgressBar):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         validated, self._validated = self._validated, False
-        passed = time.monotonic() - self._started
         total = planned_steps(trainer)
-        left = None if total is None else (total - step) * passed / max(step - self._first_step, 1)
+        left = self._left(step, total, metrics)
         text, stays = describe(step, total, left, metrics, validated), validated or last
         if sys.stdout.isatty():
             self._rewrite(f"{bar(step, total)} {text}", stays=stays)
         elif stays or step % self.every_n_steps == 0:
             self._line(text)
+
+    def _left(self, step: int, total: int | None, metrics: dict[str, float]) -> float | None:
+        """Return the seconds to the end; in the first step the sampler starts, which is no measure of the others."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        first, done = self._first
+        passed = metrics.get("time/step_s", now - self._started)
+        seconds = (now - done) / (step - first) if step > first else passed
+        return None if total is None else (total - step) * seconds
 
     def _line(self, text: str) -> None:
         if self._enabled:

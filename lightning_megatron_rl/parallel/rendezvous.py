@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # a sampler's process, which meets the trainer's here, does w
 LOOPBACK = "127.0.0.1"
 
 
-def local_store(rank: int, world_size: int, port: int, timeout: timedelta) -> dist.Store:
+def local_store(
+    rank: int, world_size: int, port: int, timeout: timedelta, bound: socket.socket | None = None
+) -> dist.Store:
     """Return the store of processes on this machine, for `init_process_group(store=...)`.
 
     torch's own rendezvous listens on all interfaces, and answers whoever connects. One process needs no port at all.
@@ -26,6 +28,7 @@ def local_store(rank: int, world_size: int, port: int, timeout: timedelta) -> di
         world_size: Number of processes.
         port: Where they meet, on the loopback interface.
         timeout: How long to wait for the others.
+        bound: Of rank 0: a socket that has the port already; the store closes it.
 
     Raises:
         OSError: On rank 0: the port is in use.
@@ -34,11 +37,19 @@ def local_store(rank: int, world_size: int, port: int, timeout: timedelta) -> di
         return dist.HashStore()
     if rank > 0:
         return dist.TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
-    descriptor = socket.create_server((LOOPBACK, port)).detach()  # the store closes it
+    server = socket.create_server((LOOPBACK, port)) if bound is None else bound
+    server.listen()
+    descriptor = server.detach()  # the store closes it
     return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
 
 
-def join(environment: "ClusterEnvironment", num_processes: int, device: torch.device, timeout: timedelta) -> None:
+def join(
+    environment: "ClusterEnvironment",
+    num_processes: int,
+    device: torch.device,
+    timeout: timedelta,
+    bound: socket.socket | None = None,
+) -> None:
     """Start this rank's default process group, unless there is one.
 
     Args:
@@ -46,6 +57,7 @@ def join(environment: "ClusterEnvironment", num_processes: int, device: torch.de
         num_processes: Of this machine.
         device: Of this rank.
         timeout: Of the group's collectives, and of waiting for the other ranks.
+        bound: The socket that the run's port was bound with when it was chosen; None where somebody else chose it.
 
     Raises:
         RuntimeError: The port is in use.
@@ -59,7 +71,7 @@ def join(environment: "ClusterEnvironment", num_processes: int, device: torch.de
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         is_local = not served_by_torchrun and world_size == num_processes
-        store = local_store(rank, world_size, port, timeout) if is_local else None
+        store = local_store(rank, world_size, port, timeout, bound) if is_local else None
         # without a device_id: each of Megatron's groups, most of them unused, would get a communicator at
         # once, with 388 MiB of the GPU's memory
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)

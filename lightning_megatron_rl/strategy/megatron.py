@@ -247,9 +247,9 @@ class MegatronStrategy(ParallelStrategy):
         install_cpu_support(self.root_device)
         install_shared_gloo(self.root_device)
         install_adam(self.root_device)
-        if isinstance(self._launcher, RankLauncher):
-            self._launcher.release_port()
-        join(self.cluster_environment, self.num_processes, self.root_device, timedelta(seconds=self.timeout_s))
+        bound = self._launcher.release_port() if isinstance(self._launcher, RankLauncher) else None
+        timeout = timedelta(seconds=self.timeout_s)
+        join(self.cluster_environment, self.num_processes, self.root_device, timeout, bound)
         self._start_writing(self.trainer)
         with self.phase("setup"):
             self.layout.initialize(self.timeout_s)

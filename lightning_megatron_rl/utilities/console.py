@@ -21,6 +21,8 @@ _MESSENGERS = ("logging", "warnings", "lightning_utilities.core.rank_zero", "lig
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BUFFERED = 10_000  # records before the file is known
 
+_CLEAR = "\r\033[K"  # of the line that a terminal's cursor is in
+
 _current: "MessageLog | None" = None
 
 
@@ -45,18 +47,20 @@ class MessageLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record where it belongs."""
         if is_shown(record.levelno, inspect.currentframe()):
-            self.console.write(self._plain.format(record) + "\n")
-            self.console.flush()
+            self._show(self._plain.format(record))
         self._keep(record)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Take the place of `warnings.showwarning`."""
         if is_shown(logging.WARNING, inspect.currentframe()) and not issubclass(category, DeprecationWarning):
-            self.console.write(f"{category.__name__}: {message}\n")
-            self.console.flush()
+            self._show(f"{category.__name__}: {message}")
         text = f"{filename}:{lineno}: {category.__name__}: {message}"
         record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, None, None)
         self._keep(record)
+
+    def _show(self, text: str) -> None:
+        self.console.write(f"{line_start(self.console)}{text}\n")
+        self.console.flush()
 
     def _keep(self, record: logging.LogRecord) -> None:
         if self._file is not None:
@@ -85,6 +89,11 @@ class MessageLog(logging.Handler):
                     logger.propagate = True
         if self not in logging.root.handlers:
             logging.root.addHandler(self)
+
+
+def line_start(stream: TextIO) -> str:
+    """Return what begins a whole line: on a terminal it takes the place of a progress line that is there."""
+    return _CLEAR if stream.isatty() else ""
 
 
 def is_shown(level: int, frame: FrameType | None) -> bool:
@@ -134,6 +143,8 @@ def begin() -> MessageLog:
         warnings.showwarning = _current.warn  # type: ignore[assignment]
         # bars of libraries, for data that is read before the first step
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        if not sys.stderr.isatty():  # downloads, and files of weights
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     _current.take_over()
     return _current
 

@@ -15,7 +15,7 @@ from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.modules.policy import Scores
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo
-from tests.notices import collected
+from tests.notices import collected, informed
 from tests.strategy.test_megatron import LAYOUTS
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
@@ -81,11 +81,12 @@ def sample_twice(model: Path, directory: Path, world_size: int) -> dict[str, Any
     def fit(steps: int, ckpt_path: Path | None = None) -> list[str]:
         keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=-1)
         samples = RolloutSamples(0, dirpath=str(directory / "samples"), max_samples_per_step=5)
-        with collected() as said:
+        with informed() as said, collected() as lost:
             trainer = {"enable_checkpointing": True}
             fit_grpo(
                 model, {}, world_size, steps=steps, callbacks=[keeper, samples], trainer=trainer, ckpt_path=ckpt_path
             )
+        assert not any("RolloutSamples" in message for message in lost), "a limit of the user's is no loss"
         return [message for message in said if "RolloutSamples" in message]
 
     return {"said": fit(2), "resumed": fit(3, directory / "step=1.ckpt"), "other": fit(1)}

@@ -63,6 +63,17 @@ def test_numbers_as_people_write_them():
         RunProgress(every_n_steps=0)
 
 
+def test_time_left_does_not_count_the_start_of_the_sampler(monkeypatch):
+    """A resumed run of 14 steps, whose fifth took 10 of the first 90 s; later ones take 12 s."""
+    progress = RunProgress()
+    now = 90.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    assert progress._left(5, 14, {"time/step_s": 10.0}) == 90.0
+    now = 126.0
+    assert progress._left(8, 14, {"time/step_s": 10.0}) == 6 * 12.0
+    assert progress._left(9, None, {}) is None
+
+
 def test_outputs_are_named(tmp_path):
     callbacks = [ModelCheckpoint(dirpath=tmp_path / "checkpoints"), HFExport(str(tmp_path / "hf"))]
     trainer: Any = SimpleNamespace(loggers=[CSVLogger(tmp_path, "logs", "")], callbacks=callbacks)

@@ -4,9 +4,11 @@ import argparse
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from tests.training import Recorder, SequenceDataModule, frozen_sequences
 
@@ -37,6 +39,39 @@ class IsTerminated(pl.Callback):
         (self.out / f"{trainer.global_rank}.stopped").write_text(f"{type(exception).__name__} {trainer.global_step}")
 
 
+class PortIsWanted(LightningEnvironment):
+    """Takes the port of the run for itself if nobody has it, whenever the run asks for its number."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self.out = out
+        self.taken: list[socket.socket] = []
+
+    @property
+    def main_port(self) -> int:
+        port = super().main_port
+        taker = socket.socket()
+        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taker.bind(("127.0.0.1", port))
+            taker.listen()
+            self.taken.append(taker)
+            outcome = "taken"
+        except OSError as error:
+            taker.close()
+            outcome = str(error.errno)
+        with (self.out / f"{self.local_rank()}.attempts").open("a") as file:
+            file.write(f"{outcome}\n")
+        return port
+
+
+class RefusedData(SequenceDataModule):
+    """A data set that cannot be downloaded, which rank 0 alone tries."""
+
+    def prepare_data(self) -> None:
+        raise ValueError("no such data set")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -44,12 +79,15 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--dying-rank", type=int, default=None)
     parser.add_argument("--terminated-rank", type=int, default=None)
+    parser.add_argument("--port-is-wanted", action="store_true")
+    parser.add_argument("--refused-data", action="store_true")
     options = parser.parse_args()
 
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.training import TrainingSettings
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
     recorder = Recorder()
     callbacks: list[pl.Callback] = [recorder]
@@ -57,8 +95,9 @@ def main() -> None:
         callbacks.append(Dies(options.dying_rank))
     if options.terminated_rank is not None:
         callbacks.append(IsTerminated(options.terminated_rank, options.out))
+    wanted = MegatronStrategy(cluster_environment=PortIsWanted(options.out)) if options.port_is_wanted else None
     trainer = pl.Trainer(
-        strategy="megatron",
+        strategy=wanted or "megatron",
         accelerator="cpu",
         devices=options.devices,
         max_steps=2,
@@ -78,7 +117,8 @@ def main() -> None:
             optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01, adam_eps=1e-3), max_tokens_per_microbatch=64
         ),
     )
-    trainer.fit(module, SequenceDataModule(frozen_sequences(8), 4))
+    data = RefusedData if options.refused_data else SequenceDataModule
+    trainer.fit(module, data(frozen_sequences(8), 4))
     steps = [{name: step[name] for name in ("policy/loss", "policy/grad_norm")} for step in recorder.steps]
     (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(steps))
 

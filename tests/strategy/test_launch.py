@@ -1,8 +1,10 @@
 """Real launches of a user's script by every launcher, and what happens to the others when one rank is lost."""
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 
+from lightning_megatron_rl.parallel import leader
 from tests.distributed import ROOT, free_port
 from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE
@@ -75,6 +78,14 @@ class Launch:
         """What each rank logged, per step."""
         return [json.loads((self.out / f"{rank}.json").read_text()) for rank in range(2)]
 
+    def seconds_of_others(self) -> float:
+        """How long ranks outlive the process that was started."""
+        gone = time.monotonic()
+        while any(_is_in_group(process, self.processes[0].pid) for process in psutil.process_iter()):
+            assert time.monotonic() < gone + END_OF_OTHERS, self.output()
+            time.sleep(0.1)
+        return time.monotonic() - gone
+
     def kill(self) -> None:
         for process in self.processes:
             try:
@@ -82,6 +93,13 @@ class Launch:
             except ProcessLookupError:
                 continue
             process.wait()
+
+
+def _is_in_group(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 @pytest.fixture
@@ -113,6 +131,36 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
         for mine, theirs in zip(steps, expected, strict=True):
             for name, value in mine.items():
                 assert value == pytest.approx(theirs[name], rel=RELATIVE), name
+
+
+def test_nobody_else_gets_the_port_of_a_run(launch, qwen3_dir):
+    """Somebody tries when the port was chosen, and at the last moment before rank 0 listens there."""
+    launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--port-is-wanted")
+    assert launch.wait() == [0], launch.output()
+    attempts = (launch.out / "0.attempts").read_text().split()
+    assert len(attempts) >= 2
+    assert set(attempts) == {str(errno.EADDRINUSE)}
+
+
+@pytest.mark.parametrize("launcher", by_default(["lightning"], ["lightning", "torchrun"]))
+def test_ranks_end_soon_after_the_first_was_refused(launch, qwen3_dir, launcher):
+    """The other rank waits for it: for the data set that rank 0 alone prepares."""
+    script = ["-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--refused-data"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    launch.start(*(torchrun if launcher == "torchrun" else []), *script)
+    assert launch.wait() == [1], launch.output()
+    assert launch.seconds_of_others() < leader.GRACE_S + 10.0  # a busy machine
+    assert "ValueError: no such data set" in launch.output()
+
+
+def test_port_of_the_users_that_is_in_use_ends_all_ranks(launch, qwen3_dir):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        script = ["-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out)]
+        launch.start(*script, MASTER_PORT=port)
+        assert launch.wait() == [1], launch.output()
+        assert launch.seconds_of_others() < leader.GRACE_S + 10.0  # a busy machine
+    assert f"is in use: 127.0.0.1:{port}" in launch.output()
 
 
 def test_one_device_trains_in_an_interactive_interpreter(launch, qwen3_dir):

@@ -81,6 +81,19 @@ def test_what_is_said_by_way_of_lightnings_messengers(taken, shown, tmp_path):
     assert "GPU available: False" in (tmp_path / "run.log").read_text()
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_messages_take_the_place_of_a_progress_line(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(warnings, "showwarning", MessageLog(terminal).warn)
+    terminal.write("step 5/10\r")
+    say(WARNING.format(text="slow", category="UserWarning", level=1), OURS)
+    assert terminal.getvalue() == "step 5/10\r\r\033[KUserWarning: slow\n"
+
+
 def test_errors_are_shown_whoever_says_them(taken, shown):
     say("logging.getLogger('torch.x').error('broken')\nlogging.getLogger('torch.x').warning('hint')", LIBRARY)
     assert shown.getvalue() == "broken\n"

@@ -47,12 +47,13 @@ class NCCLTransport(Transport):
         """See `Transport`: trainer and workers meet in a group of their own."""
         if pid == self._pid:
             return
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            port = probe.getsockname()[1]
         world_size = self._num_workers + 1
-        start({"port": port, "world_size": world_size, "timeout_s": self._timeout_s})
-        self._group = join_group(port, rank=0, world_size=world_size, timeout=timedelta(seconds=self._timeout_s))
+        timeout = timedelta(seconds=self._timeout_s)
+        with socket.socket() as bound:  # from now on nobody else can take the port
+            bound.bind((LOOPBACK, 0))
+            port = bound.getsockname()[1]
+            start({"port": port, "world_size": world_size, "timeout_s": self._timeout_s})
+            self._group = join_group(port, rank=0, world_size=world_size, timeout=timeout, bound=bound)
         finish()
         self._pid = pid
 
@@ -77,8 +78,10 @@ class NCCLTransport(Transport):
         return num_bytes, extra
 
 
-def join_group(port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+def join_group(
+    port: int, *, rank: int, world_size: int, timeout: timedelta, bound: socket.socket | None = None
+) -> dist.ProcessGroup:
     """Return an NCCL group outside the default group: trainer and workers belong to different worlds."""
-    store = local_store(rank, world_size, port, timeout)
+    store = local_store(rank, world_size, port, timeout, bound)
     prefixed = dist.PrefixStore("weights", store)
     return dist.ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(timeout))  # type: ignore[return-value]
