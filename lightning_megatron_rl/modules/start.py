@@ -203,6 +203,7 @@ def _backend(module: "ModelModule") -> LayerBackend:
         module.strategy.root_device,
         params_dtype=module.strategy.precision_plugin.params_dtype,
         context_parallel_size=module.strategy.layout.context_parallel_size,
+        latent_attention=module.hf_model.has_latent_attention,
     )
 
 

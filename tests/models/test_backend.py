@@ -51,6 +51,15 @@ def test_context_parallelism_in_fp32_is_for_torch(monkeypatch):
         resolve_layer_backend("transformer_engine", CUDA, **split)
 
 
+def test_latent_attention_in_fp32_is_for_torch(monkeypatch):
+    on_gpu_with_engine(monkeypatch, (9, 0))
+    assert resolve_layer_backend("auto", CUDA, latent_attention=True) == "transformer_engine"
+    latent = {"params_dtype": torch.float32, "latent_attention": True}
+    assert resolve_layer_backend("auto", CUDA, **latent) == "torch"
+    with pytest.raises(ValueError, match=r"latent attention \(kv_lora_rank\) in fp32: this was never compared"):
+        resolve_layer_backend("transformer_engine", CUDA, **latent)
+
+
 @pytest.mark.parametrize(
     ("capability", "backend"), [((7, 5), "torch"), ((8, 0), "transformer_engine"), ((9, 0), "transformer_engine")]
 )

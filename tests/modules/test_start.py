@@ -216,6 +216,7 @@ MODULE: Any = SimpleNamespace(  # what is asked of a module before its memory is
         layout=SimpleNamespace(context_parallel_size=1),
     ),
     train_settings=TrainingSettings(layer_backend="torch"),
+    hf_model=SimpleNamespace(has_latent_attention=False),
 )
 
 

@@ -235,6 +235,11 @@ class HFModel(SavesFiles):
         set_weights(bridge, source)
         return bridge
 
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether keys and values come from a latent vector, as in DeepSeek-V3."""
+        return getattr(self.config, "kv_lora_rank", None) is not None
+
     def build_chunks(
         self,
         *,
@@ -262,6 +267,7 @@ class HFModel(SavesFiles):
             device,
             params_dtype=params_dtype,
             context_parallel_size=settings["context_parallel_size"],
+            latent_attention=self.has_latent_attention,
         )
         self.check_computation(overrides)
         provider = self._bridge.to_megatron_provider(load_weights=load_weights)

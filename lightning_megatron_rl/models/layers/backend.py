@@ -16,14 +16,15 @@ def resolve_layer_backend(
     *,
     params_dtype: torch.dtype = torch.bfloat16,
     context_parallel_size: int = 1,
+    latent_attention: bool = False,
 ) -> LayerBackend:
     """Return "torch" or "transformer_engine": "auto" is the latter on CUDA where it is installed and can run.
 
-    Raises `ValueError` if Transformer Engine is asked for and cannot run: without CUDA or the package, or with context
-    parallelism in fp32, for which it has no attention.
+    Raises `ValueError` if Transformer Engine is asked for and cannot run: without CUDA or the package; with context
+    parallelism in fp32, for which it has no attention; with latent attention in fp32, which is not proved.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
-    has_attention = context_parallel_size == 1 or params_dtype != torch.float32
+    has_attention = params_dtype != torch.float32 or (context_parallel_size == 1 and not latent_attention)
     if layer_backend == "auto":
         runs = device.type == "cuda" and installed and has_attention
         return "transformer_engine" if runs and _is_made_for(device) else "torch"
@@ -40,6 +41,11 @@ def resolve_layer_backend(
         raise ValueError(
             "train.layer_backend='transformer_engine', but Transformer Engine is not installed: "
             "pip install 'lightning-megatron-rl[gpu]', or use train.layer_backend='torch'"
+        )
+    if not has_attention and latent_attention:
+        raise ValueError(
+            "train.layer_backend='transformer_engine' with latent attention (kv_lora_rank) in fp32: this was never"
+            " compared with Transformers. Use Trainer(precision='bf16-mixed'), or train.layer_backend='torch'"
         )
     if not has_attention:
         raise ValueError(
