@@ -322,7 +322,7 @@ def on_two_gpus(
     monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
     monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
     fields = {**vars(MODULE.strategy), **vars(ranks(leaders=[0, 1]))}
-    hf_model = SimpleNamespace(path=model, config=AutoConfig.from_pretrained(model))
+    hf_model = SimpleNamespace(has_latent_attention=False, path=model, config=AutoConfig.from_pretrained(model))
     return SimpleNamespace(**{**vars(MODULE), "strategy": SimpleNamespace(**fields), "hf_model": hf_model})
 
 
