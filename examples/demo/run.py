@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).parent))
 from build_model import build_model
@@ -96,11 +97,14 @@ def main() -> None:
     memory = PeakMemory()
     memory.start()
     started = time.perf_counter()
+    disable_progress_bar()  # of files that are read in no time
 
+    print("A small Qwen3 learns by SFT what a sum looks like; loading libraries takes a moment.", flush=True)
     build_model(out / "model", **({} if options.seed is None else {"seed": options.seed}))
     seed = [] if options.seed is None else [f"--seed_everything={options.seed}"]
     sft_steps = [f"--trainer.max_steps={options.sft_steps}"] if options.sft_steps else []
     fit("sft", out, options.config, seed + sft_steps)
+    print("Now GRPO, with vLLM for the rollouts.", flush=True)
     grpo_steps = []
     if options.grpo_steps:  # validated at their end, whatever the config's interval
         steps = options.grpo_steps

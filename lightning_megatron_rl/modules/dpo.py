@@ -25,7 +25,7 @@ _RANGES = {
 }
 
 
-class DPOModule(PairModule, PolicyModule):
+class DPOModule(PairModule, PolicyModule):  # trained on pairs as a reward model is, scored as a policy is
     """Train a policy to prefer the chosen responses, tied to a reference: the model as it was at the start.
 
     The reference is a frozen copy or, with LoRA, the policy without its adapters. Formulas in docs/algorithms.md.

@@ -81,7 +81,7 @@ class Launch:
     def seconds_of_others(self) -> float:
         """How long ranks outlive the process that was started."""
         gone = time.monotonic()
-        while any(_is_in_group(process, self.processes[0].pid) for process in psutil.process_iter()):
+        while any(_is_rank(process, self.out) for process in psutil.process_iter()):
             assert time.monotonic() < gone + END_OF_OTHERS, self.output()
             time.sleep(0.1)
         return time.monotonic() - gone
@@ -95,10 +95,10 @@ class Launch:
             process.wait()
 
 
-def _is_in_group(process: psutil.Process, group: int) -> bool:
+def _is_rank(process: psutil.Process, out: Path) -> bool:
     try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
+        return str(out) in process.cmdline()  # a zombie has none
+    except psutil.Error:
         return False
 
 
