@@ -67,26 +67,29 @@ def fit_stream(
     callbacks: list[pl.Callback] = [used]
     if save_to is not None:
         callbacks.append(pl.callbacks.ModelCheckpoint(save_to, every_n_train_steps=1, save_top_k=-1, filename="{step}"))
-    vllm = {"max_model_len": 64, "kv_cache_memory_gb": 0.25, "num_threads": 1, **(engine or {})}
+    vllm = VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1, **(engine or {}))
     sets = {"val": {"same": str(rows)}, "val_batch_size": ROWS} if val else {}
-    run = fit_grpo(
-        model,
-        strategy,
-        world_size,
-        steps=steps,
-        module={
-            "engine": VLLMEngine(**vllm),
-            "streaming": StreamingSettings(**settings),
-            "sampling": SamplingParams(max_tokens=40),
-            "updates_per_rollout": 1,
-        },
-        loss={"correction": "tis"},
-        rewards=[length],
-        callbacks=callbacks,
-        trainer={"enable_checkpointing": save_to is not None, "logger": False, "max_epochs": 1, **(trainer or {})},
-        data=PromptDataModule(str(rows), str(model), batch_size=BATCH, **sets),
-        ckpt_path=ckpt_path,
-    )
+    try:
+        run = fit_grpo(
+            model,
+            strategy,
+            world_size,
+            steps=steps,
+            module={
+                "engine": vllm,
+                "streaming": StreamingSettings(**settings),
+                "sampling": SamplingParams(max_tokens=40),
+                "updates_per_rollout": 1,
+            },
+            loss={"correction": "tis"},
+            rewards=[length],
+            callbacks=callbacks,
+            trainer={"enable_checkpointing": save_to is not None, "logger": False, "max_epochs": 1, **(trainer or {})},
+            data=PromptDataModule(str(rows), str(model), batch_size=BATCH, **sets),
+            ckpt_path=ckpt_path,
+        )
+    finally:
+        vllm.close()  # a module keeps its engine for the next run
     run.extra |= {"rows": used.rows, "ages": used.ages, "segments": used.segments}
     run.weights = {}
     return run
