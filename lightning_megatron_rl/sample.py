@@ -61,14 +61,14 @@ class Sample:
     response: str = ""  # decoded, special tokens left out
     finish_reason: str = "stop"  # "stop", or "length" when cut by the token limit
     weight_version: int = 0  # version of the weights that sampled it, or its first token
-    # (version of the weights, tokens drawn with them) end to end; empty: `weight_version` drew all
-    segments: list[tuple[int, int]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # unweighted components by name
     reward: float = 0.0  # weighted sum of the components
     reward_errors: dict[str, str] = field(default_factory=dict)  # by reward: why its component is the default
     advantage: float = 0.0
     turns: list[Turn] = field(default_factory=list)  # of an episode, in order; empty: the response is one turn
     outcome: Outcome | None = None  # of an episode
+    # (version of the weights, tokens drawn with them) end to end; empty: `weight_version` drew all
+    segments: list[tuple[int, int]] = field(default_factory=list)
 
     def copy(self, prompt: Prompt) -> "Sample":
         """Return a sample of `prompt` that shares nothing else with this one which could be changed."""

@@ -103,13 +103,13 @@ def _sample(record: dict[str, Any], where: str) -> Sample:
         response=record.get("response", ""),
         finish_reason=record.get("finish_reason", "stop"),
         weight_version=record.get("weight_version", 0),
-        segments=[(version, count) for version, count in record.get("segments", [])],
         rewards=record.get("rewards", {}),
         reward_errors=record.get("reward_errors", {}),
         reward=float(record["reward"]),
         advantage=record.get("advantage", 0.0),
         turns=_turns(record.get("turns", []), len(record["response_ids"]), where),
         outcome=_outcome(record.get("outcome"), where),
+        segments=_segments(record.get("segments", []), len(record["response_ids"]), where),
     )
 
 
@@ -124,6 +124,18 @@ def _turns(rows: Any, num_tokens: int, where: str) -> list[Turn]:
         return turns
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: turns is not a list of turns that follow each other: {error}.") from error
+
+
+def _segments(rows: Any, num_tokens: int, where: str) -> list[tuple[int, int]]:
+    """Return the versions of the weights that drew a response, end to end."""
+    try:
+        segments = [(version, count) for version, count in rows]
+        counts = [count for _, count in segments]
+        if segments and sum(counts) != num_tokens:
+            raise ValueError(f"{counts} tokens of {num_tokens}")
+        return segments
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: segments is not a list of versions with their tokens: {error}.") from error
 
 
 def _outcome(row: Any, where: str) -> Outcome | None:

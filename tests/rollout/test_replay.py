@@ -48,6 +48,13 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert read_first_step(file) == samples()
 
 
+def test_versions_of_a_response_are_read_back(tmp_path: Path):
+    file, prompt = tmp_path / "rollouts.jsonl", Prompt(token_ids=[1], text="a")
+    sample = Sample(prompt, [7, 8, 9], [-0.1, -0.2, -0.3], "ghi", "stop", 3, segments=[(3, 1), (5, 2)])
+    file.write_text(record_line(sample, 6))
+    assert read_first_step(file) == [sample]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -64,6 +71,8 @@ def test_what_is_written_is_read_back(tmp_path: Path):
         (record(turns=[{"start": 0, "stop": 3}]), r"line 2: turns .* at \[0, 3\] of 2 tokens"),
         (record(turns=[{"start": 1, "stop": 2}, {"start": 0, "stop": 1}]), r"line 2: turns .* at \[1, 2, 0, 1\]"),
         (record(turns=5), r"line 2: turns is not a list"),
+        (record(segments=[[3, 1]]), r"line 2: segments is not a list of versions .*: \[1\] tokens of 2"),
+        (record(segments=5), r"line 2: segments is not a list of versions with their tokens"),
         (record(outcome={"why": "done"}), r"line 2: outcome is not that of an episode"),
     ],
 )
