@@ -19,11 +19,13 @@ LAYOUTS = sorted((ROOT / "configs" / "layouts").glob("*.yaml"))
 LORA = ROOT / "configs" / "lora.yaml"
 DISTILLATION = ROOT / "configs" / "distillation.yaml"
 ALGORITHMS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+STREAMING = sorted((ROOT / "configs" / "streaming").glob("*.yaml"))
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 
 
 def test_all_configs_are_known_here():
-    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted([*DEMO, GPU, *LAYOUTS, *ALGORITHMS, LORA, DISTILLATION])
+    known = [*DEMO, GPU, *LAYOUTS, *ALGORITHMS, *STREAMING, LORA, DISTILLATION]
+    assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted(known)
     assert len(DEMO) >= 2
     assert len(LAYOUTS) >= 3
 
@@ -86,6 +88,14 @@ def test_distillation_overlay_names_a_teacher_and_weighs_no_reward():
     assert distilled.model.loss.config.kl_estimator == "k2"
     ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, distilled))
     assert {name for name in ours if ours[name] != theirs[name]} == {"loss", "reference", "reward_weights"}
+
+
+@pytest.mark.parametrize("config", [GRPO, ROOT / "configs" / "demo" / "ppo.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("overlay", STREAMING, ids=lambda path: path.stem)
+def test_streaming_overlay_sets_a_bound(config: Path, overlay: Path):
+    streamed = build("fit", "--config", config, "--config", overlay).model.streamed
+    assert streamed is not None
+    assert streamed.settings.max_staleness == 2
 
 
 class Scaling:
