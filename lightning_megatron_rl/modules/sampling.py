@@ -3,6 +3,7 @@
 import atexit
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
@@ -131,7 +132,7 @@ class Sampler:
             self.memory.prepare_sampling()
             with self._policy.phase("rollout"):
                 samples: list[Sample] | None = self.memory.run(
-                    lambda prompts=prompts: stream.next_batch(self._policy, prompts, self._judge)  # type: ignore[misc]
+                    partial(stream.next_batch, prompts, self._policy.trainer.global_step, self._judge)
                 )
             if not self._lost_anywhere(samples is None):
                 return samples or []

@@ -1,6 +1,7 @@
 """Rollouts that do not wait: the settings of a stream, what it needs, and its place in a run."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,7 +18,6 @@ from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_r
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.modules.policy import PolicyModule
 
 OnUpdate = Literal["finished", "recomputed", "kept"]
 Placement = Literal["auto", "shared", "separate"]
@@ -71,8 +71,9 @@ class StreamedRollouts:
 
     def __init__(self, settings: StreamingSettings) -> None:
         self.settings = settings
+        self._module: GRPOModule | None = None
         self._stream: RolloutStream | None = None  # of the leader, once it has sampled
-        self._saved: list[str] | None = None  # of a checkpoint, until the stream is opened
+        self._saved: list[str] = []  # of a checkpoint, one of each replica, until the stream is opened
         self._in_background = False
 
     def prepare(self, module: "GRPOModule") -> None:
@@ -82,8 +83,9 @@ class StreamedRollouts:
             ValueError: It cannot, with what would change that.
         """
         settings, engine = self.settings, module.engine
+        self._module, self._saved = module, []
         name = f"streaming.max_staleness={settings.max_staleness}"
-        if not hasattr(engine, "submit"):
+        if not engine.streams:
             raise ValueError(
                 f"{name} with engine={type(engine).__name__}, which samples whole batches: use VLLMEngine, or"
                 " max_staleness=0."
@@ -141,8 +143,7 @@ class StreamedRollouts:
     def _is_separate(self, engine: Any) -> bool:
         if self.settings.placement != "auto":
             return self.settings.placement == "separate"
-        devices = getattr(engine, "devices", None)
-        return devices is not None and torch.cuda.is_available() and torch.cuda.current_device() not in devices
+        return bool(engine.devices) and torch.cuda.is_available() and torch.cuda.current_device() not in engine.devices
 
     def describe(self, batch_size: int) -> str:
         """Return what the stream does, for the table at start."""
@@ -153,18 +154,22 @@ class StreamedRollouts:
 
     # ---- what the leader of a replica does -------------------------------------------------------------------------
 
-    def next_batch(self, module: "PolicyModule", prompts: list[Prompt], judge: Callable[[list[Sample]], None]) -> Any:
-        """Return the samples of the next batch; None if the engine must get its weights first."""
+    def next_batch(
+        self, prompts: list[Prompt], version: int, judge: Callable[[list[Sample]], None]
+    ) -> list[Sample] | None:
+        """Return the samples of the batch for a version; None if the engine must get its weights first."""
         if self._stream is None:
-            self._stream = self._open(module, judge)
+            self._stream = self._open(judge)
         try:
-            return self._stream.next_batch(prompts, module.trainer.global_step)
+            return self._stream.next_batch(prompts, version)
         except WeightsLostError:
             return None
 
-    def _open(self, module: Any, judge: Callable[[list[Sample]], None]) -> RolloutStream:
+    def _open(self, judge: Callable[[list[Sample]], None]) -> RolloutStream:
         from lightning_megatron_rl.modules.sampling import run_seed
 
+        module = self._module
+        assert module is not None, "prepare() was called"
         data: PromptDataModule = module.trainer.datamodule  # type: ignore[attr-defined]
         replicas = module.strategy.layout.data_parallel_size(module.trainer.world_size)
         plan = StreamPlan(
@@ -184,10 +189,10 @@ class StreamedRollouts:
             reward=judge,
             background=self._in_background,
         )
-        if self._saved is not None:
+        if self._saved:
             mine = divide_states(self._saved, replicas)[data_parallel_rank()]
             stream.load_state(mine, {prompt.index: prompt for prompt in data.train_items})
-            self._saved = None
+            self._saved = []
         return stream
 
     def put_away(self) -> None:
@@ -198,7 +203,8 @@ class StreamedRollouts:
     def before_update(self) -> None:
         """Do with responses under way what `on_update` says, as far as that comes before the update."""
         if self._stream is not None and self.settings.on_update == "finished":
-            self._stream.finish_under_way()
+            with suppress(WeightsLostError):  # nobody can finish them with weights that are gone
+                self._stream.finish_under_way()
 
     def close(self) -> None:
         """End the stream; what is under way is lost unless it is in a checkpoint."""
@@ -207,7 +213,7 @@ class StreamedRollouts:
             self._stream = None
 
     def state(self) -> str | None:
-        """Return what is under way; None on ranks that do not lead a replica."""
+        """Return what is under way in this replica; None on ranks that do not lead one, or if nothing was sampled."""
         return None if self._stream is None else self._stream.state()
 
     def load(self, states: list[str]) -> None:
@@ -215,12 +221,17 @@ class StreamedRollouts:
         self.close()
         self._saved = states
 
+    @property
+    def not_yet_opened(self) -> list[str]:
+        """The states of a checkpoint from which no stream was opened yet, of all replicas."""
+        return self._saved
+
 
 def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts) -> None:
     """Put what the streams of all replicas have under way into a checkpoint; a collective."""
     states: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(states, streamed.state())
-    if kept := [state for state in states if state is not None]:
+    if kept := [state for state in states if state is not None] or streamed.not_yet_opened:
         checkpoint[STATE] = kept
 
 

@@ -176,6 +176,7 @@ class RolloutEngine(Protocol):
     sleep_level: int = 0  # between rollouts: 0 does not sleep, 1 moves weights to the host, 2 drops them
     tensor_parallel_size: int = 1  # workers that share the model
     num_restarts: int = 0  # replacements of its process since `start`
+    streams: bool = False  # whether it is a `StreamingEngine`
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def expect(self, num_tokens: int | None) -> None:
@@ -223,7 +224,9 @@ class RolloutEngine(Protocol):
 class StreamingEngine(RolloutEngine, Protocol):
     """An engine that takes responses in one by one, and whose weights may change while they are under way."""
 
+    streams: bool = True
     stream_mode: StreamMode | None  # set before `start`; None: it only answers `generate`
+    devices: list[int] | None  # GPUs that it is on, as the trainer numbers them; None: the trainer's own
 
     def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
         """Take responses in; those under way go on."""

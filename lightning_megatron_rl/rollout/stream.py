@@ -40,6 +40,10 @@ class Group:
     responses: list[Response]
     samples: list[Sample] = field(default_factory=list)  # rewarded, once all responses are complete
 
+    def age(self, version: int) -> int:
+        """Return the versions between its birth and `version`."""
+        return version - self.born
+
     @property
     def is_complete(self) -> bool:
         """Whether every response has ended."""
@@ -98,7 +102,7 @@ class StreamPlan:
         Only what breaks the plan makes such groups: a checkpoint that is resumed with a smaller bound.
         """
         groups = [*self.ready, *self.under_way.values()]
-        stale = sorted((group for group in groups if self.age(group, version) > self.max_staleness), key=_number)
+        stale = sorted((group for group in groups if group.age(version) > self.max_staleness), key=_number)
         numbers = {group.number for group in stale}
         self.ready = [group for group in self.ready if group.number not in numbers]
         for number in numbers:
@@ -126,16 +130,12 @@ class StreamPlan:
         if not self.can_take(version):
             raise RuntimeError(f"no batch of {self.batch_size} groups for version {version}: {self.describe()}")
         batch = sorted(self.ready, key=_number)[: self.batch_size]
-        oldest = max(self.age(group, version) for group in batch)
+        oldest = max(group.age(version) for group in batch)
         if oldest > self.max_staleness:
             raise RuntimeError(f"a group is {oldest} versions old, max_staleness is {self.max_staleness}")
         taken = {group.number for group in batch}
         self.ready = [group for group in self.ready if group.number not in taken]
         return batch
-
-    def age(self, group: Group, version: int) -> int:
-        """Versions between a group's birth and `version`."""
-        return version - group.born
 
     def describe(self) -> str:
         """Return what there is, for errors and logs."""
@@ -143,7 +143,10 @@ class StreamPlan:
 
 
 def divide_states(states: list[str], replicas: int) -> list[str]:
-    """Return the states of so many replicas' streams: the same, or what they hold divided anew, the oldest first."""
+    """Return the states of so many replicas' streams: the same, or all that they hold dealt out, the oldest first.
+
+    As many prompts come to each replica, whether they were begun or wait: each has as many batches before it.
+    """
     if len(states) == replicas:
         return states
     parts = [json.loads(state) for state in states]
@@ -152,8 +155,9 @@ def divide_states(states: list[str], replicas: int) -> list[str]:
     num_born = max(part["num_born"] for part in parts) + len(groups)
     divided = []
     for rank in range(replicas):
-        mine = [{**group, "number": number} for number, group in enumerate(groups[rank::replicas])]
-        divided.append(json.dumps({"waiting": waiting[rank::replicas], "groups": mine, "num_born": num_born}))
+        begun = [{**group, "number": number} for number, group in enumerate(groups[rank::replicas])]
+        rest = waiting[(rank - len(groups)) % replicas :: replicas]
+        divided.append(json.dumps({"waiting": rest, "groups": begun, "num_born": num_born}))
     return divided
 
 

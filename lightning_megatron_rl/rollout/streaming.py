@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.rollout.protocol import (
+    Progress,
     ResponsesLostError,
     SamplingParams,
     StreamingEngine,
@@ -67,7 +69,6 @@ class RolloutStream:
         self._background = background
         self._version = 0
         self._names: dict[str, Response] = {}  # what the engine has
-        self._groups: dict[int, dict[str, Response]] = {}
         self._judged: dict[int, Future[None]] = {}  # groups whose rewards are computed, by number
         self._judge = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._told_at = 0.0
@@ -109,26 +110,31 @@ class RolloutStream:
                     self._turn(WAIT_S)
             return [sample for group in self.plan.take(version) for sample in group.samples]
 
-    def _turn(self, wait_s: float) -> None:
+    def _turn(self, wait_s: float, *, begins: bool = True) -> None:
         """Give the engine what may begin, take what it has sampled, and reward what is complete."""
         try:
+            if begins:
+                self.plan.begin(self._version)
             self._submit()
             now = time.monotonic()
             everything = now - self._told_at > TELL_S
             if everything:
                 self._told_at = now
             waits = wait_s if not self._judged else min(wait_s, POLL_S)
-            for news in self._engine.collect(waits, everything=everything):
-                if (response := self._names.get(news.name)) is not None:
-                    response.add(news)
+            self._add(self._engine.collect(waits, everything=everything))
         except ResponsesLostError:
             self._names.clear()  # they go on from what is known of them
         if not self._names and self._judged:
             time.sleep(POLL_S / 10)  # only rewards are waited for
         self._finish_groups()
 
+    def _add(self, news: list[Progress]) -> None:
+        for progress in news:
+            if (response := self._names.get(progress.name)) is not None:  # else its group was dropped
+                response.add(progress)
+
     def _submit(self) -> None:
-        self.plan.begin(self._version)
+        """Give the engine all responses of groups under way that it does not have."""
         requests = []
         submitted = {id(response) for response in self._names.values()}
         fresh: dict[str, Response] = {}
@@ -187,23 +193,15 @@ class RolloutStream:
     def finish_under_way(self) -> None:
         """Sample what is under way to its end, and begin nothing new meanwhile."""
         with self._lock:
-            in_flight, self.plan.in_flight = self.plan.in_flight, 0
-            try:
-                while any(not group.is_complete for group in self.plan.under_way.values()):
-                    self._turn(WAIT_S)
-            finally:
-                self.plan.in_flight = in_flight
+            while not all(group.is_complete for group in self.plan.under_way.values()):
+                self._turn(WAIT_S, begins=False)
 
     def put_away(self) -> None:
         """Take everything out of the engine, which may sleep or do other things then; `next_batch` goes on with it."""
         with self._lock:
             self._is_held = True
-            try:
-                for news in self._engine.withdraw():
-                    if (response := self._names.get(news.name)) is not None:
-                        response.add(news)
-            except ResponsesLostError:
-                pass  # they go on from what is known of them
+            with suppress(ResponsesLostError):  # they go on from what is known of them
+                self._add(self._engine.withdraw())
             self._names.clear()
 
     def close(self) -> None:
@@ -240,9 +238,7 @@ class RolloutStream:
         """Return as JSON what was admitted and not yet trained on: prompts by their rows, responses by their tokens."""
         with self._lock:
             try:
-                for news in self._engine.collect(0.0, everything=True):
-                    if (response := self._names.get(news.name)) is not None:
-                        response.add(news)
+                self._add(self._engine.collect(0.0, everything=True))
             except ResponsesLostError:
                 self._names.clear()
             ready = {group.number for group in self.plan.ready}

@@ -12,7 +12,7 @@ from lightning_megatron_rl.environments.base import EpisodeSettings
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
-from lightning_megatron_rl.modules.streaming import StreamingSettings
+from lightning_megatron_rl.modules.streaming import STATE, StreamingSettings
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.verify.pool import WorkerError
@@ -36,7 +36,15 @@ class Used(pl.Callback):
         self.rows: list[list[int]] = []
         self.ages: list[int] = []
         self.segments: list[int] = []
+        self.saved: list[Any] = []  # of the streams, by a checkpoint before the first step and one after the last
         self.stop_after = stop_after
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        checkpoint: dict[str, Any] = {}
+        module.on_save_checkpoint(checkpoint)
+        self.saved.append(checkpoint.get(STATE))
+
+    on_train_end = on_train_start
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         samples = module.last_rollout.samples
@@ -90,7 +98,7 @@ def fit_stream(
         )
     finally:
         vllm.close()  # a module keeps its engine for the next run
-    run.extra |= {"rows": used.rows, "ages": used.ages, "segments": used.segments}
+    run.extra |= {"rows": used.rows, "ages": used.ages, "segments": used.segments, "saved": used.saved}
     run.weights = {}
     return run
 
@@ -156,7 +164,7 @@ def test_validation_goes_between(worker_pool, qwen3_dir, rows):
     assert "val/same/mean_at_1" in run.steps[-1]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, rows, tmp_path, before, after):
     """Also where the number of replicas changes."""
     settings = {"max_staleness": 2}
@@ -170,6 +178,8 @@ def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, r
     assert [len(run.extra["rows"]) for run in (first[0], rest[0])] == [3, 3]
     assert sorted(used) == list(range(ROWS))
     assert max(age for run in rest for age in run.extra["ages"]) <= 2
+    assert len(first[0].extra["saved"][1]) == before
+    assert rest[0].extra["saved"][0] == first[0].extra["saved"][1]  # also before anything was sampled again
 
 
 def test_a_checkpoint_with_a_stream_is_not_resumed_without(worker_pool, qwen3_dir, rows, tmp_path):

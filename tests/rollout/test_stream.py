@@ -1,12 +1,13 @@
 """`StreamPlan`: the bound is never broken, every prompt is used exactly once, and nothing waits for ever."""
 
+import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron_rl.rollout.stream import StreamPlan
+from lightning_megatron_rl.rollout.stream import StreamPlan, divide_states
 from lightning_megatron_rl.sample import Prompt
 
 
@@ -33,7 +34,7 @@ def drive(plan: StreamPlan, steps: int, rng: random.Random) -> tuple[list[int], 
             assert len(plan.under_way) + len(plan.ready) <= (plan.max_staleness + 1) * plan.batch_size
         for group in plan.take(version):
             rows.append(group.prompt.index)
-            ages.append(plan.age(group, version))
+            ages.append(group.age(version))
     return rows, ages
 
 
@@ -92,3 +93,22 @@ def test_a_batch_that_is_not_there_is_refused():
     plan.begin(0)
     with pytest.raises(RuntimeError, match="no batch of 2 groups for version 0: 0 groups ready, 1 under way, 0"):
         plan.take(0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 2)])
+def test_as_many_prompts_come_to_each_replica(before, after):
+    """Odd numbers of groups and of prompts that wait: one replica must not get the larger part of both."""
+    states, rows = [], iter(range(100))
+    for rank in range(before):
+        num_groups, num_waiting = (3, 9) if before == 1 else (5 + rank, 7 - rank)
+        groups = [{"number": number, "row": next(rows), "born": number // 2} for number in range(num_groups)]
+        waiting = [next(rows) for _ in range(num_waiting)]
+        states.append(json.dumps({"waiting": waiting, "groups": groups, "num_born": 9}))
+    found = [json.loads(state) for state in divide_states(states, after)]
+    held = [[*(group["row"] for group in part["groups"]), *part["waiting"]] for part in found]
+    assert sorted(row for part in held for row in part) == list(range(12 * before))
+    assert len({len(part) for part in held}) == 1
+    for part in found:
+        numbers = [group["number"] for group in part["groups"]]
+        assert len(set(numbers)) == len(numbers)
+        assert max(numbers) < part["num_born"]

@@ -63,6 +63,7 @@ class Collected:
         deadline = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < deadline, "nothing more came in a minute"
+            time.sleep(0.0 if wait_s else 0.05)
             self.add(self.engine.collect(wait_s, everything=True))
 
     @property
@@ -155,6 +156,21 @@ def test_new_responses_share_no_cache_of_old_weights(keeping):
     assert (found - drawn(harness.model, prompt, response.token_ids)).abs().max() < EXACT
 
 
+def test_a_whole_batch_shares_no_cache_of_old_weights(keeping):
+    """As a validation between two updates, at the second of which nothing could be forgotten."""
+    harness, prompt = keeping, [6 + i % 80 for i in range(300)]
+    harness.push_random_weights(35)
+    harness.engine.generate([GenerationRequest(prompt, 3)], PARAMS)
+    collected = Collected(harness)
+    harness.engine.submit(requests(1, start=90), PARAMS)
+    collected.until(lambda: collected.shortest >= 5)
+    harness.push_random_weights(36)
+    harness.engine.withdraw()
+    ((generation,),) = harness.engine.generate([GenerationRequest(prompt, 3)], PARAMS)
+    found = torch.tensor(generation.logprobs)
+    assert (found - drawn(harness.model, prompt, generation.token_ids)).abs().max() < EXACT
+
+
 def test_seeds_draw_what_they_draw_in_a_batch(streaming):
     harness, asked, collected = streaming, requests(3, start=50), Collected(streaming)
     harness.engine.submit(asked, PARAMS)
@@ -187,9 +203,7 @@ def test_what_was_withdrawn_goes_on(streaming):
 def test_sampling_goes_on_while_nobody_asks(streaming):
     harness, collected = streaming, Collected(streaming)
     harness.engine.submit(requests(1, start=70), PARAMS)
-    time.sleep(3.0)  # 80 tokens take less than one
-    collected.add(harness.engine.collect(0.0))
-    assert collected.are_complete
+    collected.until(lambda: collected.are_complete, wait_s=0.0)  # which takes no step
 
 
 def test_only_who_is_asked_samples(keeping):

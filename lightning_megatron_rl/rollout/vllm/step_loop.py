@@ -1,13 +1,38 @@
 """`StepLoop`: responses one by one in vLLM's step loop, which an update of the weights may interrupt."""
 
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_megatron_rl.rollout.protocol import Progress, SamplingParams, StreamRequest
 
 if TYPE_CHECKING:
+    import vllm
     from vllm import LLM, RequestOutput
     from vllm.logprobs import FlatLogprobs
+
+
+def tokens_prompt(token_ids: list[int], version: int) -> "vllm.TokensPrompt":
+    """Return a prompt in vLLM's terms, which finds none of its tokens in a cache of other weights."""
+    import vllm
+
+    return vllm.TokensPrompt(prompt_token_ids=token_ids, cache_salt=f"weights {version}")
+
+
+def vllm_params(params: SamplingParams, **own: Any) -> "vllm.SamplingParams":
+    """Return `params` in vLLM's terms, with what is a request's `own`; log-probs are of the sampled token alone."""
+    import vllm
+
+    return vllm.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop=list(params.stop),
+        ignore_eos=params.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,  # lists of numbers; a dictionary per token takes longer to collect than to fill
+        detokenize=bool(params.stop),
+        **own,
+    )
 
 
 class StepLoop:
@@ -32,29 +57,14 @@ class StepLoop:
         return bool(self._under_way)
 
     def submit(self, requests: list[StreamRequest], params: SamplingParams, version: int) -> None:
-        """Take responses in. None shares cached prompts with one that was taken in under other weights."""
-        import vllm
+        """Take responses in, to be sampled from weights of `version`."""
         from vllm.sampling_params import RequestOutputKind
 
         for request in requests:
+            own = {"seed": request.seed, "max_tokens": request.max_tokens, "output_kind": RequestOutputKind.DELTA}
+            prompt = tokens_prompt(request.token_ids, version)
             self._under_way.add(request.name)
-            self._engine.add_request(
-                request.name,
-                vllm.TokensPrompt(prompt_token_ids=request.token_ids, cache_salt=f"weights {version}"),
-                vllm.SamplingParams(
-                    seed=request.seed,
-                    temperature=params.temperature,
-                    top_p=params.top_p,
-                    top_k=params.top_k,
-                    max_tokens=request.max_tokens,
-                    stop=list(params.stop),
-                    ignore_eos=params.ignore_eos,
-                    logprobs=0,  # of the sampled token alone
-                    flat_logprobs=True,
-                    detokenize=bool(params.stop),
-                    output_kind=RequestOutputKind.DELTA,
-                ),
-            )
+            self._engine.add_request(request.name, prompt, vllm_params(params, **own))
 
     def step(self, version: int) -> None:
         """Sample the next token of every response that has room in the batch."""
@@ -108,6 +118,6 @@ class StepLoop:
     def forget_cache(self) -> None:
         """Let nothing that was computed with other weights be used, unless responses under way are to keep it."""
         if self._keeps_cache and self._under_way:
-            return  # later ones cannot share it: see `submit`
+            return  # later ones cannot share it: see `tokens_prompt`
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its cache")

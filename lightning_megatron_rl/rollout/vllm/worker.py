@@ -20,7 +20,7 @@ from lightning_megatron_rl.rollout.protocol import (
     StreamMode,
     StreamRequest,
 )
-from lightning_megatron_rl.rollout.vllm.step_loop import StepLoop
+from lightning_megatron_rl.rollout.vllm.step_loop import StepLoop, tokens_prompt, vllm_params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class Worker:
         self._stream: StepLoop | None = None
         self._in_background = False
         self._failure: Exception | None = None  # of a step in the background, until somebody asks
-        self._busy_with: set[str] = set()  # why no step may be taken: an update in parts, or sleep
+        self._is_updating = False  # by an update that comes in parts, between which no step may be taken
 
     def start(self, arguments: dict[str, Any], stream: StreamMode | None = None) -> dict[str, int]:
         """Load the model; return what requests are checked against."""
@@ -103,7 +103,7 @@ class Worker:
     def begin(self) -> None:
         """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
         assert self._llm is not None
-        self._busy_with.add("update")
+        self._is_updating = True
         self._forget_prefixes()
         self._llm.start_weight_update()
 
@@ -117,7 +117,7 @@ class Worker:
         assert self._llm is not None
         self._llm.finish_weight_update()
         self._version = version
-        self._busy_with.discard("update")
+        self._is_updating = False
         return all(self._llm.collective_rpc("was_replayed"))
 
     def replace(self, part: "Part", version: int) -> bool:
@@ -152,7 +152,6 @@ class Worker:
     def sleep(self, level: int) -> tuple[int, int]:
         """Free the GPU's memory; return the bytes that came free on all GPUs, and those that should have."""
         assert self._llm is not None
-        self._busy_with.add("sleep")
         before = self._memory_facts()
         self._llm.sleep(level)
         after = self._memory_facts()
@@ -164,7 +163,6 @@ class Worker:
         assert self._llm is not None
         for tag in tags:
             self._llm.wake_up([tag])
-        self._busy_with.discard("sleep")
 
     def stop(self) -> None:
         """Free the model in this process, and the groups and shared memory of several workers."""
@@ -194,7 +192,7 @@ class Worker:
 
     def work_in_background(self) -> bool:
         """Take a step of the stream while nobody asks for anything; return whether there is more to do."""
-        if not self._in_background or self._busy_with or self._failure or not self._open_stream().is_busy:
+        if not self._in_background or self._is_updating or self._failure or not self._open_stream().is_busy:
             return False
         try:
             self._open_stream().step(self._version)
@@ -212,26 +210,17 @@ class Worker:
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> tuple[int, list[list[Generation]]]:
         """Sample, token ids in and token ids out; the version of the weights comes with them."""
-        import vllm
-
         assert self._llm is not None
         if self._stream is not None and self._stream.is_busy:
             raise RuntimeError("responses of a stream are under way: withdraw them first")
         outputs = self._llm.generate(
-            [vllm.TokensPrompt(prompt_token_ids=request.token_ids) for request in requests],
+            [tokens_prompt(request.token_ids, self._version) for request in requests],
             [
-                vllm.SamplingParams(
+                vllm_params(
+                    params,
                     n=request.num_generations,
                     seed=request.seed,
-                    temperature=params.temperature,
-                    top_p=params.top_p,
-                    top_k=params.top_k,
                     max_tokens=params.max_tokens if request.max_tokens is None else request.max_tokens,
-                    stop=list(params.stop),
-                    ignore_eos=params.ignore_eos,
-                    logprobs=0,  # of the sampled token alone
-                    flat_logprobs=True,  # lists of numbers; a dictionary per token takes longer to collect than to fill
-                    detokenize=bool(params.stop),
                 )
                 for request in requests
             ],
