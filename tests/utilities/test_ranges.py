@@ -56,7 +56,8 @@ FOLDERS = ("algorithms", "callbacks", "data", "environments", "models", "modules
 INNER = {
     "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
     "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader",
-    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "Reply", "SequenceCost", "ShardedViews",
+    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "Reply", "Response",
+    "SequenceCost", "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
