@@ -99,7 +99,7 @@ def fit_stream(
     vllm: Any = (
         ReplayEngine(path=replayed)
         if replayed
-        else VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1, **(engine or {}))
+        else VLLMEngine(**{"max_model_len": 64, "kv_cache_memory_gb": 0.25, "num_threads": 1, **(engine or {})})
     )
     if record_to is not None:
         callbacks.append(RolloutSamples(num_samples=0, dirpath=str(record_to), max_samples_per_step=None))
