@@ -55,11 +55,11 @@ FOLDERS = ("algorithms", "callbacks", "data", "environments", "models", "modules
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
     "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
-    "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader",
+    "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader", "Origin",
     "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "Reply", "Response",
     "SequenceCost", "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
-    "TorchSelfAttention", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
+    "TorchSelfAttention", "Transcript", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
 
