@@ -12,6 +12,7 @@ from lightning_megatron_rl.parallel.distributed import data_parallel_rank
 from lightning_megatron_rl.rollout.protocol import StreamMode, WeightsLostError
 from lightning_megatron_rl.rollout.stream import StreamPlan, divide_states
 from lightning_megatron_rl.rollout.streaming import RolloutStream
+from lightning_megatron_rl.rollout.watch import StreamWatch
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
@@ -71,6 +72,7 @@ class StreamedRollouts:
 
     def __init__(self, settings: StreamingSettings) -> None:
         self.settings = settings
+        self.watch = StreamWatch()  # of the leader's stream
         self._module: GRPOModule | None = None
         self._stream: RolloutStream | None = None  # of the leader, once it has sampled
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the stream is opened
@@ -188,6 +190,7 @@ class StreamedRollouts:
             seed=run_seed(),
             reward=judge,
             background=self._in_background,
+            watch=self.watch,
         )
         if self._saved:
             mine = divide_states(self._saved, replicas)[data_parallel_rank()]

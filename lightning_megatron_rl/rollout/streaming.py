@@ -23,6 +23,7 @@ from lightning_megatron_rl.rollout.protocol import (
     derive_seed,
 )
 from lightning_megatron_rl.rollout.stream import Group, Response, StreamPlan
+from lightning_megatron_rl.rollout.watch import StreamWatch
 from lightning_megatron_rl.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class RolloutStream:
         seed: The run's.
         reward: Fills in the rewards of a group's samples.
         background: Go on while nobody waits for a batch: the engine samples then, too.
+        watch: Follows the number of groups.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class RolloutStream:
         seed: int,
         reward: Callable[[list[Sample]], None],
         background: bool = False,
+        watch: StreamWatch | None = None,
     ) -> None:
         self.plan = plan
+        self._watch = watch or StreamWatch()
         self._engine = engine
         self._params = params
         self._tokenizer = tokenizer
@@ -108,7 +112,9 @@ class RolloutStream:
                     self._changed.wait(POLL_S)
                 else:
                     self._turn(WAIT_S)
-            return [sample for group in self.plan.take(version) for sample in group.samples]
+            groups = self.plan.take(version)
+            self._watch.note_batch(self.plan, version)
+            return [sample for group in groups for sample in group.samples]
 
     def _turn(self, wait_s: float, *, begins: bool = True) -> None:
         """Give the engine what may begin, take what it has sampled, and reward what is complete."""
@@ -116,6 +122,7 @@ class RolloutStream:
             if begins:
                 self.plan.begin(self._version)
             self._submit()
+            self._watch.note(self.plan)
             now = time.monotonic()
             everything = now - self._told_at > TELL_S
             if everything:
@@ -170,6 +177,7 @@ class RolloutStream:
                 del self._judged[group.number]
                 future.result()
                 self.plan.finish(group)
+        self._watch.note(self.plan)
         self._changed.notify_all()
 
     def _sample(self, group: Group, response: Response) -> Sample:
