@@ -16,9 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, SHAPES, TokenPrompts, facts, make_optimizer, make_trainer, summary, token_reward
-
-from common import write_json, write_model  # isort: skip
+from common import (
+    RESULTS,
+    SHAPES,
+    TokenPrompts,
+    facts,
+    make_optimizer,
+    make_trainer,
+    summary,
+    token_reward,
+    write_json,
+    write_model,
+)
 
 GOAL = 0.02
 PROMPT_TOKENS, TOKENS, GENERATIONS = 16, 2048, 8

@@ -13,9 +13,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, SHAPES, StepLog, TokenPrompts, facts, make_optimizer, make_trainer, run_child
-
-from common import own_device, token_reward, write_json, write_model  # isort: skip
+from common import (
+    RESULTS,
+    ROOT,
+    SHAPES,
+    StepLog,
+    TokenPrompts,
+    facts,
+    make_optimizer,
+    make_trainer,
+    own_device,
+    run_child,
+    token_reward,
+    write_json,
+    write_model,
+)
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS, TOKENS, STALENESS = 4, 4, 16, 512, 2
 COLOURS = {
@@ -141,9 +153,7 @@ def main() -> None:
     parser.add_argument("--placement", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < LEAST_STEPS + STALENESS:
-        parser.error(
-            f"--steps={options.steps} must be at least {LEAST_STEPS + STALENESS}: the first and last are no rule"
-        )
+        parser.error(f"--steps={options.steps} must be at least {LEAST_STEPS + STALENESS}: first and last are no rule")
     if options.placement:
         path = options.work / f"{options.placement}.json"
         print(json.dumps(run(options.placement, path, options.steps, options.work)))
