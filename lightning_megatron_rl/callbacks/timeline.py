@@ -120,6 +120,7 @@ class Recording:
         self._readers: dict[int, tuple[SpanLog, Reader]] = {}  # by the log's id, for which the log is kept
         self._phases_log = phases
         self._phases = Kept[Span](limit)
+        self._rewards = Kept[Span](limit)
         self._sampler = Kept[Span](limit)
         self._steps = Kept[tuple[int, float, float]](limit)
         self._groups = Kept[GroupCounts](limit)
@@ -139,6 +140,7 @@ class Recording:
             self._sampler.extend(self._news(watched.sampler))
         if watched.groups is not None:
             self._groups.extend(self._changes(watched.groups))
+            self._rewards.extend(self._news(watched.groups.rewards))
 
     def _news(self, log: SpanLog) -> list[Span]:
         """Return what a log has got since the last call, and since this recording began."""
@@ -150,16 +152,17 @@ class Recording:
 
     def result(self) -> RankTrace:
         """Return what was kept, in the order of time."""
-        kept = (self._phases, self._sampler, self._steps, self._groups)
-        unread = sum(reader.num_lost for log, reader in self._readers.values())
+        dropped = [kept.num_dropped for kept in (self._phases, self._steps, self._rewards, self._sampler, self._groups)]
+        unread = [reader.num_lost for _, reader in self._readers.values()]
         return RankTrace(
             self._rank,
             self._clock_offset,
-            sorted(self._phases.entries, key=lambda span: (span.began, -span.ended)),
-            list(self._steps.entries),
-            list(self._sampler.entries),
-            list(self._groups.entries),
-            sum(entries.num_dropped for entries in kept) + unread,
+            phases=sorted(self._phases.entries, key=lambda span: (span.began, -span.ended)),
+            steps=list(self._steps.entries),
+            rewards=list(self._rewards.entries),
+            sampler=list(self._sampler.entries),
+            groups=list(self._groups.entries),
+            num_dropped=sum((*dropped, *unread)),
         )
 
 

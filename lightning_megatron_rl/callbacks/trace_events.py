@@ -11,7 +11,7 @@ from lightning_megatron_rl.rollout.watch import GroupCounts
 from lightning_megatron_rl.utilities.spans import Span
 
 FIRST_SAMPLER = 1_000_001  # number of the row of rank 0's sampler; rank 0 itself is row 1
-PHASES, STEPS = 1, 2  # threads of a trainer's row
+PHASES, STEPS, REWARDS = 1, 2, 3  # threads of a trainer's row
 
 
 @dataclass
@@ -22,6 +22,7 @@ class RankTrace:
     clock_offset: float  # wall clock - `time.monotonic` on its machine. # seconds
     phases: list[Span] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)  # (global_step at its end, began, ended)
+    rewards: list[Span] = field(default_factory=list)  # beside the phases, of the stream that it leads
     sampler: list[Span] = field(default_factory=list)  # of the engine that it leads
     groups: list[GroupCounts] = field(default_factory=list)  # of the stream that it leads
     num_dropped: int = 0  # spans that are missing, the oldest
@@ -30,7 +31,7 @@ class RankTrace:
     def starts(self) -> Iterable[float]:
         """The beginnings of all that it has, on the wall clock."""
         times = (
-            *(span.began for span in (*self.phases, *self.sampler)),
+            *(span.began for span in (*self.phases, *self.rewards, *self.sampler)),
             *(began for _, began, _ in self.steps),
             *(counts.time for counts in self.groups),
         )
@@ -60,6 +61,9 @@ def _events(rank: RankTrace, shift: float) -> list[dict[str, Any]]:
             for number, began, ended in rank.steps
         ),
     ]
+    if rank.rewards:
+        events.append(_event("M", trainer, REWARDS, "thread_name") | {"args": {"name": "rewards beside sampling"}})
+        events += [_span(trainer, REWARDS, span, shift) for span in rank.rewards]
     if rank.sampler or rank.groups:
         events += _names(sampler, f"sampler of rank {rank.rank}", 2 * rank.rank + 1, {PHASES: "work"})
     events += [_span(sampler, PHASES, span, shift) for span in rank.sampler]

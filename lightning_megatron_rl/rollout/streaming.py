@@ -48,7 +48,7 @@ class RolloutStream:
         seed: The run's.
         reward: Fills in the rewards of a group's samples.
         background: Go on while nobody waits for a batch: the engine samples then, too.
-        watch: Follows the number of groups.
+        watch: Follows the number of groups, and the rewards.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class RolloutStream:
         watch: StreamWatch | None = None,
     ) -> None:
         self.plan = plan
-        self._watch = watch or StreamWatch()
         self._engine = engine
         self._params = params
         self._tokenizer = tokenizer
         self._seed = seed
-        self._reward = reward
+        self._watch = watch or StreamWatch()
+        self._reward = self._watch.timed(reward)
         self._background = background
         self._version = 0
         self._names: dict[str, Response] = {}  # what the engine has

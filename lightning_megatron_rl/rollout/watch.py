@@ -1,10 +1,12 @@
-"""`StreamWatch`: how many groups a stream has, as that changes, and what there was when a batch was taken."""
+"""`StreamWatch`: how many groups a stream has, as that changes, what there was when a batch was taken, and rewards."""
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_megatron_rl.rollout.stream import StreamPlan
+from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.utilities.spans import SpanLog
 
 MAX_CHANGES = 20_000  # that are kept
@@ -34,7 +36,17 @@ class StreamWatch:
 
     def __init__(self) -> None:
         self.at_batch = AtBatch(0, 0, 0, 0)  # the last one
+        self.rewards = SpanLog()  # of complete groups, beside sampling
         self._changes: deque[GroupCounts] = deque(maxlen=MAX_CHANGES)
+
+    def timed(self, reward: Callable[[list[Sample]], None]) -> Callable[[list[Sample]], None]:
+        """Return `reward`, with its time among `rewards`."""
+
+        def judge(samples: list[Sample]) -> None:
+            with self.rewards.during("reward"):
+                reward(samples)
+
+        return judge
 
     def note(self, plan: StreamPlan) -> None:
         """Take note of the numbers if they are not those of the last time."""

@@ -56,6 +56,7 @@ def rank(number: int, offset: float) -> RankTrace:
         offset,
         phases=[Span("update", 12.0, 13.5, 1.5), Span("validation", 14.0, 16.0, 2.0), Span("rollout", 14.5, 15.0, 0.5)],
         steps=[(1, 10.0, 13.75)],
+        rewards=[Span("reward", 10.75, 11.0, 0.25)],
         sampler=[Span("sampling", 10.0, 11.0, 0.75, 8), Span("update", 11.0, 11.5, 0.5)],
         groups=[GroupCounts(10.5, 0, 4), GroupCounts(11.0, 1, 3)],
         num_dropped=2 * number,
@@ -76,6 +77,8 @@ def test_times_are_microseconds_of_one_clock():
     assert validation["ts"] == 4e6
     (step,) = spans(content, 2, tid=2)
     assert (step["name"], step["ts"], step["args"]) == ("step 1", 1e6, {"step": 1})
+    (reward,) = spans(content, 1, tid=3)
+    assert (reward["name"], reward["ts"]) == ("reward", 0.75e6)
     sampling, _ = spans(content, FIRST_SAMPLER)
     assert (sampling["ts"], sampling["dur"]) == (0.0, 1e6)
     assert sampling["args"] == {"busy_s": 0.75, "tokens": 8}

@@ -137,6 +137,7 @@ def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement, lag
     assert max(metrics["rollout/ready"] for metrics in run.steps) > 0
     assert [run.steps[-1][f"rollout/{name}"] for name in ("ready", "under_way", "oldest_age")] == [0, 0, 0]
     assert sum(event["args"].get("tokens", 0) for event in spans(content, FIRST_SAMPLER)) == sum(run.extra["tokens"])
+    assert len(spans(content, 1, tid=3)) == ROWS  # each group was rewarded once
     groups = [event["args"] for event in content["traceEvents"] if event["ph"] == "C"]
     assert max(counts["under way"] for counts in groups) == 3 * BATCH
     assert groups[-1] == {"ready": 0, "under way": 0}
