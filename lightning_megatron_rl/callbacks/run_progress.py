@@ -18,6 +18,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 LOG_FILE = "run.log"
 _QUALITY = ("reward/mean", "policy/loss", "loss", "critic/loss", "train/loss")  # the first that is logged, and a second
 _LENGTHS = ("rollout/response_len_mean", "rollout/response_len_max")
+_STREAM = ("rollout/ready", "rollout/under_way", "rollout/oldest_age", "perf/sampler_tokens_per_s")
 _ACCURACY = re.compile(r"/(mean_at_\d+|\w*accuracy|\w*loss)$")  # not the ends of their intervals
 _PHASES_SHOWN = 4
 _VALIDATIONS_SHOWN = 4
@@ -160,7 +161,7 @@ def describe(step: int, total: int | None, left: float | None, metrics: dict[str
     if _LENGTHS[0] in metrics:
         longest = f" (max {metrics[_LENGTHS[1]]:.0f})" if _LENGTHS[1] in metrics else ""
         parts.append(f"length {metrics[_LENGTHS[0]]:.1f}{longest}")
-    if "rollout/under_way" in metrics:
+    if _STREAM[0] in metrics:
         parts.append(stream(metrics))
     if "time/step_s" in metrics:
         parts.append(f"{metrics['time/step_s']:.2f} s{phases(metrics)}")
@@ -173,8 +174,7 @@ def describe(step: int, total: int | None, left: float | None, metrics: dict[str
 
 def stream(metrics: dict[str, float]) -> str:
     """Return what a stream of rollouts has, and how fast it gets more."""
-    ready, under_way, age = (metrics[f"rollout/{name}"] for name in ("ready", "under_way", "oldest_age"))
-    rate = metrics["perf/sampler_tokens_per_s"]
+    ready, under_way, age, rate = (metrics[name] for name in _STREAM)
     return f"ready {ready:.0f}, in flight {under_way:.0f}, oldest {age:.0f}, {rate:.0f} tokens/s"
 
 

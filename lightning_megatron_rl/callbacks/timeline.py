@@ -195,7 +195,7 @@ class Kept[T]:
 def _check_file(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"Timeline(path)={str(path)!r} is a directory: give a file in it, such as timeline.json.")
-    check_writable(path, "Timeline(path)")
+    check_writable(path.parent if path.exists() else path, "Timeline(path)")
 
 
 def _write(path: Path, ranks: Sequence[RankTrace]) -> None:

@@ -29,25 +29,26 @@ class RankTrace:
 
     @property
     def starts(self) -> Iterable[float]:
-        """The beginnings of all that it has, on the wall clock."""
-        times = (
+        """The beginnings of all that it has."""
+        return (
             *(span.began for span in (*self.phases, *self.rewards, *self.sampler)),
             *(began for _, began, _ in self.steps),
             *(counts.time for counts in self.groups),
         )
-        return [time + self.clock_offset for time in times]
 
 
 def trace(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     """Return the trace of a run as the format wants it; times are microseconds since the first thing that is in it."""
-    start = min((time for rank in ranks for time in rank.starts), default=0.0)
+    # relative to the first rank's clock: seconds since 1970 have no room for fractions of a microsecond
+    wall = ranks[0].clock_offset if ranks else 0.0
+    start = min((time + (rank.clock_offset - wall) for rank in ranks for time in rank.starts), default=0.0)
     events: list[dict[str, Any]] = []
     for rank in ranks:
-        events += _events(rank, rank.clock_offset - start)
+        events += _events(rank, (rank.clock_offset - wall) - start)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"start": start, "dropped_spans": sum(rank.num_dropped for rank in ranks)},
+        "otherData": {"start": start + wall, "dropped_spans": sum(rank.num_dropped for rank in ranks)},
     }
 
 

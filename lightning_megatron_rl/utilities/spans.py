@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -104,8 +104,8 @@ class SpanLog:
         """
         with self._lock:
             self._is_open = False
-            first = self._num_added - len(self._spans)
-            return [replace(span) for span in islice(self._spans, max(index - first, 0), None)], self._num_added
+            newest = list(islice(reversed(self._spans), self._num_added - index))
+            return newest[::-1], self._num_added
 
 
 class Reader:
