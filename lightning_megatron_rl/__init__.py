@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot as MemorySnapshot
     from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples as RolloutSamples
     from lightning_megatron_rl.callbacks.run_progress import RunProgress as RunProgress
+    from lightning_megatron_rl.callbacks.timeline import Timeline as Timeline
     from lightning_megatron_rl.callbacks.weight_average import WeightAverage as WeightAverage
     from lightning_megatron_rl.callbacks.weight_sync import WeightSync as WeightSync
     from lightning_megatron_rl.data.preference import PreferenceDataModule as PreferenceDataModule
@@ -53,6 +54,7 @@ _HOMES = {
     "SFTModule": "modules.sft",
     "Sample": "sample",
     "StreamingSettings": "modules.streaming",
+    "Timeline": "callbacks.timeline",
     "TrainingSettings": "modules.training",
     "VLLMEngine": "rollout.vllm.engine",
     "WeightAverage": "callbacks.weight_average",

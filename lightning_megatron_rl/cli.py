@@ -25,6 +25,7 @@ from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
+from lightning_megatron_rl.callbacks.timeline import Timeline
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.preference import PreferenceDataModule
@@ -51,7 +52,16 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
 _ENGINES = (VLLMEngine, ColocatedVLLMEngine, ReplayEngine)
-_CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightAverage, WeightSync)
+_CALLBACKS = (
+    HFExport,
+    MemorySnapshot,
+    PredictionFiles,
+    RolloutSamples,
+    RunProgress,
+    Timeline,
+    WeightAverage,
+    WeightSync,
+)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default is fp32

@@ -18,6 +18,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 LOG_FILE = "run.log"
 _QUALITY = ("reward/mean", "policy/loss", "loss", "critic/loss", "train/loss")  # the first that is logged, and a second
 _LENGTHS = ("rollout/response_len_mean", "rollout/response_len_max")
+_STREAM = ("rollout/ready", "rollout/under_way", "rollout/oldest_age", "perf/sampler_tokens_per_s")
 _ACCURACY = re.compile(r"/(mean_at_\d+|\w*accuracy|\w*loss)$")  # not the ends of their intervals
 _PHASES_SHOWN = 4
 _VALIDATIONS_SHOWN = 4
@@ -44,7 +45,8 @@ class RunProgress(ProgressBar):
     """Progress over the whole run: on a terminal a line with a bar that is rewritten, elsewhere a line for each step.
 
     A line has step, share, time left, reward or loss, response lengths, seconds by phase, and what a validation after
-    the step found. It takes the place of Lightning's bar, which counts epochs.
+    the step found; of a stream of rollouts also the groups that are ready and in flight, the age of the oldest, and
+    tokens per second. It takes the place of Lightning's bar, which counts epochs.
 
     Args:
         every_n_steps: Steps from one line to the next where the output is no terminal.
@@ -159,6 +161,8 @@ def describe(step: int, total: int | None, left: float | None, metrics: dict[str
     if _LENGTHS[0] in metrics:
         longest = f" (max {metrics[_LENGTHS[1]]:.0f})" if _LENGTHS[1] in metrics else ""
         parts.append(f"length {metrics[_LENGTHS[0]]:.1f}{longest}")
+    if _STREAM[0] in metrics:
+        parts.append(stream(metrics))
     if "time/step_s" in metrics:
         parts.append(f"{metrics['time/step_s']:.2f} s{phases(metrics)}")
     if validated:
@@ -166,6 +170,12 @@ def describe(step: int, total: int | None, left: float | None, metrics: dict[str
         wanted = [name for name in found if _ACCURACY.search(name)] or found
         parts += [f"{name} {metrics[name]:.4g}" for name in wanted[:_VALIDATIONS_SHOWN]]
     return " | ".join(parts)
+
+
+def stream(metrics: dict[str, float]) -> str:
+    """Return what a stream of rollouts has, and how fast it gets more."""
+    ready, under_way, age, rate = (metrics[name] for name in _STREAM)
+    return f"ready {ready:.0f}, in flight {under_way:.0f}, oldest {age:.0f}, {rate:.0f} tokens/s"
 
 
 _NO_PHASES = ("time/step_s", "time/start_s")  # the latter is of the first step, and no part of it

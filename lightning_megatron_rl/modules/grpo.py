@@ -21,6 +21,7 @@ from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSetti
 from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
+from lightning_megatron_rl.modules.pace import idle_shares, sampling_rate, stream_counts
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.reference import Reference, ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import (
@@ -50,6 +51,7 @@ from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.record import Origin
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.rollout.watch import Watched
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 from lightning_megatron_rl.utilities.seeds import run_seed
@@ -388,8 +390,21 @@ class GRPOModule(PolicyModule):
         ]
 
     def rank_metrics(self) -> dict[str, float]:
-        """Return what the sampler has to say of a step."""
-        return self.sampler.metrics()
+        """Return what the sampler has to say of a step, and how much of it was lost by waiting."""
+        waited = self.report.phase_seconds.get("rollout", 0.0)
+        metrics = self.sampler.metrics() | idle_shares(*self.report.step_window(), waited, self.sampler.activity)
+        if self.streamed is not None:
+            metrics["rollout/oldest_age"] = float(self.streamed.watch.at_batch.oldest_age)
+        return metrics
+
+    def rank_totals(self) -> dict[str, float]:
+        """Return the rate of the sampler and the groups of the stream; ranks that do not lead a replica have none."""
+        totals = sampling_rate(*self.report.step_window(), self.sampler.activity)
+        return totals if self.streamed is None else totals | stream_counts(self.streamed.watch.at_batch)
+
+    def watched(self) -> Watched:
+        """Return the work of the sampler and of the stream that this rank leads."""
+        return Watched(self.sampler.activity, None if self.streamed is None else self.streamed.watch)
 
     def log_rollout(self, rollout: Rollout, tally: Tally) -> None:
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""

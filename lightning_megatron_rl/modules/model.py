@@ -31,6 +31,7 @@ from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, scor
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
+from lightning_megatron_rl.rollout.watch import Watched
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.utilities.notices import finish
@@ -284,6 +285,14 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
     def rank_metrics(self) -> dict[str, float]:
         """Return what more this rank has to say of a step; the largest of all ranks is logged."""
         return {}
+
+    def rank_totals(self) -> dict[str, float]:
+        """Return what of a step is summed over all ranks before it is logged."""
+        return {}
+
+    def watched(self) -> Watched:
+        """Return what this rank can be watched by, for timelines."""
+        return Watched()
 
     def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:
         """Log values that are already equal on every rank (which is why Lightning's hint at sync_dist is silenced)."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.model import ModelModule
 
 START_PHASE = "start"  # from the Trainer's call of `setup` to a model and a sampler that are ready
-SYNC_PHASES = ("weight_sync", "sleep", "offload")  # what may come before the step's own clock starts
+SYNC_PHASES = ("rollout", "weight_sync", "sleep", "offload")  # what may come before the step's own clock starts
 
 
 class StepReport:
@@ -31,7 +31,7 @@ class StepReport:
         self._module = module
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
         self.num_tokens = 0  # this replica's, in the updates of the current step
-        self._setup_began = self._step_began = time.perf_counter()
+        self._setup_began = self._step_began = time.monotonic()
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self._described = False  # whether the table at start was printed
         self._others = OthersLoad()  # until then
@@ -40,21 +40,21 @@ class StepReport:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what runs inside as ``time/<name>_s``, in the Trainer's profiler and in errors of collectives."""
-        began, module = time.perf_counter(), self._module
+        began, module = time.monotonic(), self._module
         profiler = module.trainer.profiler  # type: ignore[attr-defined]
         with profiler.profile(f"[{type(module).__name__}]{name}"), module.strategy.phase(name):
             yield
             synchronize(module.strategy.root_device)
-        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - began
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.monotonic() - began
 
     def begin_setup(self) -> None:
         """Take the time at which the Trainer called `setup`."""
-        self._setup_began = time.perf_counter()
+        self._setup_began = time.monotonic()
 
     def begin_fit(self) -> None:
         """Forget the times of what another Trainer did with this module; note what it took to get here."""
         self.phase_seconds.clear()
-        self.phase_seconds[START_PHASE] = time.perf_counter() - self._setup_began
+        self.phase_seconds[START_PHASE] = time.monotonic() - self._setup_began
         self._checked_monitors = False
 
     def begin_step(self, batch: Any) -> None:
@@ -64,7 +64,11 @@ class StepReport:
             print_table("run", self._describe(batch))
         # the sync before the rollout belongs to the step, but callbacks run before this module's clock starts
         self._sync_seconds = sum(self.phase_seconds.get(name, 0.0) for name in SYNC_PHASES)
-        self._step_began = time.perf_counter()
+        self._step_began = time.monotonic()
+
+    def step_window(self) -> tuple[float, float]:
+        """Return when the current step began, the sync before it included, and the time. # seconds of time.monotonic"""
+        return self._step_began - self._sync_seconds, time.monotonic()
 
     def end_step(self) -> None:
         """Log what is known only after the optimizer step: gradient norm, learning rate and times; a collective."""
@@ -73,13 +77,14 @@ class StepReport:
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         # 0 after the first step: Lightning's logs would repeat a value that is left out
         local.setdefault("time/start_s", 0.0)
-        local["time/step_s"] = time.perf_counter() - self._step_began + self._sync_seconds
+        local["time/step_s"] = time.monotonic() - self._step_began + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(module.strategy.root_device)
         local |= module.rank_metrics()
+        totals = self._over_ranks(module.rank_totals(), torch.distributed.ReduceOp.SUM)
         tokens = module.reduce_on_device(torch.tensor([self.num_tokens], dtype=torch.float64), "sum").item()
         self.phase_seconds.clear()
         self.num_tokens = 0
-        largest = self._largest_of_ranks(local)
+        largest = self._over_ranks(local, torch.distributed.ReduceOp.MAX)
         module.log_metrics(
             {
                 f"{module.metrics_prefix}/grad_norm": optimizer.grad_norm,
@@ -87,15 +92,17 @@ class StepReport:
                 **optimizer.take_step_metrics(module.metrics_prefix),
                 "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / module.trainer.world_size,
                 **largest,
+                **totals,
             }
         )
         if not self._checked_monitors:
             self._checked_monitors = True
             check_logged(module.trainer)
 
-    def _largest_of_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _over_ranks(self, metrics: dict[str, float], reduce_op: Any) -> dict[str, float]:
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._module.strategy.root_device)
-        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        if metrics:
+            torch.distributed.all_reduce(values, op=reduce_op)
         return dict(zip(metrics, values.tolist(), strict=True))
 
     # ---- the table at start ----------------------------------------------------------------------------------------

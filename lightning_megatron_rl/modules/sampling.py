@@ -19,6 +19,7 @@ from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.seeds import run_seed
+from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Sampler:
         self.last_sync: SyncReport | None = None  # of the leader's engine
         self._policy = policy
         self._memory: SamplingPhase | None = None
+        self._calls = SpanLog()  # to an engine that does not tell what it does
         self._started = self._ready = False  # whether the engine was started, and whether it was waited for
         self._rewards: Sequence[Reward] = ()
         self._reward_weights: Sequence[float] | None = None
@@ -113,6 +115,14 @@ class Sampler:
             metrics |= self.stream.metrics()
         return metrics
 
+    @property
+    def activity(self) -> SpanLog | None:
+        """What this rank's sampler did when; None if another rank leads it."""
+        replica = self._policy.strategy.replica
+        if replica is None or not replica.is_leader:
+            return None
+        return self.engine.activity if self.engine.activity is not None else self._calls
+
     # ---- samples and rewards ---------------------------------------------------------------------------------------
 
     def sample(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
@@ -157,7 +167,9 @@ class Sampler:
         while True:
             if samples is None:
                 self.memory.prepare_sampling()
-                samples = self.memory.run(lambda: self._try_generate(prompts, params, num_generations))
+                with self._calls.during(SAMPLING) as span:
+                    samples = self.memory.run(lambda: self._try_generate(prompts, params, num_generations))
+                    span.tokens = sum(len(sample.response_ids) for sample in samples or [])
             if not self._lost_anywhere(samples is None):
                 return samples or []
             self.version = None
@@ -212,7 +224,8 @@ class Sampler:
                     self.memory.run(self.engine.wait_ready)
             self._ready = True
         if self.stream is not None:
-            self.memory.run(self.stream.before_update)
+            with policy.phase("rollout"):
+                self.memory.run(self.stream.before_update)
         self.memory.prepare_sync()
         with policy.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted

@@ -26,6 +26,7 @@ from lightning_megatron_rl.rollout.stream import (
     state_of_rows,
 )
 from lightning_megatron_rl.rollout.streaming import RolloutStream
+from lightning_megatron_rl.rollout.watch import StreamWatch
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
@@ -88,6 +89,7 @@ class StreamedRollouts:
 
     def __init__(self, settings: StreamingSettings) -> None:
         self.settings = settings
+        self.watch = StreamWatch()  # of the leader's stream
         self._module: GRPOModule | None = None
         self._stream: RolloutStream | None = None  # of the leader, once it has sampled
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the stream is opened
@@ -225,6 +227,7 @@ class StreamedRollouts:
             background=self._in_background,
             environment=environment,
             spares=self._spares(data, plan.batch_size, replicas),
+            watch=self.watch,
         )
         if self._saved:
             mine = divide_states(self._saved, replicas)[data_parallel_rank()]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_megatron_rl.parallel.messages import pack, unpack
+from lightning_megatron_rl.utilities.spans import SpanLog
 
 log = logging.getLogger(__name__)
 
@@ -258,8 +259,13 @@ def describe_rank() -> str:
 
 
 @contextmanager
-def phase_deadline(name: str, timeout_s: float) -> Iterator[None]:
+def phase_deadline(name: str, timeout_s: float, spans: SpanLog) -> Iterator[None]:
     """Name the phase in the error of a collective that ran into the process-group timeout or lost its peer.
+
+    Args:
+        name: Of the phase.
+        timeout_s: Of the process groups, for the error.
+        spans: Get one of the phase.
 
     Raises:
         RuntimeError: With the rank, the phase, the timeout and what to do, in place of the collective's own error. It
@@ -268,7 +274,8 @@ def phase_deadline(name: str, timeout_s: float) -> Iterator[None]:
     """
     started = time.monotonic()
     try:
-        yield
+        with spans.during(name):
+            yield
     except RuntimeError as error:
         text = str(error).lower()
         if not any(mark in text for mark in _TIMEOUT_MARKS) or isinstance(error, PhaseError):

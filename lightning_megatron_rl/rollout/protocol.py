@@ -9,6 +9,7 @@ from typing import Protocol
 from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.sample import Outcome, Turn
 from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
 
 LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
@@ -179,6 +180,7 @@ class RolloutEngine(Protocol):
     streams: bool = False  # whether it is a `StreamingEngine`
     replays_run: bool = False  # whether it has the rewarded rollout of each step, and samples nothing
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
+    activity: SpanLog | None = None  # what it did when; None: it does not tell, and the time of calls is taken for it
 
     def expect(self, num_tokens: int | None) -> None:
         """Learn, before `start`, how many tokens the run will sample at most; None: unknown."""

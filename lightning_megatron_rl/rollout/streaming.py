@@ -26,6 +26,7 @@ from lightning_megatron_rl.rollout.protocol import (
 )
 from lightning_megatron_rl.rollout.stream import Group, Response, SparePrompts, StreamPlan, find_prompts, rows_of
 from lightning_megatron_rl.rollout.streamed_episodes import StreamedEpisodes
+from lightning_megatron_rl.rollout.watch import StreamWatch
 from lightning_megatron_rl.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RolloutStream:
         background: Go on while nobody waits for a batch: the engine samples then, too.
         environment: Replies to what the policy writes; None: a response is one turn.
         spares: Prompts that take the place of groups without spread; None: such groups are trained on.
+        watch: Follows the number of groups, and the rewards.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RolloutStream:
         background: bool = False,
         environment: GuardedEnvironment | None = None,
         spares: SparePrompts | None = None,
+        watch: StreamWatch | None = None,
     ) -> None:
         self.plan = plan
         self.num_passed_over = 0  # groups without spread, since the last batch but one
@@ -73,7 +76,8 @@ class RolloutStream:
         self._params = params
         self._tokenizer = tokenizer
         self._seed = seed
-        self._reward = reward
+        self._watch = watch or StreamWatch()
+        self._reward = self._watch.timed(reward)
         self._background = background
         self._episodes = (
             None
@@ -124,7 +128,9 @@ class RolloutStream:
                 else:
                     self._turn(WAIT_S)
             self.num_passed_over, self._passed_over = self._passed_over, 0
-            return [sample for group in self.plan.take(version) for sample in group.samples]
+            groups = self.plan.take(version)
+            self._watch.note_batch(self.plan, version)
+            return [sample for group in groups for sample in group.samples]
 
     def _turn(self, wait_s: float, *, begins: bool = True) -> None:
         """Give the engine what may begin, take what it has sampled, and reward what is complete."""
@@ -132,6 +138,7 @@ class RolloutStream:
             if begins:
                 self.plan.begin(self._version)
             self._submit()
+            self._watch.note(self.plan)
             now = time.monotonic()
             everything = now - self._told_at > TELL_S
             if everything:
@@ -215,6 +222,7 @@ class RolloutStream:
                 del self._judged[group.number]
                 future.result()
                 self._finish_group(group)
+        self._watch.note(self.plan)
         self._changed.notify_all()
 
     def _finish_group(self, group: Group) -> None:

@@ -58,6 +58,7 @@ from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_tra
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.utilities.notices import forget
 from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.spans import SpanLog
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -162,6 +163,7 @@ class MegatronStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.replica: ReplicaGroup | None = None  # this rank's, once there are groups
         self.memory = OffloadedState(self.offloads)
+        self.spans = SpanLog()  # of this rank's phases
         self.checkpoints = RunCheckpoints(self)
         self._stop: RunStop | None = None  # of a fit
         self._long_lived = LongLived()
@@ -400,7 +402,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what runs inside, for the error of a collective that times out or loses its peer."""
-        return phase_deadline(name, self.timeout_s)
+        return phase_deadline(name, self.timeout_s, self.spans)
 
     def teardown(self) -> None:
         """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""

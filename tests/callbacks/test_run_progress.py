@@ -39,6 +39,13 @@ def test_a_line_has_what_matters():
     assert describe(3, None, None, {"loss": 2.0}, validated=False) == "step 3 | loss 2"
 
 
+def test_a_stream_says_what_it_has():
+    groups = {"rollout/ready": 1.0, "rollout/under_way": 7.0, "rollout/oldest_age": 2.0}
+    metrics = METRICS | groups | {"perf/sampler_tokens_per_s": 1234.5}
+    line = describe(9, 90, 1012.5, metrics, validated=False)
+    assert " | length 5.2 (max 6) | ready 1, in flight 7, oldest 2, 1234 tokens/s | 12.50 s (" in line
+
+
 @pytest.mark.parametrize(
     ("max_steps", "max_epochs", "batches", "expected"),
     [

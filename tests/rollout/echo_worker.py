@@ -19,6 +19,8 @@ def main() -> None:
         match name:
             case "echo":
                 connection.send(("ok", value))
+            case "news":
+                connection.send(("ok", None, value))
             case "environment":
                 connection.send(("ok", dict(os.environ)))
             case "fail":

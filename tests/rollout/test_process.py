@@ -32,6 +32,18 @@ def test_answers_come_back(worker):
     assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
 
 
+def test_news_come_with_an_answer():
+    heard = []
+    environment = child_environment(dict(os.environ), {"PYTHONPATH": ROOT})
+    worker = WorkerProcess("tests.rollout.echo_worker", environment, hear=heard.append)
+    try:
+        assert worker.request("echo", ("news", [3, 4]), 60) is None
+        assert worker.request("echo", ("echo", 5), 60) == 5
+    finally:
+        worker.kill()
+    assert heard == [[3, 4]]
+
+
 @pytest.mark.parametrize("end", ["kill", "close", "deadline"])
 def test_named_shared_memory_goes_with_the_process(worker, end):
     """Killed together with Python's resource tracker, its owner cannot remove it."""

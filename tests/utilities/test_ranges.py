@@ -12,6 +12,7 @@ from examples.environments.grid import GridRows
 from examples.environments.guessing import GuessingRows
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
+from lightning_megatron_rl.callbacks.timeline import Timeline
 from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
@@ -50,13 +51,14 @@ NEEDED: dict[type, dict[str, Any]] = {
     LengthPenalty: {"free_tokens": 1, "max_tokens": 2},
     HFExport: {"dirpath": "hf"},
     MemorySnapshot: {"directory": "memory"},
+    Timeline: {"path": "timeline.json"},
 }
 FOLDERS = ("algorithms", "callbacks", "data", "environments", "models", "modules", "rewards", "rollout", "strategy")
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
     "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
     "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader", "Origin",
-    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "Reply", "Response",
+    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "RankTrace", "Reply", "Response",
     "SequenceCost", "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "Transcript", "WorkerProcess", "ArithmeticPairs", "ServiceReward",

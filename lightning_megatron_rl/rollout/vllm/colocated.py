@@ -185,6 +185,7 @@ class ColocatedVLLMEngine(RolloutEngine):
                 if device == "cpu":
                     _drop_names()
         self._worker = worker
+        self.activity = worker.activity
         self._device = device
         # Triton reads them whenever it compiles a kernel
         self._kernels = {name: environment[name] for name in FP32_ENVIRONMENT if name in environment}

@@ -30,6 +30,7 @@ from lightning_megatron_rl.rollout.vllm.supervision import SupervisedEngine
 from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_threads, usable_cpus
 from lightning_megatron_rl.utilities.masking import unmasked_environment
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.spans import JOIN_S, SpanLog
 from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
 from lightning_megatron_rl.weights.transports.base import Transport
 from lightning_megatron_rl.weights.transports.host import SharedWeights
@@ -144,6 +145,7 @@ class VLLMEngine(SupervisedEngine):
         self.env = unmasked_environment(env or {})
         self.vllm_args = dict(vllm_args or {})
         self.echo_output = echo_output
+        self.activity = SpanLog(JOIN_S)  # of all its processes
         self._forget()
 
     def start(self, model_path: str | Path) -> None:

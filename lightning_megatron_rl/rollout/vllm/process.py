@@ -59,14 +59,16 @@ class WorkerProcess:
     """A Python module run as the leader of its own process group, with one call at a time.
 
     The module gets ``<connection fd> <parent pid> <die by signal: 0 or 1> <inherited fds…>`` as arguments and answers
-    each message with ``("ok", value)`` or ``("error", text)``. Any failure of a call, an interrupt included, kills the
-    whole group: an answer that is still under way can then never be taken for the answer to the next call.
+    each message with ``("ok", value)`` or ``("error", text)``, to which it may add news of itself. Any failure of a
+    call, an interrupt included, kills the whole group: an answer that is still under way can then never be taken for
+    the answer to the next call.
 
     Args:
         module: What `python -m` runs.
         environment: The child's whole environment.
         inherited_fds: File descriptors that the child keeps under the same numbers.
         echo_output: Copy the child's output to this process's standard error.
+        hear: Takes the news that come with answers.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class WorkerProcess:
         inherited_fds: tuple[int, ...] = (),
         *,
         echo_output: bool = False,
+        hear: Callable[[Any], None] = lambda news: None,
     ) -> None:
+        self._hear = hear
         self._connection, childs_end = Pipe()
         # The death signal is tied to the *thread* that starts the child, so only the main thread may ask for it.
         by_signal = threading.current_thread() is threading.main_thread()
@@ -111,8 +115,10 @@ class WorkerProcess:
         """Return the value of the answer to the last message."""
         return self._unpack(phase, self._guarded(phase, timeout_s, self._connection.recv))
 
-    def _unpack(self, phase: str, answer: tuple[str, Any]) -> Any:
-        kind, value = answer
+    def _unpack(self, phase: str, answer: tuple[Any, ...]) -> Any:
+        kind, value, *news = answer
+        for told in news:
+            self._hear(told)
         if kind == "error":
             self.kill()
             raise EngineCallError(f"{phase} failed in the engine's process {self.pid}:\n{value}\n{self.tail()}")
@@ -127,7 +133,7 @@ class WorkerProcess:
             EngineCallError: The call raised in the process; carries its traceback.
         """
 
-        def operation() -> tuple[str, Any]:
+        def operation() -> tuple[Any, ...]:
             self._connection.send(message)
             return self._connection.recv()
 

@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_megatron_rl.rollout.protocol import Progress, SamplingParams, StreamRequest
+from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
 
 if TYPE_CHECKING:
     import vllm
@@ -42,10 +43,12 @@ class StepLoop:
         llm: vLLM, with its engine core in this process.
         keeps_cache: Responses under way keep their keys and values when the weights change; else they are computed anew
             with the new ones.
+        activity: Gets the time of the steps.
     """
 
-    def __init__(self, llm: "LLM", *, keeps_cache: bool) -> None:
+    def __init__(self, llm: "LLM", *, keeps_cache: bool, activity: SpanLog) -> None:
         self._engine = llm.llm_engine
+        self._activity = activity
         self._keeps_cache = keeps_cache
         self._news: dict[str, Progress] = {}  # by name: what was not told yet, of those under way or just complete
         self._under_way: set[str] = set()
@@ -68,13 +71,14 @@ class StepLoop:
 
     def step(self, version: int) -> None:
         """Sample the next token of every response that has room in the batch."""
-        for output in self._engine.step():
-            self._take(cast("RequestOutput", output), version)
+        with self._activity.during(SAMPLING) as span:
+            span.tokens = sum(self._take(cast("RequestOutput", output), version) for output in self._engine.step())
 
-    def _take(self, output: "RequestOutput", version: int) -> None:
+    def _take(self, output: "RequestOutput", version: int) -> int:
+        """Note what is new of a response; return its tokens."""
         name, (sample,) = output.request_id, output.outputs
         if name not in self._under_way:  # withdrawn
-            return
+            return 0
         token_ids, news = list(sample.token_ids), self._news.setdefault(name, Progress(name))
         if token_ids:
             flat = cast("FlatLogprobs", sample.logprobs)
@@ -82,12 +86,13 @@ class StepLoop:
                 raise RuntimeError(f"vLLM gave {name} log-probs of other tokens than it sampled")
             news.add(token_ids, list(flat.logprobs), version)
         if sample.finish_reason is None:
-            return
+            return len(token_ids)
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended {name} with {sample.finish_reason!r}")
         news.finish_reason = sample.finish_reason
         self._under_way.discard(name)
         self._complete.add(name)
+        return len(token_ids)
 
     def collect(self, wait_s: float, version: int, *, everything: bool) -> list[Progress]:
         """Step until a response is complete, or `wait_s` seconds have passed; return what is new.

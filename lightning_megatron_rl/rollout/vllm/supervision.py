@@ -32,6 +32,7 @@ from lightning_megatron_rl.rollout.vllm.process import (
 )
 from lightning_megatron_rl.rollout.vllm.sockets import SocketDirectory
 from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.spans import Span, SpanLog
 from lightning_megatron_rl.weights.placement import Placement
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews
 from lightning_megatron_rl.weights.transports.base import Sent, Transport
@@ -73,6 +74,7 @@ class SupervisedEngine(StreamingEngine):
     _llm_arguments: dict[str, Any]
     _environment: dict[str, str]
 
+    activity: SpanLog
     stream_mode: StreamMode | None = None
     _lock: "threading.RLock | None" = None
 
@@ -436,7 +438,11 @@ class SupervisedEngine(StreamingEngine):
             self._sockets = SocketDirectory()
         environment = {SOCKETS_VARIABLE: str(self._sockets.path)} | self._environment
         self._worker = WorkerProcess(
-            WORKER_MODULE, environment, inherited_fds=(self._shared.fd,), echo_output=self.echo_output
+            WORKER_MODULE,
+            environment,
+            inherited_fds=(self._shared.fd,),
+            echo_output=self.echo_output,
+            hear=functools.partial(_note, self.activity, self.stream_mode is not None and self.stream_mode.background),
         )
         self._worker.send("start", ("start", self._llm_arguments, self.stream_mode), self.start_timeout_s)
 
@@ -474,3 +480,9 @@ class SupervisedEngine(StreamingEngine):
         if self._shared is None:
             raise RuntimeError("the engine is not started; call start(model_path) first")
         return self._shared
+
+
+def _note(activity: SpanLog, works_unasked: bool, news: tuple[float, list[Span]]) -> None:
+    """Note what a process says that it has done; one that works unasked has done more by the next time."""
+    told_at, spans = news
+    activity.extend(spans, known_until=told_at if works_unasked else None)

@@ -21,6 +21,7 @@ from lightning_megatron_rl.rollout.protocol import (
     StreamRequest,
 )
 from lightning_megatron_rl.rollout.vllm.step_loop import StepLoop, tokens_prompt, vllm_params
+from lightning_megatron_rl.utilities.spans import JOIN_S, SAMPLING, Reader, Span, SpanLog
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,15 +66,18 @@ class Worker:
         self._stream: StepLoop | None = None
         self._in_background = False
         self._failure: Exception | None = None  # of a step in the background, until somebody asks
-        self._is_updating = False  # by an update that comes in parts, between which no step may be taken
+        self._update_began: float | None = None  # of one that comes in parts, between which no step may be taken
+        self.activity = SpanLog(JOIN_S)
+        self._untold = Reader(self.activity)
 
     def start(self, arguments: dict[str, Any], stream: StreamMode | None = None) -> dict[str, int]:
         """Load the model; return what requests are checked against."""
-        from vllm import LLM
+        with self.activity.during("start"):
+            from vllm import LLM
 
-        self._llm = LLM(**arguments)
+            self._llm = LLM(**arguments)
         if stream is not None:
-            self._stream = StepLoop(self._llm, keeps_cache=stream.keeps_cache)
+            self._stream = StepLoop(self._llm, keeps_cache=stream.keeps_cache, activity=self.activity)
             self._in_background = stream.background
         config = self._llm.model_config
         return {"vocab_size": config.get_vocab_size(), "max_model_len": config.max_model_len}
@@ -91,8 +95,9 @@ class Worker:
     def call(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
         """Update the weights by a method of each worker, such as one of a transport's `extension`."""
         assert self._llm is not None
-        self._llm.collective_rpc(method, args=arguments)
-        self._forget_prefixes()
+        with self.activity.during("update"):
+            self._llm.collective_rpc(method, args=arguments)
+            self._forget_prefixes()
         self._version = version
 
     def connect(self, info: dict[str, Any]) -> None:
@@ -103,7 +108,7 @@ class Worker:
     def begin(self) -> None:
         """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
         assert self._llm is not None
-        self._is_updating = True
+        self._update_began = time.monotonic()
         self._forget_prefixes()
         self._llm.start_weight_update()
 
@@ -117,18 +122,26 @@ class Worker:
         assert self._llm is not None
         self._llm.finish_weight_update()
         self._version = version
-        self._is_updating = False
+        self._note_update()
         return all(self._llm.collective_rpc("was_replayed"))
 
     def replace(self, part: "Part", version: int) -> bool:
         """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
         assert self._llm is not None
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": vars(part)})
-        self._forget_prefixes()
-        self._llm.finish_weight_update()
+        with self.activity.during("update"):
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": vars(part)})
+            self._forget_prefixes()
+            self._llm.finish_weight_update()
         self._version = version
         return all(self._llm.collective_rpc("was_replayed"))
+
+    def _note_update(self) -> None:
+        """An update that came in parts is over."""
+        assert self._update_began is not None
+        began, ended = self._update_began, time.monotonic()
+        self._update_began = None
+        self.activity.add(Span("update", began, ended, ended - began))
 
     def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[int | None]:
         """Open the memory that weights lie in, of which each worker has handles; return what each says of it."""
@@ -153,7 +166,8 @@ class Worker:
         """Free the GPU's memory; return the bytes that came free on all GPUs, and those that should have."""
         assert self._llm is not None
         before = self._memory_facts()
-        self._llm.sleep(level)
+        with self.activity.during("sleep"):
+            self._llm.sleep(level)
         after = self._memory_facts()
         freed = sum(late["free"] - early["free"] for early, late in zip(before, after, strict=True))
         return freed, sum(facts["pooled"] for facts in before)
@@ -162,7 +176,12 @@ class Worker:
         """Take the GPU's memory again, in the order of `tags`."""
         assert self._llm is not None
         for tag in tags:
-            self._llm.wake_up([tag])
+            with self.activity.during("wake"):
+                self._llm.wake_up([tag])
+
+    def news(self) -> tuple[float, list[Span]]:
+        """Return the time, and what was done since the last call."""
+        return time.monotonic(), self._untold.read()
 
     def stop(self) -> None:
         """Free the model in this process, and the groups and shared memory of several workers."""
@@ -192,7 +211,8 @@ class Worker:
 
     def work_in_background(self) -> bool:
         """Take a step of the stream while nobody asks for anything; return whether there is more to do."""
-        if not self._in_background or self._is_updating or self._failure or not self._open_stream().is_busy:
+        updates = self._update_began is not None
+        if not self._in_background or updates or self._failure or not self._open_stream().is_busy:
             return False
         try:
             self._open_stream().step(self._version)
@@ -213,20 +233,23 @@ class Worker:
         assert self._llm is not None
         if self._stream is not None and self._stream.is_busy:
             raise RuntimeError("responses of a stream are under way: withdraw them first")
-        outputs = self._llm.generate(
-            [tokens_prompt(request.token_ids, self._version) for request in requests],
-            [
-                vllm_params(
-                    params,
-                    n=request.num_generations,
-                    seed=request.seed,
-                    max_tokens=params.max_tokens if request.max_tokens is None else request.max_tokens,
-                )
-                for request in requests
-            ],
-            use_tqdm=False,
-        )
-        return self._version, [to_generations(output) for output in outputs]
+        with self.activity.during(SAMPLING) as span:
+            outputs = self._llm.generate(
+                [tokens_prompt(request.token_ids, self._version) for request in requests],
+                [
+                    vllm_params(
+                        params,
+                        n=request.num_generations,
+                        seed=request.seed,
+                        max_tokens=params.max_tokens if request.max_tokens is None else request.max_tokens,
+                    )
+                    for request in requests
+                ],
+                use_tqdm=False,
+            )
+            generations = [to_generations(output) for output in outputs]
+            span.tokens = sum(len(generation.token_ids) for group in generations for generation in group)
+        return self._version, generations
 
 
 def to_generations(output: "RequestOutput") -> list[Generation]:
@@ -244,10 +267,14 @@ def to_generations(output: "RequestOutput") -> list[Generation]:
 
 
 def serve(
-    connection: Connection, calls: dict[str, Callable[..., Any]], idle: Callable[[], bool] = lambda: False
+    connection: Connection,
+    calls: dict[str, Callable[..., Any]],
+    idle: Callable[[], bool] = lambda: False,
+    news: Callable[[], Any] | None = None,
 ) -> None:
     """Answer messages, one at a time, until the other end is closed; call `idle` between them while it has work to do.
 
+    What `news` returns goes with each answer. To ask for it by a call of its own would wait for a step of the sampler.
     Nothing of a message is held while the next is waited for: to drop the tokens of a rollout takes some 10 ms, by
     which the weight sync after it would be longer.
     """
@@ -262,7 +289,7 @@ def serve(
             answer = ("ok", calls[name](*values))
         except Exception:
             answer = ("error", traceback.format_exc())
-        connection.send(answer)
+        connection.send(answer if news is None else (*answer, news()))
         del answer, values
 
 
@@ -293,7 +320,7 @@ def main(arguments: list[str]) -> None:
         "collect",
         "withdraw",
     ]
-    serve(connection, {name: getattr(worker, name) for name in names}, worker.work_in_background)
+    serve(connection, {name: getattr(worker, name) for name in names}, worker.work_in_background, worker.news)
     sys.stdout.flush()
     os._exit(0)  # vLLM's own shutdown takes seconds and holds nothing that the kernel does not free
 
