@@ -1,7 +1,8 @@
-"""TRL's side of B1 and B3: its GRPOTrainer with the same model, prompts, lengths, dtypes and optimizer.
+"""TRL's side of B1, B3 and B4: its GRPOTrainer with the same model, prompts, lengths, dtypes and optimizer.
 
-Used by weight_sync.py, grpo_step.py and long_tail.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's fastest mode for
-a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a dry run.
+Used by weight_sync.py, grpo_step.py and long_tail.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's
+fastest mode for a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a
+dry run.
 """
 
 import argparse
