@@ -19,7 +19,7 @@ import torch
 from common import SHAPES, TokenPrompts, facts, make_tokenizer, result_path, run_child, write_json
 from compare import different_work
 from long_tail_side import add_arguments, passed_on
-from response_lengths import LongTail
+from response_lengths import LongTail, work
 from stream_simulation import Rates, simulate
 
 from lightning_megatron_rl.rollout.stream import StreamPlan
@@ -117,12 +117,12 @@ def run_peer(options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, Any
         if options.peer == "trl":
             raise
         return {"failed": str(error)}
-    work = {"response_tokens_per_step": ours["response_tokens_per_step"]}
+    same = {"response_tokens_per_step": ours["response_tokens_per_step"]}
     seconds = theirs["seconds"][options.warmup : options.warmup + options.steps]
     return {
         **theirs,
         "samples_per_s": options.groups * options.generations * len(seconds) / sum(seconds),
-        "different_work": different_work(work, theirs["work"]),
+        "different_work": different_work(same, theirs["work"]),
     }
 
 
@@ -150,15 +150,19 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Add to each row what follows from the first, the synchronous run: speed-ups, and the simulation's.
 
     Raises:
-        RuntimeError: The sides did not do the same work.
+        RuntimeError: A side has not used every prompt once, with responses of their lengths.
     """
     rates = Rates(**rows[0]["rates"])
     prompts, lengths = epoch(options), LongTail(options.longest)
+    wanted = work(
+        (prompt.token_ids, [lengths(prompt.token_ids, place) for place in range(options.generations)])
+        for prompt in prompts
+    )
     kept = slice(options.warmup, options.warmup + options.steps)
     simulated = []
     for row in rows:
-        if different := different_work(rows[0]["work"], row["work"]):
-            raise RuntimeError(f"{name(row)} did not do the work of the synchronous run: {'; '.join(different)}")
+        if different := different_work(wanted, row["work"]):
+            raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
         plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
         separate = row["placement"] == "separate"
         simulated.append(sum(simulate(plan, prompts, lengths, rates, separate=separate)[kept]))

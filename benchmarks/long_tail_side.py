@@ -4,7 +4,6 @@ Used by long_tail.py, in a process of its own; prints one line of JSON.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import tempfile
@@ -34,7 +33,7 @@ from common import (
     write_model,
 )
 from lightning.pytorch.utilities import rank_zero_only
-from response_lengths import LongTail
+from response_lengths import Group, LongTail, work
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.protocol import StreamRequest
@@ -133,7 +132,7 @@ class Steps(pl.Callback):
         self.lengths, self.device = lengths, device
         self.ends: list[float] = []
         self.response_tokens: list[int] = []  # of this replica, by step
-        self.groups: list[tuple[list[int], list[int]]] = []  # prompts and lengths, of all replicas in the end
+        self.groups: list[Group] = []  # of all replicas in the end
 
     def on_train_start(self, *_: Any) -> None:
         self._take_time()
@@ -153,7 +152,7 @@ class Steps(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         parts: list[Any] = [None] * trainer.world_size
         torch.distributed.all_gather_object(parts, self.groups)
-        self.groups = sorted(group for part in parts for group in part)
+        self.groups = [group for part in parts for group in part]
 
     def _take_time(self) -> None:
         synchronize(self.device)
@@ -259,12 +258,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "prefill_tokens_per_s": rate.prefill_tokens_per_s,
             "train_s": (sum(seconds[kept]) - sum(step["time/rollout_s"] for step in logged)) / options.steps,
         },
-        "work": {
-            "samples": sum(len(found) for _, found in taken.groups),
-            "response_tokens": sum(sum(found) for _, found in taken.groups),
-            "groups_sha256": hashlib.sha256(json.dumps(taken.groups).encode()).hexdigest(),
-            "optimizer_steps": trainer.global_step,
-        },
+        "work": work(taken.groups),
         "response_tokens_per_step": taken.response_tokens,
     }
 

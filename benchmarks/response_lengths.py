@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b, sha256
 from statistics import NormalDist
 from typing import Any
 
 MEDIAN, SIGMA = 700 / 3900, 0.75  # of lognormal lengths: the median as a share of the longest one
+Group = tuple[list[int], list[int]]  # a prompt's tokens, and the lengths of its responses
 
 
 class LongTail:
@@ -30,6 +31,16 @@ class LongTail:
         drawn = int.from_bytes(blake2b(f"{place}/{list(prompt)}".encode(), digest_size=6).digest(), "big")
         deviations = NormalDist().inv_cdf((drawn + 0.5) / 2**48)
         return min(self.longest, max(1, round(self.longest * MEDIAN * math.exp(SIGMA * deviations))))
+
+
+def work(groups: Iterable[Group]) -> dict[str, Any]:
+    """Return what an epoch has trained on, in whatever order: the same for the same prompts and lengths."""
+    rows = sorted(groups)
+    return {
+        "samples": sum(len(lengths) for _, lengths in rows),
+        "response_tokens": sum(sum(lengths) for _, lengths in rows),
+        "groups_sha256": sha256(repr(rows).encode()).hexdigest(),
+    }
 
 
 def force_lengths(llm: Any, lengths: LongTail) -> None:

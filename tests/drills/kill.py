@@ -56,16 +56,16 @@ class Attempt:
     output: str
 
 
-def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT) -> Attempt:
+def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT, world_size: int = WORLD_SIZE) -> Attempt:
     """Run all ranks of `job` to their ends."""
     memory = shared_memory()
     log = job.directory / "output.log"
     log.unlink(missing_ok=True)
     port = free_port()
-    ranks = {fork(partial(run_rank, job, rank, WORLD_SIZE, port), log): rank for rank in range(WORLD_SIZE)}
+    ranks = {fork(partial(run_rank, job, rank, world_size, port), log): rank for rank in range(world_size)}
     codes: dict[int, int] = {}
     deadline, first_death = time.monotonic() + timeout, 0.0
-    while len(codes) < WORLD_SIZE:
+    while len(codes) < world_size:
         for pid in [pid for pid, rank in ranks.items() if rank not in codes]:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -79,7 +79,12 @@ def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT) -> Attempt:
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.02)
     seconds = time.monotonic() - first_death if first_death else 0.0
-    return Attempt([codes[rank] for rank in range(WORLD_SIZE)], seconds, left_behind(memory), log.read_text()[-1500:])
+    return Attempt([codes[rank] for rank in range(world_size)], seconds, left_behind(memory), log.read_text()[-1500:])
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what killed ranks have started, so that `left_behind` sees it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def fork(function: Callable[[], int], log: Path) -> int:
@@ -220,7 +225,7 @@ def main() -> int:
     parser.add_argument("--vllm", action="store_true", help="the points with vLLM as the sampler, and no others")
     parser.add_argument("--out", type=Path, help="where the report goes, JSON")
     options = parser.parse_args()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     drills = VLLM_DRILLS if options.vllm else SHORT if options.short else DRILLS
     drills = [one for one in drills if not options.only or one.name in options.only]
     with tempfile.TemporaryDirectory() as root:
