@@ -37,7 +37,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--bounds", default="1,2,4", help="of max_staleness")
     parser.add_argument("--placements", help="shared, separate (on CUDA it needs a second GPU); all that can be")
-    parser.add_argument("--in-flight", type=int, help="groups sampled at a time at most; --groups times (bound + 1)")
+    parser.add_argument("--in-flight", type=int, help="groups sampled at a time at most; 2 batches on CUDA, else 3")
     parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per side")
@@ -50,7 +50,8 @@ def main() -> None:
     load = os.getloadavg()[0]  # of other processes: nothing of this runs yet
     flights = {bound: in_flight(options, bound) for bound in (0, *bounds)}
     most = max(flights.values())
-    sizes = sorted({1, 8, 32, *(flight * options.generations for flight in flights.values())})
+    most_sequences = most * options.generations
+    sizes = sorted({size for size in (1, 8, 32, 128, 512, most_sequences) if size <= most_sequences})
     first = ["--rates", *map(str, sizes)]
     rows: list[dict[str, Any]] = []
 
@@ -76,9 +77,9 @@ def main() -> None:
 
 
 def in_flight(options: argparse.Namespace, bound: int) -> int:
-    """Return the groups that are sampled at a time."""
-    most = (bound + 1) * options.groups
-    return min(most, max(options.in_flight, options.groups)) if options.in_flight else most
+    """Return the groups that are sampled at a time: more of them decode better, and take more of the cache."""
+    most = options.in_flight or (2 if options.device == "cuda" else 3) * options.groups
+    return min((bound + 1) * options.groups, max(most, options.groups))
 
 
 def default_placements(device: str) -> list[str]:

@@ -163,7 +163,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run an epoch and return its times and the work that was done."""
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
-    from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
     from lightning_megatron_rl.modules.streaming import StreamingSettings
     from lightning_megatron_rl.modules.training import TrainingSettings
 
@@ -201,7 +200,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         engine=engine,
         streaming=streaming,
         sampling=SamplingParams(max_tokens=options.longest, ignore_eos=True),
-        loss=GRPOLossConfig(correction="tis"),
         train=TrainingSettings(
             optimizer=make_optimizer(1e-6, options.moments),
             max_tokens_per_microbatch=options.max_tokens,
