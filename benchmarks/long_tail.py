@@ -24,6 +24,7 @@ from stream_simulation import Rates, simulate
 
 from lightning_megatron_rl.rollout.stream import StreamPlan
 from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.cpus import OthersLoad
 
 GOALS = {  # as many times as fast as the synchronous run
     "cuda": {("shared", 1): 1.3, ("shared", 2): 1.45, ("shared", 4): 1.5},
@@ -57,14 +58,13 @@ def main() -> None:
 
     def add(placement: str, bound: int, *more: str) -> None:
         arguments = [f"--bound={bound}", f"--placement={placement}", f"--in-flight={flights[bound]}"]
-        rows.append(
-            run_child(
-                "long_tail_side.py",
-                [*passed_on(options), *arguments, f"--most-in-flight={most}", *more],
-                options.timeout,
-            )
-        )
-        report(rows, options, load)
+        arguments += [f"--most-in-flight={most}", *more]
+        others = OthersLoad()
+        row = run_child("long_tail_side.py", passed_on(options) + arguments, options.timeout)
+        rows.append({**row, "others_cpus": others.cpus()})
+        finish(rows, options)
+        write(rows, options, load)  # what is measured is not lost with a later side
+        print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
 
     add("shared", 0, *first)
     if options.device == "cuda" and "separate" in placements:
@@ -72,8 +72,8 @@ def main() -> None:
     for placement in placements:
         for bound in bounds:
             add(placement, bound)
-    if wants_peer(options):
-        report(rows, options, load, run_peer(options, rows[0]))
+    trl = run_peer(options, rows[0]) if wants_peer(options) else None
+    print_table(write(rows, options, load, trl))
 
 
 def in_flight(options: argparse.Namespace, bound: int) -> int:
@@ -127,11 +127,10 @@ def run_peer(options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, Any
     }
 
 
-def report(
+def write(
     rows: list[dict[str, Any]], options: argparse.Namespace, load: float, trl: dict[str, Any] | None = None
-) -> None:
-    """Write, draw and print what is known by now."""
-    finish(rows, options)
+) -> dict[str, Any]:
+    """Write and draw what is known by now, and return it."""
     result = {
         **facts(options.device),
         "benchmark": "B4 long tail",
@@ -144,7 +143,7 @@ def report(
     path = result_path("long_tail", options.device, options.out)
     write_json(path, result)
     plot(result, path.with_suffix(".png"))
-    print_table(result)
+    return result
 
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
