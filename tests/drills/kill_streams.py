@@ -111,6 +111,12 @@ def count_prompts(directory: Path, batches: int, epochs: int, max_staleness: int
     return problems
 
 
+def write_report(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Write what was found, and of what."""
+    told = {"steps": STEPS, "max_staleness": MAX_STALENESS, "kills": len(lines), "drills": lines}
+    path.write_text(json.dumps({**facts("kill_streams"), **told}, indent=2) + "\n")
+
+
 def main() -> int:
     """Run the drills and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -125,14 +131,15 @@ def main() -> int:
         # in a fork: it starts threads, and a process with threads is not to be forked
         if os.waitpid(fork(partial(make_model, model), Path(root) / "model.log"), 0)[1]:
             raise RuntimeError((Path(root) / "model.log").read_text())
-        for placement in options.placements:
-            for number, faults in enumerate(SHORT[placement] if options.short else DRILLS):
-                found = drill(faults, placement, model, Path(root) / f"{placement}-{number}")
-                print("\n".join(map(json.dumps, found)), flush=True)
-                lines += found
-    if options.out is not None:
-        told = {"steps": STEPS, "max_staleness": MAX_STALENESS, "kills": len(lines), "drills": lines}
-        options.out.write_text(json.dumps({**facts("kill_streams"), **told}, indent=2) + "\n")
+        drills = [(placement, faults) for faults in DRILLS for placement in options.placements]
+        if options.short:
+            drills = [(placement, faults) for placement in options.placements for faults in SHORT[placement]]
+        for number, (placement, faults) in enumerate(drills):
+            found = drill(faults, placement, model, Path(root) / str(number))
+            print("\n".join(map(json.dumps, found)), flush=True)
+            lines += found
+            if options.out is not None:  # a long run that is ended has told what it found
+                write_report(options.out, lines)
     return int(any(line["problems"] for line in lines))
 
 
