@@ -45,8 +45,8 @@ SIZES = {  # hidden size, layers, vocabulary
     "33M": (512, 8, 8192),
 }
 COMMANDS = {  # name: arguments of Python
-    "demo, 12 + 4 steps": ["examples/demo/run.py", "--sft-steps", "12", "--grpo-steps", "4", "--out", "{out}"],
-    "tests of GRPO": ["-m", "pytest", "-q", "-n", "2", "tests/modules/test_grpo.py", "--basetemp", "{out}"],
+    "tests of vLLM": ["-m", "pytest", "-q", "-n", "0", "tests/rollout/test_vllm.py", "--basetemp", "{out}"],
+    "demo, 2 + 1 steps": ["examples/demo/run.py", "--sft-steps", "2", "--grpo-steps", "1", "--out", "{out}"],
 }
 
 
@@ -290,10 +290,15 @@ def measure_sizes(options: argparse.Namespace) -> dict[str, Any]:
     return {**facts("cpu"), "benchmark": "threads of a sampler by the model's size", "rows": rows}
 
 
-def measure_commands() -> dict[str, Any]:
-    """Return seconds of whole commands with both settings, alone and beside a busy process."""
-    rows = []
-    for name, arguments in COMMANDS.items():
+def measure_commands(names: list[str], path: Path) -> dict[str, Any]:
+    """Return seconds of whole commands with both settings, alone and beside a busy process.
+
+    Those of commands that are not measured now stay as they are in the file.
+    """
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [row for row in rows if row["command"] in COMMANDS and row["command"] not in names]
+    for name in names:
+        arguments = COMMANDS[name]
         for setting in (CHOSEN, EVERY_CORE):
             for condition in (ALONE, ONE):
                 loops = [subprocess.Popen(LOOP) for _ in range(LOOPS[condition])]
@@ -319,7 +324,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of each response")
     parser.add_argument("--seconds", type=float, default=40.0, help="most of a condition; each has ten steps otherwise")
     parser.add_argument("--sizes", action="store_true", help="measure threads by the model's size instead")
-    parser.add_argument("--commands", action="store_true", help="measure the demo and some tests instead")
+    parser.add_argument(
+        "--commands", nargs="*", choices=[*COMMANDS], metavar="NAME", help=f"measure {', '.join(COMMANDS)} instead"
+    )
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--conditions", nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--meet", type=Path, help=argparse.SUPPRESS)
@@ -329,8 +336,9 @@ def main() -> None:
     if options.run:
         print(json.dumps(run(options)))
         return
-    if options.commands:
-        name, result = "busy_machine_commands", measure_commands()
+    if options.commands is not None:
+        name = "busy_machine_commands"
+        result = measure_commands(options.commands or [*COMMANDS], options.out or RESULTS / f"{name}.json")
     elif options.sizes:
         name, result = "busy_machine_sizes", measure_sizes(options)
     else:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.ppo import PPOModule as PPOModule
     from lightning_megatron_rl.modules.reward_model import RewardModule as RewardModule
     from lightning_megatron_rl.modules.sft import SFTModule as SFTModule
+    from lightning_megatron_rl.modules.streaming import StreamingSettings as StreamingSettings
     from lightning_megatron_rl.modules.training import TrainingSettings as TrainingSettings
+    from lightning_megatron_rl.rollout.replay import ReplayEngine as ReplayEngine
     from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine as ColocatedVLLMEngine
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine as VLLMEngine
     from lightning_megatron_rl.sample import Prompt as Prompt
@@ -43,12 +45,14 @@ _HOMES = {
     "PreferenceDataModule": "data.preference",
     "Prompt": "sample",
     "PromptDataModule": "data.prompts",
+    "ReplayEngine": "rollout.replay",
     "RewardModule": "modules.reward_model",
     "RolloutSamples": "callbacks.rollout_samples",
     "RunProgress": "callbacks.run_progress",
     "SFTDataModule": "data.sft",
     "SFTModule": "modules.sft",
     "Sample": "sample",
+    "StreamingSettings": "modules.streaming",
     "TrainingSettings": "modules.training",
     "VLLMEngine": "rollout.vllm.engine",
     "WeightAverage": "callbacks.weight_average",

@@ -38,6 +38,7 @@ from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings, describe_moved
+from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -49,7 +50,7 @@ __all__ = ["CommandLine", "Parser", "explain", "run"]
 
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
-_ENGINES = (VLLMEngine, ColocatedVLLMEngine)
+_ENGINES = (VLLMEngine, ColocatedVLLMEngine, ReplayEngine)
 _CALLBACKS = (HFExport, MemorySnapshot, PredictionFiles, RolloutSamples, RunProgress, WeightAverage, WeightSync)
 _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"

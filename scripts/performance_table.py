@@ -303,6 +303,20 @@ def busy_goals(results: Path = RESULTS) -> str:
     return table(header, rows)
 
 
+def busy_commands(results: Path = RESULTS) -> str:
+    """Return what whole commands take, alone and beside a busy process."""
+    header = "| command | settings | alone, s | beside one busy process, s |"
+    taken: dict[tuple[str, str], dict[str, float]] = {}
+    for _, result in load("busy_machine_commands.json", results):
+        for row in result["rows"]:
+            taken.setdefault((row["command"], row["setting"]), {})[row["condition"]] = row["seconds"]
+    rows = [
+        f"| {command} | {setting} | {seconds['alone']:.0f} | {seconds['beside one busy process']:.0f} |"
+        for (command, setting), seconds in taken.items()
+    ]
+    return table(header, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "goals": goals,
     "throughput": throughput,
@@ -314,6 +328,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "curves": curves,
     "busy machine": busy_machine,
     "busy goals": busy_goals,
+    "busy commands": busy_commands,
     "checkpoint": checkpoint,
     "performance": headline,
     "kill drill": kill_drill,

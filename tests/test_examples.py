@@ -47,6 +47,19 @@ def test_script_with_two_ranks(qwen3_dir, tmp_path):
 
 
 @pytest.mark.slow
+def test_streaming_script(qwen3_dir, tmp_path):
+    """The second run replays the first one's record: the same weights, bit for bit."""
+    script = (EXAMPLES / "streaming_script.py", "--model", qwen3_dir, "--steps", "4")
+    first = run(*script, "--out", tmp_path / "first")
+    record = tmp_path / "first" / "samples" / "rollouts-dp0.jsonl"
+    again = run(*script, "--out", tmp_path / "again", "--replay", record)
+    weights = [re.findall(r"sha256 of the weights after 4 steps: (\w{64})\n", output) for output in (first, again)]
+    assert weights[0] == weights[1] != []
+    assert "streaming" in first
+    assert [line for line in first.splitlines() if line.startswith("staleness of the last batch: at most ")]
+
+
+@pytest.mark.slow
 def test_sft_script(qwen3_dir, tmp_path):
     """Batches of tokens on two replicas; its checkpoint starts another run."""
     arguments = ("--model", qwen3_dir, "--rows", "300", "--epochs", "1", "--devices", "2", "--out", tmp_path)

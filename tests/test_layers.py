@@ -11,8 +11,8 @@ PACKAGE = "lightning_megatron_rl"
 ROOT = Path(lightning_megatron_rl.__file__).parent
 LAYERS = (  # from the lowest; a folder imports from lower layers only, and none of its own layer
     ("sample", "utilities", "compat"),
-    ("algorithms", "rewards", "parallel", "planner"),
-    ("environments", "weights"),
+    ("algorithms", "rewards", "parallel"),
+    ("environments", "planner", "weights"),
     ("devices", "checkpoints"),
     ("strategy", "models"),
     ("data", "rollout"),

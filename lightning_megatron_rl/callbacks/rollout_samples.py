@@ -12,12 +12,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
-from lightning_megatron_rl.rollout.record import record_line
+from lightning_megatron_rl.rollout.record import Origin, record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.utilities.console import line_start
 from lightning_megatron_rl.utilities.files import check_writable
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.seeds import run_seed
 from lightning_megatron_rl.utilities.text_files import user_path
 
 _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console shows
@@ -61,7 +62,7 @@ class RolloutSamples(Callback):
         self.dirpath = None if dirpath is None else str(user_path(dirpath))
         self.max_samples_per_step = max_samples_per_step
         self.max_file_mb = max_file_mb
-        self._run_id = ""
+        self._run_id, self._origin = "", Origin()
         self._rollouts: RecordFile | None = None
         self._evaluations: RecordFile | None = None
         self._num_seen = self._num_written = 0  # samples of this replica, in this run
@@ -74,6 +75,7 @@ class RolloutSamples(Callback):
         strategy: Any = trainer.strategy
         replica = strategy.distributed_sampler_kwargs["rank"]
         self._run_id, self._num_seen, self._num_written = strategy.run_id, 0, 0
+        self._origin = Origin()
         size = float("inf") if self.max_file_mb is None else self.max_file_mb * 1e6
         again = stage == "fit" and resumes(trainer) is True
         make = partial(RecordFile, run_id=self._run_id, max_bytes=size, resumes=again)
@@ -86,6 +88,8 @@ class RolloutSamples(Callback):
             return
         samples: list[Sample] = pl_module.last_rollout.samples
         if trainer.strategy.replica.is_leader:  # type: ignore[attr-defined]
+            if not self._origin.model:
+                self._origin = Origin(pl_module.hf_model.fingerprint, run_seed())
             self._append(self._rollouts, samples, trainer.global_step)
         if self.num_samples and (trainer.global_step - 1) % self.every_n_steps == 0:
             _show(samples[: self.num_samples], trainer.global_step)
@@ -109,7 +113,7 @@ class RolloutSamples(Callback):
     def _append(self, file: RecordFile | None, samples: list[Sample], step: int) -> None:
         assert file is not None
         kept = whole_groups(samples, self.max_samples_per_step)
-        number = file.append([record_line(sample, step, self._run_id) for sample in kept], step)
+        number = file.append([record_line(sample, step, self._run_id, self._origin) for sample in kept], step)
         if self._num_written == self._num_seen and number < len(samples):
             self._tell(f"{number} of {len(samples)} samples of step {step} go into {file.path}, and so on from here")
         self._num_seen += len(samples)

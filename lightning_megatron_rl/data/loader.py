@@ -41,6 +41,7 @@ class GlobalBatches:
         read_ahead: int = 0,
     ) -> None:
         self.read_ahead = read_ahead
+        self._resumed: tuple[int, int] | None = None  # an epoch that was begun with another read_ahead, and that
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.max_tokens: int | None = None  # of a batch
@@ -54,12 +55,21 @@ class GlobalBatches:
     def __getitem__(self, number: int) -> list[int]:
         """The rows of batch `number`, counted from the first batch of epoch 0."""
         epoch, in_epoch = divmod(number, self.per_epoch)
-        first, last = in_epoch + self.read_ahead if in_epoch else 0, min(in_epoch + self.read_ahead, self.per_epoch - 1)
+        ahead = self.ahead_in(epoch)
+        first, last = in_epoch + ahead if in_epoch else 0, min(in_epoch + ahead, self.per_epoch - 1)
         order, rows = self._order(epoch), list[int]()
         for place in range(first, last + 1):
             start = place * self.batch_size
             rows += order[start : start + self.batch_size][self.rank :: self.num_replicas]
         return rows
+
+    def ahead_in(self, epoch: int) -> int:
+        """Return the batches that are read ahead in an epoch."""
+        return self._resumed[1] if self._resumed is not None and self._resumed[0] == epoch else self.read_ahead
+
+    def resume_in(self, epoch: int, read_ahead: int) -> None:
+        """Go on within an epoch that was begun with another `read_ahead`, and keeps it to its end."""
+        self._resumed = epoch, read_ahead
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
@@ -174,6 +184,7 @@ class ResumableLoader[Item]:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must not change for it to mean the same batch."""
         batches = self.batches
+        epoch, in_epoch = divmod(self._num_done, batches.per_epoch)
         return {
             "num_done": self._num_done,
             "per_epoch": batches.per_epoch,
@@ -182,15 +193,14 @@ class ResumableLoader[Item]:
             "max_tokens_per_batch": batches.max_tokens,
             "shuffle": batches.shuffle,
             "seed": batches.seed,
-            "read_ahead": batches.read_ahead,
+            "read_ahead": batches.ahead_in(epoch) if in_epoch else 0,  # of the epoch that goes on
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved position; between two epochs the data may have changed."""
         now = self.state_dict()
-        then = {"read_ahead": 0} | state_dict  # checkpoints of 0.1 have none
-        keys = ("num_rows", "batch_size", "max_tokens_per_batch", "shuffle", "seed", "read_ahead")
-        changed = [f"{key} was {then[key]!r}, is {now[key]!r}" for key in keys if then[key] != now[key]]
+        keys = ("num_rows", "batch_size", "max_tokens_per_batch", "shuffle", "seed")
+        changed = [f"{key} was {state_dict[key]!r}, is {now[key]!r}" for key in keys if state_dict[key] != now[key]]
         epoch, in_epoch = divmod(state_dict["num_done"], state_dict["per_epoch"])
         if changed and in_epoch:
             raise ValueError(
@@ -198,4 +208,6 @@ class ResumableLoader[Item]:
                 f"the data changed since: {'; '.join(changed)}. The epoch cannot go on where it stopped: restore these "
                 f"settings, or start from exported weights instead of ckpt_path"
             )
+        if in_epoch:
+            self.batches.resume_in(epoch, state_dict.get("read_ahead", 0))  # checkpoints of 0.1 have none
         self._num_done = epoch * len(self) + in_epoch

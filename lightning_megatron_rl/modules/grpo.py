@@ -32,10 +32,11 @@ from lightning_megatron_rl.modules.rollout_batch import (
     check_split,
     to_sequence,
 )
-from lightning_megatron_rl.modules.sampling import Sampler, check_engine, check_episodes, run_seed
+from lightning_megatron_rl.modules.sampling import Sampler, check_engine, check_episodes
 from lightning_megatron_rl.modules.shaping import OverlongSettings, shaped_rewards
 from lightning_megatron_rl.modules.start import describe_unplanned
 from lightning_megatron_rl.modules.streaming import (
+    Backlog,
     StreamedRollouts,
     StreamingSettings,
     load_streams,
@@ -46,10 +47,12 @@ from lightning_megatron_rl.parallel.distributed import context_parallel_sum, dat
 from lightning_megatron_rl.rewards.base import Reward, reward_name
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
+from lightning_megatron_rl.rollout.record import Origin
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.seeds import run_seed
 
 
 class GRPOModule(PolicyModule):
@@ -126,7 +129,9 @@ class GRPOModule(PolicyModule):
         self.rewards = rewards
         self.reward_weights = reward_weights
         self.engine = engine if engine is not None else VLLMEngine()
-        self.streamed = StreamedRollouts(streaming) if streaming is not None and streaming.is_on else None
+        streams = streaming is not None and streaming.is_on and not self.engine.replays_run
+        self.streamed = StreamedRollouts(streaming) if streaming is not None and streams else None
+        self.backlog = Backlog()
         self.sampler = Sampler(self, self.engine, self.streamed)
         self.environment = environment
         self.episodes = episodes or EpisodeSettings()
@@ -159,7 +164,10 @@ class GRPOModule(PolicyModule):
         super().setup(stage)
         timeout_s, config = self.strategy.timeout_s, self.hf_model.config
         check_engine(self, self.engine, self.sampling, self.environment)
-        self.evaluation.settings.check_length(self.engine.max_model_len)
+        if isinstance(self.engine, ReplayEngine) and self.engine.replays_run:
+            self.open_record(self.engine, stage)
+        else:
+            self.evaluation.settings.check_length(self.engine.max_model_len)
         # guards are kept for the whole run: they know of calls that still hang
         self.rewards = list(guard_all(self.rewards, timeout_s))
         environment = None
@@ -172,9 +180,28 @@ class GRPOModule(PolicyModule):
         self.failures = FailureWatch(self.max_failed_rollouts)
         if self.sampler.engine is not self.engine:  # it was replaced
             self.sampler = Sampler(self, self.engine, self.streamed)
-        if self.streamed is not None and stage == "fit":
-            self.streamed.prepare(self)
+        if stage == "fit":
+            self.backlog.load([])
+            if self.streamed is not None:
+                self.streamed.prepare(self)
         self.sampler.start(self.rewards, self.reward_weights, environment, self._most_tokens())
+
+    def open_record(self, engine: ReplayEngine, stage: str) -> None:
+        """Find the record of a run, check that it is of this start, and that nothing else would be sampled."""
+        data, replica = self.trainer.datamodule, self.strategy.replica  # type: ignore[attr-defined]
+        assert replica is not None
+        if stage != "fit" or not isinstance(data, PromptDataModule):
+            raise ValueError(
+                f"ReplayEngine(path={engine.path!r}) replays the training steps of a run: use it with fit and the run's"
+                f" PromptDataModule, not with {stage} and {type(data).__name__}."
+            )
+        if data.val_names and self.trainer.limit_val_batches != 0:
+            raise ValueError(
+                f"ReplayEngine(path={engine.path!r}) with validation, which a record has no responses for: set"
+                " trainer.limit_val_batches: 0."
+            )
+        origin = Origin(self.hf_model.fingerprint, run_seed())
+        replica.run_on_leader(lambda: engine.open_run(data_parallel_rank(), origin))
 
     def _most_tokens(self) -> int | None:
         """Tokens that this run samples at most for training, of one replica; None: it has no end, or none is known."""
@@ -218,13 +245,13 @@ class GRPOModule(PolicyModule):
         super().on_load_checkpoint(checkpoint)
         self.sampler.version = None
         if self.trainer.state.fn == TrainerFn.FITTING:
-            load_streams(checkpoint, self.streamed)
+            load_streams(checkpoint, self.streamed or self.backlog, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what the streams of all replicas have under way; a collective."""
         super().on_save_checkpoint(checkpoint)
-        if self.streamed is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            save_streams(checkpoint, self.streamed)
+        if self.trainer.state.fn == TrainerFn.FITTING and (self.streamed is not None or not self.backlog.is_empty):
+            save_streams(checkpoint, self.streamed or self.backlog)
 
     def on_train_end(self) -> None:
         """Refuse to call a run a success in which a reward never worked."""
@@ -268,8 +295,9 @@ class GRPOModule(PolicyModule):
     def rollout(self, prompts: list[Prompt]) -> Rollout:
         """Return samples of `prompts` with rewards, old and reference log-probs, and advantages."""
         tally = Tally()
-        samples = self.sample(prompts)
-        if self.dynamic_sampling is not None:
+        samples = self.sample(self.backlog.take(prompts, self))
+        refills = self.streamed is None and not self.engine.replays_run  # a stream passes groups over by itself
+        if self.dynamic_sampling is not None and refills:
             samples = self.refill(samples, self.dynamic_sampling, tally)
         self.sampler.finish()
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)

@@ -30,7 +30,6 @@ from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
-from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
@@ -174,16 +173,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
 
     def check_model(self, model: "HFModel", model_config: dict[str, Any]) -> None:
         """Refuse a model that this layout cannot hold, or that Megatron may compute in another way; a collective."""
-        layout = self.strategy.layout
-        model.check_layout(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-            pipeline_split=PipelineSplit.from_overrides(model_config),
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
+        model.check_layout(self.strategy.layout, model_config)
         model.check_computation(model_config)
 
     def configure_model(self) -> None:

@@ -165,12 +165,25 @@ def add_sample_metrics(tally: Tally, samples: list[Sample], num_generations: int
 
 def add_staleness_metrics(tally: Tally, samples: list[Sample], version: int) -> None:
     """Add how much older than `version` the weights were that drew the tokens, see docs/metrics.md."""
-    spans = [sample.segments or [(sample.weight_version, len(sample.policy_ids))] for sample in samples]
+    spans = [policy_segments(sample) for sample in samples]
     ages = torch.tensor([float(version - drawn_by) for span in spans for drawn_by, _ in span], dtype=torch.float64)
     tokens = torch.tensor([count for span in spans for _, count in span])
     tally.add_mean("rollout/staleness_mean", ages.repeat_interleave(tokens))
     tally.add_max("rollout/staleness_max", ages)
     tally.add_mean("rollout/partial_frac", [float(len(span) > 1) for span in spans])
+
+
+def policy_segments(sample: Sample) -> list[tuple[int, int]]:
+    """Return the segments of a sample without the tokens of an environment, which nobody drew."""
+    if not sample.segments:
+        return [(sample.weight_version, len(sample.policy_ids))]
+    if not sample.turns:
+        return sample.segments
+    own, counted, start = sample.response_mask, list[tuple[int, int]](), 0
+    for version, count in sample.segments:
+        counted.append((version, sum(own[start : start + count])))
+        start += count
+    return counted
 
 
 def add_episode_metrics(tally: Tally, samples: list[Sample]) -> None:

@@ -1,10 +1,9 @@
 """`Sampler`: responses that an engine samples with a policy's weights, and the rewards that judge them."""
 
 import atexit
-import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
@@ -19,12 +18,11 @@ from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams, SyncReport, WeightsLostError
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.utilities.seeds import run_seed
 from lightning_megatron_rl.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.policy import PolicyModule
-
-_DEFAULT_SEED = 1234
 
 
 class Sampler:
@@ -111,12 +109,16 @@ class Sampler:
             metrics["perf/offloaded_gb"] = self.memory.offloaded_bytes / 1e9
         if self.engine.sleep_level:
             metrics["perf/sleep_freed_gb"] = self.memory.freed_bytes / 1e9
+        if self.stream is not None:
+            metrics |= self.stream.metrics()
         return metrics
 
     # ---- samples and rewards ---------------------------------------------------------------------------------------
 
     def sample(self, prompts: list[Prompt], params: SamplingParams, num_generations: int) -> list[Sample]:
         """Return rewarded samples of a training step, which takes the time for both."""
+        if self.engine.replays_run:
+            return self._recorded(num_generations)
         if self.stream is not None:
             return self._next_batch(prompts, self.stream)
         self.memory.prepare_sampling()
@@ -126,13 +128,23 @@ class Sampler:
             self.reward(samples)
         return samples
 
+    def _recorded(self, num_generations: int) -> list[Sample]:
+        """Return the samples that the recorded run trained on in this step."""
+        engine, policy = cast("ReplayEngine", self.engine), self._policy
+        replicas = policy.strategy.layout.data_parallel_size(policy.trainer.world_size)
+        count = policy.trainer.datamodule.batch_size // replicas * num_generations  # type: ignore[attr-defined]
+        with policy.phase("rollout"):
+            return self.memory.run(partial(engine.rollout, policy.trainer.global_step, count))
+
     def _next_batch(self, prompts: list[Prompt], stream: StreamedRollouts) -> list[Sample]:
         """Return the samples that the stream has for this step, and give it the prompts."""
         while True:
             self.memory.prepare_sampling()
             with self._policy.phase("rollout"):
                 samples: list[Sample] | None = self.memory.run(
-                    partial(stream.next_batch, prompts, self._policy.trainer.global_step, self._judge)
+                    partial(
+                        stream.next_batch, prompts, self._policy.trainer.global_step, self._judge, self._environment
+                    )
                 )
             if not self._lost_anywhere(samples is None):
                 return samples or []
@@ -246,17 +258,12 @@ def check_episodes(
             f"environment={environment!r} has no method start(prompt, seed), which returns an episode: define it, or"
             " give an object of a class that does."
         )
-    if isinstance(engine, ReplayEngine):
+    if isinstance(engine, ReplayEngine) and not engine.replays_run:
         raise ValueError(
             f"environment={type(environment).__name__} with engine=ReplayEngine: recorded episodes hold the"
             " environment's replies already, and it would be asked about turns that nobody took. Leave environment"
             " out, or use another engine."
         )
-
-
-def run_seed() -> int:
-    """Return the seed of the run, which `seed_everything` left in the environment."""
-    return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
 def check_engine(
@@ -275,6 +282,8 @@ def check_engine(
             f" `lightning-megatron-rl convert {model} model.ckpt`, then `lightning-megatron-rl convert model.ckpt"
             " model-16bit`, and set model: model-16bit."
         )
+    if engine.replays_run:
+        return
     limit, budget = engine.max_model_len, policy.train_settings.max_tokens_per_microbatch
     if limit > budget:
         raise ValueError(

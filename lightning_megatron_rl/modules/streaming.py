@@ -1,20 +1,35 @@
 """Rollouts that do not wait: the settings of a stream, what it needs, and its place in a run."""
 
+import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron_rl.data.prompts import PromptDataModule
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
+from lightning_megatron_rl.models.hf.size import model_size
+from lightning_megatron_rl.modules.dynamic_sampling import shuffled_prompts
 from lightning_megatron_rl.parallel.distributed import data_parallel_rank
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import StreamMode, WeightsLostError
-from lightning_megatron_rl.rollout.stream import StreamPlan, divide_states
+from lightning_megatron_rl.rollout.stream import (
+    SparePrompts,
+    StreamPlan,
+    divide_states,
+    find_prompts,
+    rows_of,
+    state_of_rows,
+)
 from lightning_megatron_rl.rollout.streaming import RolloutStream
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
+from lightning_megatron_rl.utilities.seeds import run_seed
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -22,6 +37,8 @@ if TYPE_CHECKING:
 OnUpdate = Literal["finished", "recomputed", "kept"]
 Placement = Literal["auto", "shared", "separate"]
 STATE = "rollout_stream"  # of a checkpoint
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,12 +115,6 @@ class StreamedRollouts:
             )
         if module.trainer.overfit_batches:  # type: ignore[attr-defined]
             raise ValueError(f"{name} with overfit_batches, whose batches come again: use max_staleness=0.")
-        for setting, given in (("environment", module.environment), ("dynamic_sampling", module.dynamic_sampling)):
-            if given is not None:
-                raise ValueError(
-                    f"{name} with {setting}={type(given).__name__}, which advances a whole batch at a time: leave one"
-                    " of them out."
-                )
         if module.sampling.stop:
             raise ValueError(
                 f"{name} with sampling.stop={list(module.sampling.stop)}: a response that is interrupted may have a"
@@ -131,11 +142,33 @@ class StreamedRollouts:
                 f"streaming.placement='separate' with engine.sleep_level={engine.sleep_level}: an engine that sleeps"
                 " cannot sample while the trainer works. Set sleep_level=0, or placement=shared."
             )
+        self._check_cache(module, min(in_flight, (settings.max_staleness + 1) * batch_size))
         mode = StreamMode(background=self._in_background, keeps_cache=settings.on_update == "kept")
         if getattr(engine, "stream_mode", None) != mode:
             module.close_engine()  # if an earlier fit or validation has started it
             engine.stream_mode = mode  # type: ignore[attr-defined]
         data.read_ahead = settings.max_staleness
+
+    def _check_cache(self, module: "GRPOModule", in_flight: int) -> None:
+        """Warn of more responses in flight than the engine's cache has room for, if each gets as long as it may."""
+        engine, needs, config = module.engine, module.engine.describe_needs(), module.hf_model.config
+        if needs is None or getattr(config, "kv_lora_rank", None) is not None:  # a latent cache is of another size
+            return
+        checkpoint = CheckpointLayout.read(module.hf_model.path)
+        tokens = needs.cache_tokens(model_size(config, checkpoint.shapes), checkpoint.dtype)
+        replicas = module.strategy.layout.data_parallel_size(module.trainer.world_size)
+        responses = in_flight // replicas * module.num_generations
+        if tokens is not None and responses * engine.max_model_len > tokens:
+            log.warning(
+                "streaming: %d responses of a replica in flight x max_model_len=%d = %d tokens > %d tokens, which the"
+                " engine's kv_cache_memory_gb=%g holds. If they get that long, some are put off and computed again:"
+                " lower streaming.in_flight, or raise kv_cache_memory_gb",
+                responses,
+                engine.max_model_len,
+                responses * engine.max_model_len,
+                tokens,
+                needs.kv_cache_memory_gb,
+            )
 
     def _in_flight(self, batch_size: int) -> int:
         return self.settings.in_flight or (self.settings.max_staleness + 1) * batch_size
@@ -155,19 +188,21 @@ class StreamedRollouts:
     # ---- what the leader of a replica does -------------------------------------------------------------------------
 
     def next_batch(
-        self, prompts: list[Prompt], version: int, judge: Callable[[list[Sample]], None]
+        self,
+        prompts: list[Prompt],
+        version: int,
+        judge: Callable[[list[Sample]], None],
+        environment: GuardedEnvironment | None,
     ) -> list[Sample] | None:
         """Return the samples of the batch for a version; None if the engine must get its weights first."""
         if self._stream is None:
-            self._stream = self._open(judge)
+            self._stream = self._open(judge, environment)
         try:
             return self._stream.next_batch(prompts, version)
         except WeightsLostError:
             return None
 
-    def _open(self, judge: Callable[[list[Sample]], None]) -> RolloutStream:
-        from lightning_megatron_rl.modules.sampling import run_seed
-
+    def _open(self, judge: Callable[[list[Sample]], None], environment: GuardedEnvironment | None) -> RolloutStream:
         module = self._module
         assert module is not None, "prepare() was called"
         data: PromptDataModule = module.trainer.datamodule  # type: ignore[attr-defined]
@@ -188,12 +223,33 @@ class StreamedRollouts:
             seed=run_seed(),
             reward=judge,
             background=self._in_background,
+            environment=environment,
+            spares=self._spares(data, plan.batch_size, replicas),
         )
         if self._saved:
             mine = divide_states(self._saved, replicas)[data_parallel_rank()]
             stream.load_state(mine, {prompt.index: prompt for prompt in data.train_items})
             self._saved = []
         return stream
+
+    def _spares(self, data: PromptDataModule, batch_size: int, replicas: int) -> SparePrompts | None:
+        """Return the prompts that dynamic sampling draws in the place of others."""
+        assert self._module is not None
+        settings = self._module.dynamic_sampling
+        if settings is None:
+            return None
+
+        def order(turn: int) -> list[Prompt]:
+            return list(shuffled_prompts(data.train_items, run_seed(), turn, 0))
+
+        return SparePrompts(order, data_parallel_rank(), replicas, settings.max_rounds * batch_size)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the leader of a replica knows of its last batch, and zeros on other ranks."""
+        assert self._module is not None
+        if self._module.dynamic_sampling is None:
+            return {}
+        return {"rollout/refill_groups": 0.0 if self._stream is None else float(self._stream.num_passed_over)}
 
     def put_away(self) -> None:
         """Take everything out of the engine."""
@@ -227,7 +283,59 @@ class StreamedRollouts:
         return self._saved
 
 
-def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts) -> None:
+class Backlog:
+    """Prompts that a run had read ahead which streamed; resumed without a stream, it samples them first.
+
+    Responses that were begun are sampled again, with the newest weights.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[str] = []  # of a checkpoint, one of each replica, until the first batch
+        self._waiting: deque[Prompt] = deque()
+        self._is_leader = False
+
+    def load(self, states: list[str]) -> None:
+        """Take what the streams of a checkpoint had read."""
+        self._saved = states
+        self._waiting.clear()
+        if states:
+            count = sum(len(rows_of(state)) for state in states)
+            rank_zero_info(
+                f"The checkpoint is of a run that sampled ahead: {count} prompts were read and not yet trained on. They"
+                " are sampled first, with the newest weights; what was sampled of them is not used."
+            )
+
+    def take(self, prompts: list[Prompt], module: "GRPOModule") -> list[Prompt]:
+        """Return the prompts of a step, as many as a batch has, and keep those that the data loader gave besides."""
+        if not self._saved and not self._waiting:
+            return prompts
+        data: PromptDataModule = module.trainer.datamodule  # type: ignore[attr-defined]
+        replicas = module.strategy.layout.data_parallel_size(module.trainer.world_size)
+        assert module.strategy.replica is not None
+        self._is_leader = module.strategy.replica.is_leader
+        if self._saved:
+            mine = divide_states(self._saved, replicas)[data_parallel_rank()]
+            self._waiting.extend(find_prompts(rows_of(mine), {prompt.index: prompt for prompt in data.train_items}))
+            self._saved = []
+        self._waiting.extend(prompts)
+        return [self._waiting.popleft() for _ in range(data.batch_size // replicas)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left, on every rank alike."""
+        return not self._saved and not self._waiting
+
+    def state(self) -> str | None:
+        """Return what is left on this replica; None on ranks that do not lead one."""
+        return state_of_rows([prompt.index for prompt in self._waiting]) if self._waiting and self._is_leader else None
+
+    @property
+    def not_yet_opened(self) -> list[str]:
+        """The states of a checkpoint, before the first batch."""
+        return self._saved
+
+
+def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts | Backlog) -> None:
     """Put what the streams of all replicas have under way into a checkpoint; a collective."""
     states: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(states, streamed.state())
@@ -235,18 +343,17 @@ def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts) -> None
         checkpoint[STATE] = kept
 
 
-def load_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts | None) -> None:
+def load_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts | Backlog, data: Any) -> None:
     """Go on with the streams of a checkpoint.
 
     Raises:
-        ValueError: There are some, and the run has none.
+        ValueError: There are some, and the prompts do not come from a data module that knows their rows.
     """
-    states = checkpoint.get(STATE)
-    if states is None:
-        return
-    if streamed is None:
+    states = checkpoint.get(STATE, [])
+    if states and not isinstance(data, PromptDataModule):
         raise ValueError(
-            "the checkpoint holds a stream of rollouts, prompts that were read and not yet trained on: resume with the"
-            " run's `streaming`, or start from exported weights instead of ckpt_path."
+            "the checkpoint holds a stream of rollouts, prompts that were read and not yet trained on, and the Trainer"
+            f" has {type(data).__name__}: resume with a PromptDataModule, or start from exported weights instead of"
+            " ckpt_path."
         )
     streamed.load(states)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_megatron_rl.parallel.layout import ParallelLayout
+
 
 @dataclass(frozen=True)
 class PipelineSplit:
@@ -46,26 +48,16 @@ class DividedSizes:
     experts: DividedExperts | None  # None: a dense model
 
 
-def check_layout(
-    sizes: DividedSizes,
-    *,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    pipeline_split: PipelineSplit | None = None,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    sequence_parallel: bool = True,
-) -> None:
+def check_layout(sizes: DividedSizes, layout: ParallelLayout, split: PipelineSplit = PipelineSplit()) -> None:
     """Raise `ValueError` with arithmetic and remedy if a model of these sizes cannot be split like this.
 
     The vocabulary need not be divisible: the embedding and output layer are padded with rows that take no part in
-    softmax, sampling or export. `expert_tensor_parallel_size=None` splits experts like the dense layers.
+    softmax, sampling or export.
 
     Example:
-        16 heads over ``tensor_model_parallel_size=3``: "16 % 3 = 1 …: use a size that divides 16".
+        16 heads over ``ParallelLayout(tensor_model_parallel_size=3)``: "16 % 3 = 1 …: use a size that divides 16".
     """
-    tp = tensor_model_parallel_size
+    tp = layout.tensor_model_parallel_size
     _check_divides("num_attention_heads", sizes.num_attention_heads, "tensor_model_parallel_size", tp)
     groups = sizes.num_key_value_heads
     if groups % tp and tp % groups:
@@ -73,7 +65,7 @@ def check_layout(
             f"num_key_value_heads={groups} and tensor_model_parallel_size={tp}: {groups} % {tp} = {groups % tp} and "
             f"{tp} % {groups} = {tp % groups}, but one must divide the other: {_remedy(groups)}"
         )
-    _check_mlp(sizes, tp, expert_model_parallel_size, expert_tensor_parallel_size or tp, sequence_parallel)
+    _check_mlp(sizes, layout)
     rows = -(-sizes.vocab_size // tp)  # of each rank
     if rows * (tp - 1) >= sizes.vocab_size:
         raise ValueError(
@@ -82,14 +74,16 @@ def check_layout(
         )
     _check_stages(
         sizes.num_hidden_layers,
-        pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size or 1,
-        pipeline_split or PipelineSplit(),
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size or 1,
+        split,
     )
 
 
-def _check_mlp(sizes: DividedSizes, tp: int, ep: int, etp: int, sequence_parallel: bool) -> None:
+def _check_mlp(sizes: DividedSizes, layout: ParallelLayout) -> None:
     """Each rank must get the same part of a dense MLP, the same number of experts and the same part of each expert."""
+    tp, ep = layout.tensor_model_parallel_size, layout.expert_model_parallel_size
+    etp = layout.expert_tensor_parallel_size or tp
     for name, width in sizes.widths.items():
         _check_divides(name, width, "tensor_model_parallel_size", tp)
     experts = sizes.experts
@@ -108,7 +102,7 @@ def _check_mlp(sizes: DividedSizes, tp: int, ep: int, etp: int, sequence_paralle
             f"expert_tensor_parallel_size={etp} (by default tensor_model_parallel_size={tp}): experts with biases "
             "cannot be split, each of the ranks would add the bias: set expert_tensor_parallel_size=1"
         )
-    if tp > 1 and not sequence_parallel:
+    if tp > 1 and not layout.sequence_parallel:
         raise ValueError(
             f"tensor_model_parallel_size={tp} without sequence_parallel: in a model with experts all {tp} ranks would "
             "route and compute every token again, which Megatron refuses: set sequence_parallel=True"

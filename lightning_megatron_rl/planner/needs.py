@@ -42,6 +42,19 @@ class EngineNeeds:
         """Return what it samples in, of a checkpoint that is stored in one."""
         return stored if self.dtype == "auto" else self.dtype
 
+    def cache_tokens(self, size: ModelSize, stored: str) -> int | None:
+        """Return the tokens that its key/value cache holds; None if its size is not given.
+
+        Args:
+            size: The model's.
+            stored: The checkpoint's dtype.
+        """
+        if self.kv_cache_memory_gb is None:
+            return None
+        element_bytes = 4 if self.dtype_of(stored) == "float32" else 2
+        bytes_per_token = size.layers * size.key_value_width * element_bytes / self.tensor_parallel_size
+        return int(self.kv_cache_memory_gb * 2**30 / bytes_per_token)
+
     def engines_on(self, trainers: Sequence[int], firsts: Iterable[int]) -> Counter[int]:
         """Return how many engines have a worker on each GPU of a machine, by the GPU's number.
 

@@ -36,12 +36,15 @@ class BoundedCalls:
         self.num_threads = num_threads
         self.max_stuck = max_stuck
         self._stuck: list[threading.Thread] = []
+        self._lock = threading.Lock()  # of `_stuck`
 
     def run[T](self, calls: Sequence[Callable[[], T]], seconds: float) -> list[T | BaseException]:
         """Return each call's result, or the exception it raised, or `DeadlineError`; after `seconds` at the latest."""
-        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if len(self._stuck) >= self.max_stuck:
-            message = f"not called: {len(self._stuck)} earlier calls still hang"
+        with self._lock:
+            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+            num_stuck = len(self._stuck)
+        if num_stuck >= self.max_stuck:
+            message = f"not called: {num_stuck} earlier calls still hang"
             return [DeadlineError(message) for _ in calls]
         batch = _Batch(calls, seconds)
         threads = [
@@ -55,7 +58,8 @@ class BoundedCalls:
         for thread in threads:
             if thread.ident in busy and thread.is_alive():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
-                self._stuck.append(thread)
+                with self._lock:
+                    self._stuck.append(thread)
         return outcomes
 
 

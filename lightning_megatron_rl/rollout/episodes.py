@@ -9,12 +9,12 @@ from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvir
 from lightning_megatron_rl.rewards.base import describe_sample
 from lightning_megatron_rl.rewards.guard import describe_error
 from lightning_megatron_rl.rollout.protocol import (
-    Generation,
     GenerationRequest,
     RolloutEngine,
     SamplingParams,
     derive_seed,
 )
+from lightning_megatron_rl.rollout.stream import Response
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from lightning_megatron_rl.utilities.notices import tell_loss
 
@@ -25,44 +25,57 @@ _MAX_NAMED = 3  # failed episodes that a warning describes
 
 
 @dataclass
-class _Transcript:
+class Transcript:
     """An episode as it grows; its token ids are only ever appended to."""
 
     prompt: Prompt
     number: int  # among the samples of its prompt
     game: Episode | BaseException  # what could not be started is an exception
-    response_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    response: Response = field(default_factory=Response)
+    turn_start: int = 0  # of the turn that the policy writes, in the response
     reason: str = ""  # why it is over, if it is
     cause: BaseException | None = None  # of an error
 
     @property
     def token_ids(self) -> list[int]:
         """What the policy reads next."""
-        return self.prompt.token_ids + self.response_ids
+        return self.prompt.token_ids + self.response.token_ids
 
-    def room(self, params: SamplingParams, max_model_len: int) -> int:
-        """Tokens that the policy may still write."""
-        written = sum(turn.stop - turn.start for turn in self.turns)
-        return min(params.max_tokens - written, max_model_len - len(self.token_ids))
+    def room(self, params: SamplingParams, max_model_len: int, max_turn_tokens: int | None = None) -> int:
+        """Tokens that the policy may still write, in all or in the turn that it writes."""
+        in_turn = len(self.response.token_ids) - self.turn_start
+        written = sum(turn.stop - turn.start for turn in self.response.turns) + in_turn
+        room = min(params.max_tokens - written, max_model_len - len(self.token_ids))
+        return room if max_turn_tokens is None else min(room, max_turn_tokens - in_turn)
 
-    def add_turn(self, generation: Generation, text: str) -> Action:
-        """Append what the policy wrote; return it as the environment sees it."""
-        start = len(self.response_ids)
-        self.response_ids += generation.token_ids
-        self.logprobs += generation.logprobs
-        self.turns.append(Turn(start, len(self.response_ids), text))
-        return Action(text, list(generation.token_ids), len(self.turns) - 1, generation.finish_reason == "length")
+    def end_turn(self, tokenizer: "PreTrainedTokenizerBase", *, is_cut: bool) -> Action:
+        """Return the turn that the policy wrote, as the environment sees it."""
+        response, start = self.response, self.turn_start
+        written = response.token_ids[start:]
+        text = _decode(tokenizer, written)
+        self.turn_start = len(response.token_ids)
+        response.turns.append(Turn(start, self.turn_start, text))
+        return Action(text, written, len(response.turns) - 1, is_cut)
 
     def add_reply(self, token_ids: list[int]) -> None:
         """Append what the environment said; the sampler has no log-probs of it."""
-        self.response_ids += token_ids
-        self.logprobs += [0.0] * len(token_ids)
+        self.response.add_foreign(token_ids)
+        self.turn_start = len(self.response.token_ids)
 
     def fail(self, error: BaseException) -> None:
         """End the episode with an error of its environment."""
         self.reason, self.cause = "error", error
+
+    def finish(self, ending: Ending | BaseException | None, default_reward: float) -> None:
+        """Judge the episode, which is over: by its ending, or as failed."""
+        if isinstance(ending, BaseException):
+            self.fail(ending)
+        if self.cause is not None or not isinstance(ending, Ending):
+            assert self.cause is not None, "an episode without an ending has failed"
+            self.response.outcome = Outcome("error", default_reward, error=describe_error(self.cause))
+        else:
+            self.response.outcome = Outcome(self.reason, float(ending.reward), ending.success)
+        self.response.finish_reason = "length" if self.reason == "length" else "stop"
 
 
 def play_episodes(
@@ -106,7 +119,7 @@ def play_episodes(
     pairs = [(prompt, number) for prompt in prompts for number in range(num_generations)]
     seeds = [derive_seed(seed, step, prompt.index, f"{prompt.dataset}/{NAME}") for prompt, _ in pairs]
     games = environment.start([prompt for prompt, _ in pairs], seeds)
-    transcripts = [_Transcript(prompt, number, game) for (prompt, number), game in zip(pairs, games, strict=True)]
+    transcripts = [Transcript(prompt, number, game) for (prompt, number), game in zip(pairs, games, strict=True)]
     for transcript in transcripts:
         if isinstance(transcript.game, BaseException):
             transcript.fail(transcript.game)
@@ -118,19 +131,20 @@ def play_episodes(
         replies = environment.step(_games(live), actions)
         is_last = turn + 1 == environment.settings.max_turns
         for transcript, reply in zip(live, replies, strict=True):
-            _take_reply(transcript, reply, environment, tokenizer, params, engine.max_model_len, is_last=is_last)
-    samples = _finish(transcripts, environment, tokenizer, engine.weight_version)
-    _report(transcripts, samples, environment)
+            take_reply(transcript, reply, environment, tokenizer, params, engine.max_model_len, is_last=is_last)
+    _finish(transcripts, environment)
+    samples = [_sample(transcript, tokenizer, engine.weight_version) for transcript in transcripts]
+    report_failures(transcripts, samples, environment)
     return samples
 
 
-def _games(transcripts: Sequence[_Transcript]) -> list[Episode]:
+def _games(transcripts: Sequence[Transcript]) -> list[Episode]:
     return [transcript.game for transcript in transcripts if not isinstance(transcript.game, BaseException)]
 
 
 def _take_turn(
     engine: RolloutEngine,
-    live: list[_Transcript],
+    live: list[Transcript],
     params: SamplingParams,
     max_turn_tokens: int | None,
     tokenizer: "PreTrainedTokenizerBase",
@@ -141,23 +155,24 @@ def _take_turn(
     """Let the policy write one turn of each episode, in one call of the engine."""
     requests = []
     for transcript in live:
-        room = transcript.room(params, engine.max_model_len)
         prompt = transcript.prompt
         requests.append(
             GenerationRequest(
                 token_ids=transcript.token_ids,
                 seed=derive_seed(seed, step, prompt.index, f"{prompt.dataset}/{transcript.number}/{turn}"),
-                max_tokens=room if max_turn_tokens is None else min(room, max_turn_tokens),
+                max_tokens=transcript.room(params, engine.max_model_len, max_turn_tokens),
             )
         )
-    return [
-        transcript.add_turn(generation, _decode(tokenizer, generation.token_ids))
-        for transcript, (generation,) in zip(live, engine.generate(requests, params), strict=True)
-    ]
+    actions = []
+    for transcript, (generation,) in zip(live, engine.generate(requests, params), strict=True):
+        transcript.response.token_ids += generation.token_ids
+        transcript.response.logprobs += generation.logprobs
+        actions.append(transcript.end_turn(tokenizer, is_cut=generation.finish_reason == "length"))
+    return actions
 
 
-def _take_reply(
-    transcript: _Transcript,
+def take_reply(
+    transcript: Transcript,
     reply: Reply | BaseException,
     environment: GuardedEnvironment,
     tokenizer: "PreTrainedTokenizerBase",
@@ -170,7 +185,7 @@ def _take_reply(
     if isinstance(reply, BaseException):
         transcript.fail(reply)
         return
-    transcript.turns[-1].reward = float(reply.reward)
+    transcript.response.turns[-1].reward = float(reply.reward)
     if reply.done:
         transcript.reason = "done"
         return
@@ -193,50 +208,37 @@ def _take_reply(
         transcript.add_reply(token_ids)
 
 
-def _finish(
-    transcripts: list[_Transcript],
-    environment: GuardedEnvironment,
-    tokenizer: "PreTrainedTokenizerBase",
-    weight_version: int,
-) -> list[Sample]:
+def _finish(transcripts: list[Transcript], environment: GuardedEnvironment) -> None:
     ended = [transcript for transcript in transcripts if transcript.cause is None]
-    endings = environment.finish(_games(ended), [transcript.reason for transcript in ended])
-    good: dict[int, Ending] = {}
-    for transcript, ending in zip(ended, endings, strict=True):
-        if isinstance(ending, BaseException):
-            transcript.fail(ending)
-        else:
-            good[id(transcript)] = ending
-    samples = []
+    endings = iter(environment.finish(_games(ended), [transcript.reason for transcript in ended]))
     for transcript in transcripts:
-        if transcript.cause is None:
-            ending = good[id(transcript)]
-            outcome = Outcome(transcript.reason, float(ending.reward), ending.success)
-        else:
-            outcome = Outcome("error", environment.settings.default_reward, error=describe_error(transcript.cause))
-        samples.append(
-            Sample(
-                prompt=transcript.prompt,
-                response_ids=transcript.response_ids,
-                response_logprobs=transcript.logprobs,
-                response=_decode(tokenizer, transcript.response_ids),
-                finish_reason="length" if transcript.reason == "length" else "stop",
-                weight_version=weight_version,
-                turns=transcript.turns,
-                outcome=outcome,
-            )
-        )
-    return samples
+        ending = next(endings) if transcript.cause is None else None
+        transcript.finish(ending, environment.settings.default_reward)
 
 
-def _report(transcripts: list[_Transcript], samples: list[Sample], environment: GuardedEnvironment) -> None:
+def _sample(transcript: Transcript, tokenizer: "PreTrainedTokenizerBase", weight_version: int) -> Sample:
+    response = transcript.response
+    assert response.finish_reason is not None
+    return Sample(
+        prompt=transcript.prompt,
+        response_ids=response.token_ids,
+        response_logprobs=response.logprobs,
+        response=_decode(tokenizer, response.token_ids),
+        finish_reason=response.finish_reason,
+        weight_version=weight_version,
+        turns=response.turns,
+        outcome=response.outcome,
+    )
+
+
+def report_failures(transcripts: list[Transcript], samples: list[Sample], environment: GuardedEnvironment) -> None:
     """Name the episodes whose environment failed, or raise for the first."""
     failed = [(transcript, sample) for transcript, sample in zip(transcripts, samples, strict=True) if transcript.cause]
     if not failed:
         return
     name = type(environment.environment).__name__
     named = [
-        f"turn {len(transcript.turns)} of {describe_sample(sample)}: {sample.outcome.error}"
+        f"turn {len(sample.turns)} of {describe_sample(sample)}: {sample.outcome.error}"
         for transcript, sample in failed[:_MAX_NAMED]
         if sample.outcome is not None
     ]

@@ -177,6 +177,7 @@ class RolloutEngine(Protocol):
     tensor_parallel_size: int = 1  # workers that share the model
     num_restarts: int = 0  # replacements of its process since `start`
     streams: bool = False  # whether it is a `StreamingEngine`
+    replays_run: bool = False  # whether it has the rewarded rollout of each step, and samples nothing
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
 
     def expect(self, num_tokens: int | None) -> None:

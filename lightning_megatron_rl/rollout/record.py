@@ -1,19 +1,32 @@
 """Samples as JSON lines and back: token ids out, token ids in, so that a recorded rollout can be trained on again."""
 
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from lightning_megatron_rl.utilities.text_files import parse_json, read_lines, user_path
 
+STEP = re.compile(rb'\{"step": (\d+)[,}]')  # how each line begins
 
-def record_line(sample: Sample, step: int, run_id: str = "") -> str:
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run must start from for its record to be replayed."""
+
+    model: str = ""  # fingerprint of the weights that the run was given
+    seed: int | None = None
+
+
+def record_line(sample: Sample, step: int, run_id: str = "", origin: Origin = Origin()) -> str:
     """Return one sample of `step` as a line of JSON."""
     record = {
         "step": step,  # first: `RecordFile` reads it without parsing the line
         "run": run_id,
+        "model": origin.model,
+        "seed": origin.seed,
         "dataset": sample.prompt.dataset,
         "index": sample.prompt.index,
         "prompt": sample.prompt.text,
@@ -59,6 +72,88 @@ def read_first_step(path: str | Path) -> list[Sample]:
     if not samples:
         raise ValueError(f"{path} is empty: there is no rollout to replay.")
     return samples
+
+
+class RecordedRun:
+    """The rollouts of a run's training steps, as `RolloutSamples` wrote them.
+
+    Args:
+        path: File of the first replica, ``…/rollouts-dp0.jsonl``.
+        replica: Whose rollouts they are.
+        origin: What this run starts from.
+
+    Raises:
+        ValueError: The file is missing or empty, or is of another model or seed.
+    """
+
+    def __init__(self, path: str | Path, replica: int, origin: Origin) -> None:
+        first = user_path(path)
+        self.path = first.with_name(first.name.replace("-dp0", f"-dp{replica}"))
+        if not self.path.is_file() or (replica and self.path == first):
+            raise ValueError(
+                f"{self.path}: no such file of replica {replica}. RolloutSamples writes rollouts-dp<replica>.jsonl for"
+                " each replica of a run: name that of replica 0, and use the run's layout."
+            )
+        self._lines: dict[int, list[tuple[int, int, int]]] = {}  # by step: number, start and length of each line
+        start = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if (found := STEP.match(line)) is not None:
+                    self._lines.setdefault(int(found[1]), []).append((number, start, len(line)))
+                start += len(line)
+        if not self._lines:
+            raise ValueError(f"{self.path} is empty: there is no rollout to replay.")
+        self._check(origin)
+
+    def _check(self, origin: Origin) -> None:
+        (number, start, length), *_ = next(iter(self._lines.values()))
+        record = _parse(self._read(start, length), f"{self.path}, line {number}")
+        then = Origin(record.get("model", ""), record.get("seed"))
+        if not then.model:
+            raise ValueError(
+                f"{self.path} does not say which model it is of: record the run with RolloutSamples of this version."
+            )
+        if then.model != origin.model:
+            raise ValueError(
+                f"{self.path} is of a model with the fingerprint {then.model[:12]}, this run's has {origin.model[:12]}:"
+                " replay it with the model that the recorded run was given."
+            )
+        if then.seed != origin.seed:
+            raise ValueError(
+                f"{self.path} is of a run with seed {then.seed}, this run has {origin.seed}: set seed_everything to"
+                f" {then.seed}."
+            )
+
+    def samples(self, step: int, count: int) -> list[Sample]:
+        """Return the samples of the rollout that ended in `step`, in the order in which they were trained on.
+
+        Raises:
+            ValueError: There is none, or it has not `count` samples.
+        """
+        lines = self._lines.get(step, [])
+        if not lines:
+            steps = f"{min(self._lines)} to {max(self._lines)}"
+            raise ValueError(
+                f"{self.path} has no rollout of step {step}, it has those of steps {steps}: set max_steps."
+            )
+        if len(lines) != count:
+            raise ValueError(
+                f"{self.path} has {len(lines)} samples of step {step}, this run trains on {count} (data.batch_size /"
+                " replicas x num_generations): use the run's settings, and record with max_samples_per_step=null and"
+                " max_file_mb=null."
+            )
+        samples, prompts = [], dict[tuple[str, int], Prompt]()
+        for number, start, length in lines:
+            where = f"{self.path}, line {number}"
+            sample = _sample(_parse(self._read(start, length), where), where)
+            sample.prompt = prompts.setdefault((sample.prompt.dataset, sample.prompt.index), sample.prompt)
+            samples.append(sample)
+        return samples
+
+    def _read(self, start: int, length: int) -> str:
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return file.read(length).decode()
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """`RecordFile`: lines of JSON by step, in a file that belongs to one run."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_megatron_rl.rollout.record import STEP
 from lightning_megatron_rl.utilities.files import create, numbered
 
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _CHUNK = 1 << 20  # bytes
 
 
@@ -62,7 +61,7 @@ class RecordFile:
         with path.open("r+b") as file:
             keep = 0
             for line in file:
-                found = _STEP.match(line)
+                found = STEP.match(line)
                 if found is None or not line.endswith(b"\n") or int(found[1]) >= step:
                     break
                 keep += len(line)

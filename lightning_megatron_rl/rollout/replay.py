@@ -11,31 +11,44 @@ from lightning_megatron_rl.rollout.protocol import (
     SamplingParams,
     SyncReport,
 )
+from lightning_megatron_rl.rollout.record import Origin, RecordedRun
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.weights.source import WeightSource
 
 
 class ReplayEngine(RolloutEngine):
-    """Answers each prompt with its recorded responses, whatever the weights.
+    """Answers each prompt with its recorded responses, whatever the weights; or replays a whole run.
 
     It takes weights as any engine does and keeps none; nothing is started. A prompt is known by its token ids. An
     episode is answered whole, with the environment's recorded replies: the module has no environment then.
 
+    With `path` each step gets the very rollout that the recorded run trained on, rewards included, also of a run that
+    sampled ahead: the trainer then makes the same weights, bit for bit on the same machine and layout. The prompts of
+    the data loader, the module's rewards and its environment are not used.
+
     Args:
         samples: Responses to replay; those to one prompt in the order in which they will be given.
+        path: File that `RolloutSamples` wrote for the first replica of a run, instead.
 
     Raises:
-        ValueError: when sampling, for a prompt without (enough) responses.
+        ValueError: Neither of them, or both; when sampling, for a prompt without (enough) responses.
     """
 
-    def __init__(self, samples: list[Sample]) -> None:
+    def __init__(self, samples: list[Sample] | None = None, path: str | None = None) -> None:
+        if (samples is None) == (path is None):
+            raise ValueError("ReplayEngine takes either samples or path: the responses to prompts, or a run's record")
         self.weight_version = 0
         self.sleep_level = 0
         self.tensor_parallel_size = 1
         self.is_collective = False
-        self.max_model_len = max(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
+        self.replays_run = path is not None
+        self.path = path
+        self._run: RecordedRun | None = None
+        self.max_model_len = max(
+            (len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples or ()), default=0
+        )
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
-        for sample in samples:
+        for sample in samples or ():
             generation = Generation(
                 sample.response_ids,
                 sample.response_logprobs,
@@ -44,6 +57,24 @@ class ReplayEngine(RolloutEngine):
                 sample.outcome,
             )
             self._generations.setdefault(tuple(sample.prompt.token_ids), []).append(generation)
+
+    def open_run(self, replica: int, origin: Origin) -> None:
+        """Find the record of this replica and check that it is of the same start.
+
+        Raises:
+            ValueError: It is not there, or of another model or seed.
+        """
+        assert self.path is not None
+        self._run = RecordedRun(self.path, replica, origin)
+
+    def rollout(self, step: int, count: int) -> list[Sample]:
+        """Return the rewarded samples that the recorded run trained on in the step from `step` to the next.
+
+        Raises:
+            ValueError: There are none, or not `count`.
+        """
+        assert self._run is not None, "open_run() was called"
+        return self._run.samples(step + 1, count)
 
     def describe_needs(self) -> EngineNeeds | None:
         """It takes no GPU."""
@@ -57,6 +88,11 @@ class ReplayEngine(RolloutEngine):
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         """Return the first `num_generations` recorded responses to each prompt."""
+        if self.replays_run:
+            raise ValueError(
+                f"ReplayEngine(path={self.path!r}) has the rollouts of training alone: leave validation out"
+                " (trainer.limit_val_batches: 0)."
+            )
         answers = []
         for number, request in enumerate(requests):
             known = self._generations.get(tuple(request.token_ids), [])

@@ -6,11 +6,12 @@ draws its first token. `StreamPlan` decides; `modules/streaming.py` samples.
 
 import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_megatron_rl.rollout.protocol import Progress, join_segments
-from lightning_megatron_rl.sample import Prompt, Sample
+from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 
 
 @dataclass
@@ -21,6 +22,18 @@ class Response:
     logprobs: list[float] = field(default_factory=list)  # of each token, under the weights that drew it
     segments: list[tuple[int, int]] = field(default_factory=list)  # (version of the weights, tokens drawn with them)
     finish_reason: str | None = None
+    turns: list[Turn] = field(default_factory=list)  # of an episode
+    outcome: Outcome | None = None  # of an episode that is over
+
+    @classmethod
+    def load(cls, saved: dict[str, Any]) -> "Response":
+        """Return the response of which `asdict` made JSON."""
+        values = dict(saved)
+        values["segments"] = [(version, count) for version, count in saved["segments"]]
+        values["turns"] = [Turn(**turn) for turn in saved.get("turns", ())]
+        if values.get("outcome") is not None:
+            values["outcome"] = Outcome(**values["outcome"])
+        return cls(**values)
 
     def add(self, news: Progress) -> None:
         """Append what an engine sampled."""
@@ -28,6 +41,13 @@ class Response:
         self.logprobs += news.logprobs
         self.segments = join_segments(self.segments, news.segments)
         self.finish_reason = news.finish_reason
+
+    def add_foreign(self, token_ids: list[int]) -> None:
+        """Append tokens that nobody drew; they are counted with those before them."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        if self.segments:
+            self.segments = join_segments(self.segments, [(self.segments[-1][0], len(token_ids))])
 
 
 @dataclass
@@ -96,6 +116,11 @@ class StreamPlan:
         del self.under_way[group.number]
         self.ready.append(group)
 
+    def replace(self, group: Group, prompt: Prompt) -> None:
+        """Leave out a group that was under way; another prompt comes next in its place."""
+        del self.under_way[group.number]
+        self.waiting.appendleft(prompt)
+
     def drop_stale(self, version: int) -> list[Group]:
         """Leave out what is older than the bound at `version`, and admit its prompts again, before all others.
 
@@ -142,6 +167,42 @@ class StreamPlan:
         return f"{len(self.ready)} groups ready, {len(self.under_way)} under way, {len(self.waiting)} prompts waiting"
 
 
+class SparePrompts:
+    """Prompts of the training set that come in the place of others, in orders of their own.
+
+    Args:
+        order: The prompts in the order of a pass through the training set, counted from 0; the same on all replicas.
+        rank: Of this replica, which takes every `replicas`-th prompt.
+        replicas: Their number.
+        limit: Most prompts between two batches.
+    """
+
+    def __init__(self, order: Callable[[int], list[Prompt]], rank: int, replicas: int, limit: int) -> None:
+        self.limit = limit
+        self.num_drawn = 0  # of this replica's share, with those that were left out
+        self._order = order
+        self._rank, self._replicas = rank, replicas
+        self._share: tuple[int, list[Prompt]] | None = None  # the pass last asked for, and this replica's part of it
+
+    def draw(self, without: set[int]) -> Prompt | None:
+        """Return the next prompt that is none of these rows; None if a whole pass has no other."""
+        tries = len(self._share_of(0))
+        for _ in range(tries):
+            turn, place = divmod(self.num_drawn, tries)
+            self.num_drawn += 1
+            prompt = self._share_of(turn)[place]
+            if prompt.index not in without:
+                return prompt
+        return None
+
+    def _share_of(self, turn: int) -> list[Prompt]:
+        if self._share is None or self._share[0] != turn:
+            order = self._order(turn)
+            whole = len(order) // self._replicas * self._replicas  # as many for each
+            self._share = turn, order[self._rank : whole : self._replicas]
+        return self._share[1]
+
+
 def divide_states(states: list[str], replicas: int) -> list[str]:
     """Return the states of so many replicas' streams: the same, or all that they hold dealt out, the oldest first.
 
@@ -153,12 +214,39 @@ def divide_states(states: list[str], replicas: int) -> list[str]:
     groups = sorted((group for part in parts for group in part["groups"]), key=lambda group: group["born"])
     waiting = [row for part in parts for row in part["waiting"]]
     num_born = max(part["num_born"] for part in parts) + len(groups)
+    spares = max(part.get("num_spares", 0) for part in parts)  # some prompts may come again, or not this time
     divided = []
     for rank in range(replicas):
         begun = [{**group, "number": number} for number, group in enumerate(groups[rank::replicas])]
         rest = waiting[(rank - len(groups)) % replicas :: replicas]
-        divided.append(json.dumps({"waiting": rest, "groups": begun, "num_born": num_born}))
+        divided.append(json.dumps({"waiting": rest, "groups": begun, "num_born": num_born, "num_spares": spares}))
     return divided
+
+
+def rows_of(state: str) -> list[int]:
+    """Return the rows of the training set that a stream had read and not given out, those that were begun first."""
+    part = json.loads(state)
+    groups = sorted(part["groups"], key=lambda group: (group["born"], group["number"]))
+    return [*(group["row"] for group in groups), *part["waiting"]]
+
+
+def state_of_rows(rows: list[int]) -> str:
+    """Return the state of a stream that has read these rows and begun none."""
+    return json.dumps({"waiting": rows, "groups": [], "num_born": 0})
+
+
+def find_prompts(rows: list[int], prompts: Mapping[int, Prompt]) -> list[Prompt]:
+    """Return the prompts of rows.
+
+    Raises:
+        ValueError: A row that the training set does not have.
+    """
+    if missing := [row for row in rows if row not in prompts]:
+        raise ValueError(
+            f"the checkpoint's stream of rollouts holds the training row {missing[0]}, which the training set does"
+            " not have: resume with the data of the run, or start from exported weights instead of ckpt_path"
+        )
+    return [prompts[row] for row in rows]
 
 
 def _number(group: Group) -> int:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.rollout.protocol import (
     Progress,
     ResponsesLostError,
@@ -22,7 +24,8 @@ from lightning_megatron_rl.rollout.protocol import (
     StreamRequest,
     derive_seed,
 )
-from lightning_megatron_rl.rollout.stream import Group, Response, StreamPlan
+from lightning_megatron_rl.rollout.stream import Group, Response, SparePrompts, StreamPlan, find_prompts, rows_of
+from lightning_megatron_rl.rollout.streamed_episodes import StreamedEpisodes
 from lightning_megatron_rl.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ class RolloutStream:
         seed: The run's.
         reward: Fills in the rewards of a group's samples.
         background: Go on while nobody waits for a batch: the engine samples then, too.
+        environment: Replies to what the policy writes; None: a response is one turn.
+        spares: Prompts that take the place of groups without spread; None: such groups are trained on.
     """
 
     def __init__(
@@ -59,14 +64,24 @@ class RolloutStream:
         seed: int,
         reward: Callable[[list[Sample]], None],
         background: bool = False,
+        environment: GuardedEnvironment | None = None,
+        spares: SparePrompts | None = None,
     ) -> None:
         self.plan = plan
+        self.num_passed_over = 0  # groups without spread, since the last batch but one
         self._engine = engine
         self._params = params
         self._tokenizer = tokenizer
         self._seed = seed
         self._reward = reward
         self._background = background
+        self._episodes = (
+            None
+            if environment is None
+            else StreamedEpisodes(environment, params, tokenizer, max_model_len=engine.max_model_len)
+        )
+        self._spares = spares
+        self._passed_over = 0  # since the last batch
         self._version = 0
         self._names: dict[str, Response] = {}  # what the engine has
         self._judged: dict[int, Future[None]] = {}  # groups whose rewards are computed, by number
@@ -108,6 +123,7 @@ class RolloutStream:
                     self._changed.wait(POLL_S)
                 else:
                     self._turn(WAIT_S)
+            self.num_passed_over, self._passed_over = self._passed_over, 0
             return [sample for group in self.plan.take(version) for sample in group.samples]
 
     def _turn(self, wait_s: float, *, begins: bool = True) -> None:
@@ -120,18 +136,27 @@ class RolloutStream:
             everything = now - self._told_at > TELL_S
             if everything:
                 self._told_at = now
-            waits = wait_s if not self._judged else min(wait_s, POLL_S)
+            waits = min(wait_s, POLL_S) if self._has_calls else wait_s
             self._add(self._engine.collect(waits, everything=everything))
         except ResponsesLostError:
             self._names.clear()  # they go on from what is known of them
-        if not self._names and self._judged:
-            time.sleep(POLL_S / 10)  # only rewards are waited for
+        if not self._names and self._has_calls:
+            time.sleep(POLL_S / 10)  # nothing else is waited for
         self._finish_groups()
+
+    @property
+    def _has_calls(self) -> bool:
+        """Whether rewards or an environment are waited for."""
+        return bool(self._judged) or (self._episodes is not None and self._episodes.num_pending > 0)
 
     def _add(self, news: list[Progress]) -> None:
         for progress in news:
-            if (response := self._names.get(progress.name)) is not None:  # else its group was dropped
-                response.add(progress)
+            if (response := self._names.get(progress.name)) is None:  # its group was dropped
+                continue
+            response.add(progress)
+            if self._episodes is not None and response.finish_reason is not None:
+                del self._names[progress.name]
+                self._episodes.end_turn(response)
 
     def _submit(self) -> None:
         """Give the engine all responses of groups under way that it does not have."""
@@ -140,7 +165,7 @@ class RolloutStream:
         fresh: dict[str, Response] = {}
         for group in self.plan.under_way.values():
             for place, response in enumerate(group.responses):
-                if response.finish_reason is None and id(response) not in submitted:
+                if response.finish_reason is None and id(response) not in submitted and self._wants(group, place):
                     request = self._request(group, place, response)
                     requests.append(request)
                     fresh[request.name] = response
@@ -148,29 +173,63 @@ class RolloutStream:
             self._engine.submit(requests, self._params)
             self._names |= fresh
 
+    def _wants(self, group: Group, place: int) -> bool:
+        """Whether the policy has to write in a response, rather than its environment."""
+        if self._episodes is None:
+            return True
+        prompt, response = group.prompt, group.responses[place]
+        seed = derive_seed(self._seed, group.born, prompt.index, f"{prompt.dataset}/{ENVIRONMENT}")
+        self._episodes.begin(prompt, place, response, seed)
+        return self._episodes.is_sampling(response)
+
     def _request(self, group: Group, place: int, response: Response) -> StreamRequest:
+        """Ask for the rest of a response or turn; what is sampled at once gets the seed that it has in a batch."""
         prompt, done = group.prompt, len(response.token_ids)
-        if not done:  # as a rollout that is sampled at once
+        room, in_turn, key = self._params.max_tokens - done, done, f"{prompt.dataset}/{place}"
+        if self._episodes is not None:
+            room, in_turn = self._episodes.room(response), done - self._episodes.turn_start(response)
+            key += f"/{len(response.turns)}"
+        if in_turn:  # the noise of the first tokens must not come again
+            seed = derive_seed(self._seed, self._version, prompt.index, f"{key}/{in_turn}")
+        elif self._episodes is not None:
+            seed = derive_seed(self._seed, group.born, prompt.index, key)
+        else:
             seed = derive_seed(self._seed, group.born, prompt.index, prompt.dataset) + place
-        else:  # the noise of the first tokens must not come again
-            seed = derive_seed(self._seed, self._version, prompt.index, f"{prompt.dataset}/{place}/{done}")
         name = f"{group.number}/{place}/{done}/{self._version}"
-        return StreamRequest(name, prompt.token_ids + response.token_ids, seed, self._params.max_tokens - done)
+        return StreamRequest(name, prompt.token_ids + response.token_ids, seed, room)
 
     def _finish_groups(self) -> None:
         """Send complete groups to be rewarded; those that are, are ready."""
         self._names = {name: response for name, response in self._names.items() if response.finish_reason is None}
+        if self._episodes is not None:
+            self._episodes.poll()
         for group in list(self.plan.under_way.values()):
             future = self._judged.get(group.number)
             if future is None:
                 if group.is_complete:
                     group.samples = [self._sample(group, response) for response in group.responses]
+                    if self._episodes is not None:
+                        self._episodes.report(group.responses, group.samples)
                     self._judged[group.number] = self._judge.submit(self._reward, group.samples)
             elif future.done():
                 del self._judged[group.number]
                 future.result()
-                self.plan.finish(group)
+                self._finish_group(group)
         self._changed.notify_all()
+
+    def _finish_group(self, group: Group) -> None:
+        """A group is rewarded: it is ready, or makes room for another prompt because all its rewards are equal."""
+        is_flat = all(sample.reward == group.samples[0].reward for sample in group.samples)
+        if self._spares is None or not is_flat or self._passed_over >= self._spares.limit:
+            self.plan.finish(group)
+            return
+        others = [*self.plan.under_way.values(), *self.plan.ready]
+        spare = self._spares.draw({prompt.index for prompt in [*(g.prompt for g in others), *self.plan.waiting]})
+        if spare is None:
+            self.plan.finish(group)
+            return
+        self._passed_over += 1
+        self.plan.replace(group, spare)
 
     def _sample(self, group: Group, response: Response) -> Sample:
         assert response.finish_reason is not None
@@ -180,13 +239,18 @@ class RolloutStream:
             response_logprobs=response.logprobs,
             response=str(self._tokenizer.decode(response.token_ids, skip_special_tokens=True)),
             finish_reason=response.finish_reason,
-            weight_version=response.segments[0][0],
+            weight_version=response.segments[0][0] if response.segments else group.born,
             segments=response.segments,
+            turns=response.turns,
+            outcome=response.outcome,
         )
 
     def _forget(self, group: Group) -> None:
         self._names = {name: kept for name, kept in self._names.items() if all(kept is not r for r in group.responses)}
         self._judged.pop(group.number, None)
+        if self._episodes is not None:
+            for response in group.responses:
+                self._episodes.forget(response)
 
     # ---- pauses ----------------------------------------------------------------------------------------------------
 
@@ -211,6 +275,8 @@ class RolloutStream:
             self._thread.join(timeout=END_S)  # longer only within a call that the engine's `close` cuts off
             self._thread = None
         self._judge.shutdown(wait=False, cancel_futures=True)
+        if self._episodes is not None:
+            self._episodes.close()
         if self.plan.ready or self.plan.under_way:
             log.info("the stream of rollouts ends with %s", self.plan.describe())
 
@@ -235,7 +301,10 @@ class RolloutStream:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> str:
-        """Return as JSON what was admitted and not yet trained on: prompts by their rows, responses by their tokens."""
+        """Return as JSON what was admitted and not yet trained on: prompts by their rows, responses by their tokens.
+
+        Nobody knows how to keep an environment's state: an episode that is not over begins anew.
+        """
         with self._lock:
             try:
                 self._add(self._engine.collect(0.0, everything=True))
@@ -247,7 +316,10 @@ class RolloutStream:
                     "number": group.number,
                     "row": group.prompt.index,
                     "born": group.born,
-                    "responses": [asdict(response) for response in group.responses],
+                    "responses": [
+                        asdict(response if self._episodes is None or response.finish_reason else Response())
+                        for response in group.responses
+                    ],
                     "rewards": [
                         {"rewards": s.rewards, "reward": s.reward, "errors": s.reward_errors} for s in group.samples
                     ]
@@ -257,7 +329,11 @@ class RolloutStream:
                 for group in sorted([*self.plan.ready, *self.plan.under_way.values()], key=lambda group: group.number)
             ]
             waiting = [prompt.index for prompt in self.plan.waiting]
-            return json.dumps({"waiting": waiting, "groups": groups, "num_born": self.plan.num_born})
+            counts = {
+                "num_born": self.plan.num_born,
+                "num_spares": 0 if self._spares is None else self._spares.num_drawn,
+            }
+            return json.dumps({"waiting": waiting, "groups": groups, **counts})
 
     def load_state(self, text: str, prompts: Mapping[int, Prompt]) -> None:
         """Go on from what `state` returned.
@@ -270,23 +346,17 @@ class RolloutStream:
             ValueError: A row that the training set does not have.
         """
         state: dict[str, Any] = json.loads(text)
-        rows = [*state["waiting"], *(group["row"] for group in state["groups"])]
-        if missing := [row for row in rows if row not in prompts]:
-            raise ValueError(
-                f"the checkpoint's stream of rollouts holds the training row {missing[0]}, which the training set does"
-                " not have: resume with the data of the run, or start from exported weights instead of ckpt_path"
-            )
+        find_prompts(rows_of(text), prompts)
         with self._lock:
             self.plan.waiting.clear()
             self.plan.under_way.clear()
             self.plan.ready.clear()
             self.plan.admit(prompts[row] for row in state["waiting"])
             self.plan.num_born = state["num_born"]
+            if self._spares is not None:
+                self._spares.num_drawn = state.get("num_spares", 0)
             for saved in state["groups"]:
-                responses = [
-                    Response(r["token_ids"], r["logprobs"], [(v, n) for v, n in r["segments"]], r["finish_reason"])
-                    for r in saved["responses"]
-                ]
+                responses = [Response.load(response) for response in saved["responses"]]
                 group = Group(saved["number"], prompts[saved["row"]], saved["born"], responses)
                 self.plan.under_way[group.number] = group
                 if saved["rewards"] is not None:

@@ -1,23 +1,18 @@
 """The seed of a run, and its settings for its loggers."""
 
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
 from lightning_megatron_rl.utilities.run_settings import describe_settings
+from lightning_megatron_rl.utilities.seeds import run_seed
 from lightning_megatron_rl.utilities.versions import installed_versions
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-_DEFAULT_SEED = 1234
 _PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "vllm")
-
-
-def _seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
 def seed_megatron() -> None:
@@ -25,7 +20,7 @@ def seed_megatron() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     # the tracker gives tensor- and pipeline-parallel ranks different streams on purpose
-    model_parallel_cuda_manual_seed(_seed(), force_reset_rng=True)
+    model_parallel_cuda_manual_seed(run_seed(), force_reset_rng=True)
 
 
 def log_settings(trainer: "pl.Trainer", strategy: "MegatronStrategy") -> None:
@@ -45,7 +40,7 @@ def log_settings(trainer: "pl.Trainer", strategy: "MegatronStrategy") -> None:
             "max_epochs": trainer.max_epochs,
             "gradient_clip_val": trainer.gradient_clip_val,
         },
-        "seed": _seed(),
+        "seed": run_seed(),
         "versions": installed_versions(_PACKAGES),
     }
     for logger in trainer.loggers:

@@ -134,3 +134,23 @@ def test_token_budget_resumes_and_refuses_another_budget_within_an_epoch():
 def test_token_budget_smaller_than_a_row_is_refused():
     with pytest.raises(ValueError, match="longest sequence has 9 tokens, max_tokens_per_batch is 8: raise"):
         TokenBudgetBatches(LENGTHS, max_tokens=8, batch_size=4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (1, 3)])
+def test_an_epoch_keeps_what_it_reads_ahead(before: int, after: int):
+    """A checkpoint within it, resumed with another `read_ahead`: no row twice, none left out, and then the new one."""
+
+    def batches(ahead: int) -> GlobalBatches:
+        return GlobalBatches(12, 2, shuffle=True, seed=5, drop_last=True, read_ahead=ahead)
+
+    loader = ResumableLoader(list(range(12)), batches(before))
+    first = take(loader, 2)
+    restored = ResumableLoader(list(range(12)), batches(after))
+    restored.load_state_dict(loader.state_dict())
+    assert restored.state_dict() == loader.state_dict()
+    rest = take(restored, 4)
+    assert sorted(row for batch in first + rest for row in batch) == list(range(12))
+    assert [len(batch) for batch in take(restored, 6)] == [2 * (1 + after), *[2] * (5 - after), *[0] * after]
+    again = ResumableLoader(list(range(12)), batches(before))
+    again.load_state_dict(restored.state_dict())
+    assert again.state_dict()["read_ahead"] == 0

@@ -261,7 +261,7 @@ def check_mutants(worker_pool: WorkerPool, batch: list[tuple[str, dict[str, Any]
         assert outcome == "refused" or detail <= TOLERANCE, f"{family} {changes}: accepted, {detail:.2g} apart"
 
 
-@settings(PROPERTY, max_examples=10)
+@settings(PROPERTY, max_examples=6)
 @given(st.lists(mutants(), min_size=8, max_size=8))
 def test_a_mutated_config_is_refused_or_right(worker_pool: WorkerPool, batch: list[tuple[str, dict[str, Any]]]):
     check_mutants(worker_pool, batch)

@@ -1,14 +1,18 @@
 """Streams of rollouts in real fits: a bound that holds, every prompt once, checkpoints that lose nothing."""
 
 import json
+import logging
+import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.data.prompts import PromptDataModule
-from lightning_megatron_rl.environments.base import EpisodeSettings
+from lightning_megatron_rl.environments import Action, Environment, Episode, EpisodeSettings, Reply
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -17,6 +21,7 @@ from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.verify.pool import WorkerError
 from tests.modules.runs import fit_grpo, length, recorded_samples
+from tests.selection import by_default
 from tests.training import Run
 
 BATCH, ROWS = 4, 24
@@ -56,6 +61,17 @@ class Used(pl.Callback):
             trainer.should_stop = True
 
 
+class Lines(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def fit_stream(
     model: Path,
     rows: Path,
@@ -70,12 +86,23 @@ def fit_stream(
     ckpt_path: Path | None = None,
     trainer: dict[str, Any] | None = None,
     val: bool = False,
+    module: dict[str, Any] | None = None,
+    record_to: Path | None = None,
 ) -> Run:
     used = Used(stop_after)
     callbacks: list[pl.Callback] = [used]
+    log = Lines()
+    logging.getLogger("lightning_megatron_rl.modules.streaming").addHandler(log)
     if save_to is not None:
         callbacks.append(pl.callbacks.ModelCheckpoint(save_to, every_n_train_steps=1, save_top_k=-1, filename="{step}"))
-    vllm = VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1, **(engine or {}))
+    replayed = (engine or {}).get("path")
+    vllm: Any = (
+        ReplayEngine(path=replayed)
+        if replayed
+        else VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1, **(engine or {}))
+    )
+    if record_to is not None:
+        callbacks.append(RolloutSamples(num_samples=0, dirpath=str(record_to), max_samples_per_step=None))
     sets = {"val": {"same": str(rows)}, "val_batch_size": ROWS} if val else {}
     try:
         run = fit_grpo(
@@ -88,6 +115,7 @@ def fit_stream(
                 "streaming": StreamingSettings(**settings),
                 "sampling": SamplingParams(max_tokens=40),
                 "updates_per_rollout": 1,
+                **(module or {}),
             },
             loss={"correction": "tis"},
             rewards=[length],
@@ -97,8 +125,11 @@ def fit_stream(
             ckpt_path=ckpt_path,
         )
     finally:
+        logging.getLogger("lightning_megatron_rl.modules.streaming").removeHandler(log)
         vllm.close()  # a module keeps its engine for the next run
     run.extra |= {"rows": used.rows, "ages": used.ages, "segments": used.segments, "saved": used.saved}
+    run.extra["log"] = log.lines
+    run.extra["checksum"] = {name: sha256(weight.numpy().tobytes()).hexdigest() for name, weight in run.weights.items()}
     run.weights = {}
     return run
 
@@ -126,47 +157,45 @@ def check(runs: list[Run], max_staleness: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "on_update"), [("separate", "recomputed"), ("shared", "finished"), ("separate", "kept")]
+    "mode", by_default(["separate, recomputed"], ["separate, recomputed", "shared, finished", "separate, kept"])
 )
-def test_bound_holds_and_every_prompt_is_used_once(worker_pool, qwen3_dir, rows, placement, on_update):
+def test_bound_holds_and_every_prompt_is_used_once(worker_pool, qwen3_dir, rows, mode):
+    """Training requests are held while a validation set is sampled between two steps."""
+    placement, on_update = mode.split(", ")
     settings = {"max_staleness": 2, "placement": placement, "on_update": on_update}
-    run = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, world_size=1, **ALONE)[0]
+    options = {"trainer": {"val_check_interval": 2}, "val": True}
+    run = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, world_size=1, **options, **ALONE)[0]
     check([run], 2)
+    assert "val/same/mean_at_1" in run.steps[-1]
     if on_update == "finished":
         assert max(run.extra["segments"]) == 1
 
 
+@pytest.mark.slow  # as the first half of a resumed run below
 def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
     settings = {"max_staleness": 1}
     runs = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 2, settings, world_size=2, **ALONE)
     check(runs, 1)
 
 
-def test_ranks_of_a_replica_train_on_one_stream(worker_pool, qwen3_dir, rows):
-    strategy = {"tensor_model_parallel_size": 2}
-    runs = worker_pool.run(fit_stream, qwen3_dir, rows, strategy, 2, {"max_staleness": 1}, world_size=2, **ALONE)
-    assert runs[0].extra["rows"] == runs[1].extra["rows"]
-    check(runs[:1], 1)
-
-
 def test_a_sampler_that_sleeps_goes_on_with_what_was_put_away(worker_pool, qwen3_dir, rows):
-    options = {"engine": {"sleep_level": 1}}
-    run = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, {"max_staleness": 2}, world_size=1, **options, **ALONE)[0]
+    """Two ranks train on one stream, whose cache holds less than is in flight: vLLM computes some again."""
+    engine, strategy = {"sleep_level": 1, "kv_cache_memory_gb": 0.0012}, {"tensor_model_parallel_size": 2}
+    settings = {"max_staleness": 2}
+    run, other = worker_pool.run(
+        fit_stream, qwen3_dir, rows, strategy, 2, settings, engine=engine, world_size=2, **ALONE
+    )
+    assert other.extra["rows"] == run.extra["rows"]
     check([run], 2)
+    assert max(step["mismatch/abs_logp_diff"] for step in run.steps if step["rollout/staleness_max"] == 0) < 1e-4
+    (warning,) = (line for line in run.extra["log"] if "in flight x max_model_len" in line)
+    assert "responses of a replica in flight x max_model_len=64 = " in warning
 
 
-def test_validation_goes_between(worker_pool, qwen3_dir, rows):
-    """Training requests are held while the validation set is sampled."""
-    options = {"trainer": {"val_check_interval": 2}, "val": True}
-    settings = {"max_staleness": 2, "placement": "separate"}
-    run = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, world_size=1, **options, **ALONE)[0]
-    check([run], 2)
-    assert "val/same/mean_at_1" in run.steps[-1]
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, rows, tmp_path, before, after):
+@pytest.mark.parametrize("replicas", by_default(["2 to 1"], ["2 to 1", "1 to 2"]))
+def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, rows, tmp_path, replicas):
     """Also where the number of replicas changes."""
+    before, after = map(int, replicas.split(" to "))
     settings = {"max_staleness": 2}
     first = worker_pool.run(
         fit_stream, qwen3_dir, rows, {}, before, settings, save_to=tmp_path, stop_after=3, world_size=before, **ALONE
@@ -182,32 +211,99 @@ def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, r
     assert rest[0].extra["saved"][0] == first[0].extra["saved"][1]  # also before anything was sampled again
 
 
-def test_a_checkpoint_with_a_stream_is_not_resumed_without(worker_pool, qwen3_dir, rows, tmp_path):
-    one = {"world_size": 1, **ALONE}
-    worker_pool.run(
-        fit_stream, qwen3_dir, rows, {}, 1, {"max_staleness": 1}, save_to=tmp_path, stop_after=2, steps=2, **one
-    )
-    with pytest.raises(WorkerError, match=r"holds a stream of rollouts.*resume with the run's `streaming`"):
-        worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, {}, ckpt_path=tmp_path / "step=2.ckpt", **one)
+def test_an_epoch_may_go_on_with_other_bounds(worker_pool, qwen3_dir, rows, tmp_path):
+    """0 is no stream at all: prompts that were read ahead are then sampled first, and saved again."""
+    parts: list[Run] = []
+    for number, (bound, steps) in enumerate([(2, 1), (0, 1), (3, 1), (1, 3)]):
+        options: dict[str, Any] = {"save_to": tmp_path, "stop_after": steps}
+        if number:
+            options["ckpt_path"] = tmp_path / f"step={number}.ckpt"
+        settings = {"max_staleness": bound}
+        parts += worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, **options, world_size=1, **ALONE)
+        assert len(parts[-1].extra["rows"]) == steps
+        assert max(parts[-1].extra["ages"]) <= bound
+    assert sorted(row for part in parts for step in part.extra["rows"] for row in step) == list(range(ROWS))
+
+
+class Pauses(Environment):
+    """Two turns; every fifth row takes its time."""
+
+    def start(self, prompt: Any, seed: int) -> Episode:
+        return PausesEpisode(0.3 if prompt.index % 5 == 0 else 0.0)
+
+
+class PausesEpisode(Episode):
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+
+    def step(self, action: Action) -> Reply:
+        time.sleep(self.wait_s)
+        return Reply(done=True, reward=len(action.token_ids) / 10) if action.number else Reply("ok")
+
+
+EPISODES = {
+    "environment": Pauses(),
+    "episodes": EpisodeSettings(max_turns=3, max_turn_tokens=6),
+    "rewards": [],
+}
+
+
+def test_episodes_stream(worker_pool, qwen3_dir, rows, tmp_path):
+    """Also over a checkpoint, in which no environment's state can be."""
+    settings, one = {"max_staleness": 2, "placement": "separate"}, {"world_size": 1, "module": EPISODES, **ALONE}
+    (first,) = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, save_to=tmp_path, stop_after=3, **one)
+    (rest,) = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, ckpt_path=tmp_path / "step=3.ckpt", **one)
+    used = [row for run in (first, rest) for step in run.extra["rows"] for row in step]
+    assert sorted(used) == list(range(ROWS))
+    assert max(first.extra["ages"] + rest.extra["ages"]) <= 2
+    for step in first.steps + rest.steps:
+        assert step["episode/turns_mean"] == 2
+        assert step["reward/environment"] > 0
+        assert step["rollout/staleness_max"] <= 2
+
+
+def test_dynamic_sampling_takes_from_the_stream(worker_pool, qwen3_dir, rows):
+    """Rows divisible by three get no spread: they make room for others, and hardly any is trained on."""
+    module = {"dynamic_sampling": DynamicSampling(max_rounds=4), "rewards": [flat_thirds]}
+    settings = {"max_staleness": 1}
+    (run,) = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, module=module, world_size=1, **ALONE)
+    used = [row for step in run.extra["rows"] for row in step]
+    assert len(used) == ROWS
+    assert not [row for row in used if row % 3 == 0]
+    assert all(step["reward/zero_spread_frac"] == 0 for step in run.steps)
+    assert sum(step["rollout/refill_groups"] for step in run.steps) >= ROWS // 3
+    assert max(run.extra["ages"]) <= 1
+
+
+def flat_thirds(samples: list[Any]) -> list[float]:
+    return [float(place % 2 if sample.prompt.index % 3 else 0) for place, sample in enumerate(samples)]
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp_path):
+    """Bit for bit, though what was sampled when depended on the clock."""
+    replicas, settings = 2, {"max_staleness": 2}
+    many = {"world_size": replicas, **ALONE}
+    recorded = worker_pool.run(fit_stream, qwen3_dir, rows, {}, replicas, settings, record_to=tmp_path, **many)
+    assert max(recorded[0].extra["ages"]) > 0
+    engine = {"path": str(tmp_path / "rollouts-dp0.jsonl")}
+    again = worker_pool.run(fit_stream, qwen3_dir, rows, {}, replicas, settings, engine=engine, **many)
+    for run, replay in zip(recorded, again, strict=True):
+        assert replay.extra["checksum"] == run.extra["checksum"]
+        assert replay.extra["rows"] == run.extra["rows"]
+        for name in ("policy/loss", "rollout/staleness_mean", "mismatch/k3", "reward/mean"):
+            assert [step[name] for step in replay.steps] == [step[name] for step in run.steps]
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
-
-
-class Setting:
-    """An environment that nobody plays."""
-
-    def start(self, prompt: Any, seed: int) -> Any:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
     ("settings", "module", "message"),
     [
         ({}, {"engine": "replay"}, "max_staleness=1 with engine=ReplayEngine, which samples whole batches"),
-        ({}, {"engine": "vllm", "environment": Setting(), "episodes": EpisodeSettings()},
-         "max_staleness=1 with environment=Setting, which advances a whole batch"),
-        ({}, {"engine": "vllm", "dynamic_sampling": DynamicSampling()}, "max_staleness=1 with dynamic_sampling"),
         ({}, {"engine": "vllm", "sampling": SamplingParams(max_tokens=9, stop=("]",))},
          r"max_staleness=1 with sampling.stop=\['\]'\]"),
         ({"on_update": "kept"}, {"engine": "sleeps"}, "on_update='kept' with engine.sleep_level=1"),

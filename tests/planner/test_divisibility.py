@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from lightning_megatron_rl.models.families.check import divided_sizes
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.divisibility import PipelineSplit, check_layout
 
 SIZES = {
@@ -24,11 +25,11 @@ SIZES = {
 }
 
 
-def layout(**options: Any) -> dict[str, Any]:
+def layout(**options: Any) -> tuple[ParallelLayout, PipelineSplit]:
     names = {field.name for field in fields(PipelineSplit)}
-    split = PipelineSplit.from_overrides(options)
     sizes = {name: value for name, value in options.items() if name not in names}
-    return {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "pipeline_split": split, **sizes}
+    sizes.setdefault("sequence_parallel", sizes.get("tensor_model_parallel_size", 1) > 1)
+    return ParallelLayout(**sizes), PipelineSplit.from_overrides(options)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def layout(**options: Any) -> dict[str, Any]:
 )
 def test_layouts_that_do_not_divide_are_refused(sizes: dict[str, int], options: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
-        check_layout(divided_sizes(Qwen3Config(**{**SIZES, **sizes})), **layout(**options))
+        check_layout(divided_sizes(Qwen3Config(**{**SIZES, **sizes})), *layout(**options))
 
 
 @pytest.mark.parametrize(
@@ -109,16 +110,16 @@ def test_layouts_that_do_not_divide_are_refused(sizes: dict[str, int], options: 
 )
 def test_experts_that_cannot_be_shared_out_are_refused(options: dict[str, Any], message: str):
     config = Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=10)
-    check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=2, expert_model_parallel_size=3))
-    check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=1))
+    check_layout(divided_sizes(config), *layout(tensor_model_parallel_size=2, expert_model_parallel_size=3))
+    check_layout(divided_sizes(config), *layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=1))
     with pytest.raises(ValueError, match=message):
-        check_layout(divided_sizes(config), **layout(**options))
+        check_layout(divided_sizes(config), *layout(**options))
 
 
 def test_dense_layers_among_experts_must_divide_too():
     sizes = {**SIZES, "num_key_value_heads": 8, "intermediate_size": 98, "moe_intermediate_size": 16}
     with pytest.raises(ValueError, match="intermediate_size=98 over tensor_model_parallel_size=4"):
-        check_layout(divided_sizes(DeepseekV3Config(**sizes)), **layout(tensor_model_parallel_size=4))
+        check_layout(divided_sizes(DeepseekV3Config(**sizes)), *layout(tensor_model_parallel_size=4))
 
 
 @pytest.mark.parametrize(
@@ -130,16 +131,16 @@ def test_dense_layers_among_experts_must_divide_too():
 )
 def test_expert_parallelism_of_a_dense_model_is_refused(options: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
-        check_layout(divided_sizes(Qwen3Config(**SIZES)), **layout(**options))
+        check_layout(divided_sizes(Qwen3Config(**SIZES)), *layout(**options))
 
 
 def test_experts_with_biases_are_not_split():
     config = GptOssConfig(**{**SIZES, "num_local_experts": 4})
-    check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
+    check_layout(divided_sizes(config), *layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
     with pytest.raises(
         ValueError, match=r"expert_tensor_parallel_size=2 \(by default .*set expert_tensor_parallel_size=1"
     ):
-        check_layout(divided_sizes(config), **layout(tensor_model_parallel_size=2))
+        check_layout(divided_sizes(config), *layout(tensor_model_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -162,4 +163,4 @@ def test_experts_with_biases_are_not_split():
     ],
 )
 def test_layouts_that_divide_pass(options: dict[str, int]):
-    check_layout(divided_sizes(Qwen3Config(**SIZES)), **layout(**options))
+    check_layout(divided_sizes(Qwen3Config(**SIZES)), *layout(**options))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams
-from lightning_megatron_rl.rollout.record import read_first_step, record_line
+from lightning_megatron_rl.rollout.record import Origin, RecordedRun, read_first_step, record_line
 from lightning_megatron_rl.rollout.replay import RecordedReward, ReplayEngine
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from lightning_megatron_rl.weights.source import source_of
@@ -122,3 +122,55 @@ def test_update_runs_through_the_weights():
 
 def test_rewards_are_those_of_the_record():
     assert RecordedReward(samples())(list(reversed(samples()))) == [1.5, 1.0, -0.5, 0.5]
+
+
+ORIGIN = Origin("a" * 64, 7)
+
+
+def record_run(path: Path, origin: Origin = ORIGIN, steps: tuple[int, ...] = (1, 2)) -> Path:
+    path.write_text("".join(record_line(sample, step, "run", origin) for step in steps for sample in samples()))
+    return path
+
+
+def test_a_recorded_run_is_read_step_by_step(tmp_path: Path):
+    """Each replica has a file; the samples of a prompt share it."""
+    first = record_run(tmp_path / "rollouts-dp0.jsonl")
+    record_run(tmp_path / "rollouts-dp1.jsonl", steps=(3,))
+    run = RecordedRun(first, 0, ORIGIN)
+    assert run.samples(2, 4) == run.samples(1, 4) == samples()
+    one, other, *_ = run.samples(1, 4)
+    assert one.prompt is other.prompt
+    assert RecordedRun(first, 1, ORIGIN).samples(3, 4) == samples()
+    engine = ReplayEngine(path=str(first))
+    engine.open_run(0, ORIGIN)
+    assert engine.rollout(1, 4) == samples()
+
+
+@pytest.mark.parametrize(
+    ("origin", "replica", "message"),
+    [
+        (Origin("b" * 64, 7), 0, "is of a model with the fingerprint aaaaaaaaaaaa, this run's has bbbbbbbbbbbb"),
+        (Origin("a" * 64, 8), 0, "is of a run with seed 7, this run has 8: set seed_everything to 7"),
+        (ORIGIN, 1, r"rollouts-dp1.jsonl: no such file of replica 1"),
+    ],
+)
+def test_a_record_of_another_start_is_refused(tmp_path: Path, origin: Origin, replica: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        RecordedRun(record_run(tmp_path / "rollouts-dp0.jsonl"), replica, origin)
+
+
+def test_what_a_record_does_not_have_is_refused(tmp_path: Path):
+    run = RecordedRun(record_run(tmp_path / "rollouts-dp0.jsonl"), 0, ORIGIN)
+    with pytest.raises(ValueError, match="no rollout of step 3, it has those of steps 1 to 2: set max_steps"):
+        run.samples(3, 4)
+    with pytest.raises(ValueError, match="has 4 samples of step 2, this run trains on 8"):
+        run.samples(2, 8)
+    with pytest.raises(ValueError, match="does not say which model it is of"):
+        RecordedRun(record_run(tmp_path / "old.jsonl", Origin()), 0, ORIGIN)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        RecordedRun(tmp_path / "empty.jsonl", 0, ORIGIN)
+    with pytest.raises(ValueError, match="either samples or path"):
+        ReplayEngine(samples(), path="x")
+    with pytest.raises(ValueError, match="leave validation out"):
+        ReplayEngine(path="x").generate([], SamplingParams())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron_rl.rollout.stream import StreamPlan, divide_states
+from lightning_megatron_rl.rollout.stream import SparePrompts, StreamPlan, divide_states, rows_of, state_of_rows
 from lightning_megatron_rl.sample import Prompt
 
 
@@ -112,3 +112,41 @@ def test_as_many_prompts_come_to_each_replica(before, after):
         numbers = [group["number"] for group in part["groups"]]
         assert len(set(numbers)) == len(numbers)
         assert max(numbers) < part["num_born"]
+
+
+def reversed_if_odd(turn: int) -> list[Prompt]:
+    return prompts(10)[:: -1 if turn % 2 else 1]
+
+
+def test_spare_prompts_go_through_the_training_set():
+    """Each replica has its share of a pass; what is under way is left out; a restored count goes on."""
+    spares = [SparePrompts(reversed_if_odd, rank, 2, limit=4) for rank in range(2)]
+    drawn = [[spare.draw(set()) for _ in range(5)] for spare in spares]
+    assert sorted(prompt.index for share in drawn for prompt in share if prompt) == list(range(10))
+    second = spares[0].draw({9, 7})
+    assert second is not None
+    assert second.index == 5
+    restored = SparePrompts(reversed_if_odd, 0, 2, limit=4)
+    restored.num_drawn = spares[0].num_drawn
+    assert restored.draw(set()) == spares[0].draw(set())
+    assert spares[0].draw(set(range(10))) is None
+
+
+def test_a_group_that_is_replaced_makes_room():
+    plan = StreamPlan(1, 1, 2, num_generations=1)
+    plan.admit(prompts(3))
+    flat, other = plan.begin(0)
+    plan.replace(flat, Prompt([1], "spare", index=9))
+    assert [group.prompt.index for group in plan.begin(0)] == [9]
+    assert {group.prompt.index for group in plan.under_way.values()} == {other.prompt.index, 9}
+
+
+def test_rows_of_a_state():
+    """Those that were begun come first, the oldest before others."""
+    groups = [
+        {"number": 4, "born": 2, "row": 7},
+        {"number": 3, "born": 1, "row": 5},
+        {"number": 5, "born": 2, "row": 6},
+    ]
+    assert rows_of(json.dumps({"waiting": [1, 2], "groups": groups})) == [5, 7, 6, 1, 2]
+    assert rows_of(state_of_rows([3, 1])) == [3, 1]

@@ -10,9 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lightning_megatron_rl.environments import Action, Ending, Environment, Episode, EpisodeSettings, Reply
+from lightning_megatron_rl.environments.base import EnvironmentSetupError
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.rollout import GenerationRequest, SamplingParams, derive_seed
+from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.protocol import Progress, ResponsesLostError, StreamMode, StreamRequest
-from lightning_megatron_rl.rollout.stream import Response, StreamPlan
+from lightning_megatron_rl.rollout.stream import Response, SparePrompts, StreamPlan
 from lightning_megatron_rl.rollout.streaming import RolloutStream
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.rollout.conftest import Harness, hf_logprobs, make_engine
@@ -227,11 +231,18 @@ def rewarded(samples: list[Sample]) -> None:
         sample.rewards, sample.reward = {"length": float(len(sample.response_ids))}, float(len(sample.response_ids))
 
 
-def make_stream(harness: Harness, tokenizer, max_staleness: int, background: bool, in_flight: int = 6) -> RolloutStream:
+def make_stream(
+    harness: Harness, tokenizer, max_staleness: int, background: bool, in_flight: int = 6, **options
+) -> RolloutStream:
     plan = StreamPlan(2, max_staleness, in_flight, num_generations=2)
-    params = SamplingParams(max_tokens=40)
     return RolloutStream(
-        harness.engine, plan, params, tokenizer=tokenizer, seed=9, reward=rewarded, background=background
+        harness.engine,
+        plan,
+        SamplingParams(max_tokens=40),
+        tokenizer=tokenizer,
+        seed=9,
+        background=background,
+        **{"reward": rewarded, **options},
     )
 
 
@@ -244,13 +255,15 @@ def rows(count: int) -> list[Prompt]:
 def check_samples(samples: list[Sample], models: dict[int, PreTrainedModel], version: int, max_staleness: int) -> None:
     """Every token under the version that drew it, none older than the bound."""
     for sample in samples:
-        assert sample.reward == len(sample.response_ids)
+        assert sample.outcome is not None or sample.reward == len(sample.response_ids)
         assert sum(count for _, count in sample.segments) == len(sample.response_ids)
         assert version - max_staleness <= sample.weight_version == sample.segments[0][0] <= version
         found, start = torch.tensor(sample.response_logprobs), 0
         for drawn_by, count in sample.segments:
+            own = torch.tensor(sample.response_mask[start : start + count])
             expected = drawn(models[drawn_by], sample.prompt.token_ids, sample.response_ids)
-            assert (found - expected)[start : start + count].abs().max() < EXACT
+            assert (found - expected)[start : start + count][own].abs().max() < EXACT
+            assert (found[start : start + count][~own] == 0).all()
             start += count
 
 
@@ -343,5 +356,158 @@ def test_a_reward_that_fails_ends_the_wait(streaming, tokenizer):
         )
         with pytest.raises(RuntimeError, match="no judge today"):
             stream.next_batch(rows(4), streaming.version)
+        stream.put_away()
+        stream.close()
+
+
+# ---- groups without spread -------------------------------------------------------------------------------------------
+
+
+def test_groups_without_spread_make_room_for_others(streaming, tokenizer):
+    """Rows below 4 get equal rewards; the stream takes others, at most so many of them for a batch."""
+    harness, prompts = streaming, rows(8)
+    harness.push_random_weights(90)
+
+    def judge(samples: list[Sample]) -> None:
+        for place, sample in enumerate(samples):
+            sample.reward = float(place if sample.prompt.index >= 4 else 0)
+
+    spares = SparePrompts(lambda turn: prompts[4:], 0, 1, limit=3)
+    stream = make_stream(harness, tokenizer, 1, background=False, in_flight=4, reward=judge, spares=spares)
+    first = [sample.prompt.index for sample in stream.next_batch(prompts[:4], harness.version)[::2]]
+    second = [sample.prompt.index for sample in stream.next_batch([], harness.version + 1)[::2]]
+    assert stream.num_passed_over + spares.num_drawn >= 3
+    used = first + second
+    assert len(set(used)) == 4
+    assert sum(row >= 4 for row in used) >= 3
+    stream.close()
+
+
+def test_at_the_limit_groups_without_spread_are_taken(streaming, tokenizer):
+    def judge(samples: list[Sample]) -> None:
+        for sample in samples:
+            sample.reward = 1.0
+
+    prompts = rows(8)
+    spares = SparePrompts(lambda turn: prompts[4:], 0, 1, limit=1)
+    stream = make_stream(streaming, tokenizer, 1, background=False, in_flight=2, reward=judge, spares=spares)
+    batch = stream.next_batch(prompts[:4], streaming.version)
+    assert len(batch) == 4
+    assert stream.num_passed_over == 1
+    stream.close()
+
+
+# ---- episodes --------------------------------------------------------------------------------------------------------
+
+
+class Talk(Environment):
+    """Two replies and an end; some rows wait before they reply, row 99 cannot be played."""
+
+    def __init__(self, waits: dict[int, float] | None = None) -> None:
+        self.waits = waits or {}
+
+    def start(self, prompt: Prompt, seed: int) -> Episode:
+        if prompt.index == 99:
+            raise EnvironmentSetupError("row 99 has no answer")
+        return TalkEpisode(self.waits.get(prompt.index, 0.0), fails=prompt.index == 98)
+
+
+class TalkEpisode(Episode):
+    def __init__(self, wait_s: float, fails: bool) -> None:
+        self.wait_s, self.fails = wait_s, fails
+
+    def step(self, action: Action) -> Reply:
+        time.sleep(self.wait_s)
+        if self.fails:
+            raise OSError("no game today")
+        return Reply(done=True, reward=0.5) if action.number == 2 else Reply(token_ids=[40, 41 + action.number])
+
+    def finish(self, reason: str) -> Ending:
+        return Ending(1.0, success=reason == "done")
+
+
+def talk(waits: dict[int, float] | None = None, **settings) -> GuardedEnvironment:
+    options = EpisodeSettings(**{"max_turns": 4, "max_turn_tokens": 8, **settings})
+    return GuardedEnvironment(Talk(waits), options, vocab_size=128)
+
+
+def test_episodes_are_those_of_a_batch_that_is_played_at_once(streaming, tokenizer):
+    """With the same seeds; every token under the version that drew it, none of the replies counts as drawn."""
+    harness, prompts = streaming, rows(2)
+    harness.push_random_weights(100)
+    environment = talk()
+    options = {"reward": add_episode_rewards, "environment": environment}
+    stream = make_stream(harness, tokenizer, 1, background=False, **options)
+    samples = stream.next_batch(prompts, harness.version)
+    params, step = SamplingParams(max_tokens=40), {"seed": 9, "step": harness.version}
+    expected = play_episodes(
+        harness.engine, environment, prompts, params, num_generations=2, tokenizer=tokenizer, **step
+    )
+    assert [sample.response_ids for sample in samples] == [sample.response_ids for sample in expected]
+    assert [sample.turns for sample in samples] == [sample.turns for sample in expected]
+    assert [sample.outcome for sample in samples] == [sample.outcome for sample in expected]
+    check_samples(samples, {harness.version: harness.model}, harness.version, 0)
+    ended = [sample for sample in samples if sample.outcome is not None and sample.outcome.reason == "done"]
+    assert all(sample.reward == pytest.approx(1.5) for sample in ended)
+    assert ended
+    stream.close()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_slow_episode_holds_up_nobody_else(streaming, tokenizer, background):
+    """Row 0 waits two seconds a turn: its group comes later, within the bound."""
+    harness, prompts, models, used = streaming, rows(6), {}, []
+    options = {"reward": add_episode_rewards, "environment": talk({0: 2.0})}
+    stream = make_stream(harness, tokenizer, 1, background, **options)
+    for step, part in enumerate((prompts[:4], prompts[4:], [])):
+        harness.push_random_weights(101 + step)
+        models[harness.version] = copy.deepcopy(harness.model)
+        began = time.monotonic()
+        samples = stream.next_batch(part, harness.version)
+        if step == 0:
+            assert time.monotonic() - began < 4.0  # its three turns take six seconds
+        check_samples(samples, models, harness.version, min(step, 1))
+        used.append([sample.prompt.index for sample in samples[::2]])
+    assert sorted(row for batch in used for row in batch) == list(range(6))
+    assert 0 not in used[0]
+    stream.close()
+
+
+def test_episodes_that_are_not_over_begin_anew_from_a_checkpoint(streaming, tokenizer):
+    harness, prompts = streaming, rows(4)
+    harness.push_random_weights(110)
+    models = {harness.version: copy.deepcopy(harness.model)}
+    options = {"reward": add_episode_rewards, "environment": talk({0: 2.0})}
+    stream = make_stream(harness, tokenizer, 1, background=False, **options)
+    first = stream.next_batch(prompts, harness.version)
+    stream.put_away()
+    state = stream.state()
+    stream.close()
+    resumed = make_stream(harness, tokenizer, 1, background=False, **options)
+    resumed.load_state(state, {prompt.index: prompt for prompt in prompts})
+    harness.push_random_weights(111)
+    models[harness.version] = copy.deepcopy(harness.model)
+    second = resumed.next_batch([], harness.version)
+    check_samples(first, models, harness.version - 1, 0)
+    check_samples(second, models, harness.version, 1)
+    assert sorted(sample.prompt.index for sample in (first + second)[::2]) == [0, 1, 2, 3]
+    of_row_0 = [sample for sample in second if sample.prompt.index == 0]
+    assert all(sample.weight_version == harness.version for sample in of_row_0)
+    resumed.close()
+
+
+def test_an_environment_that_fails_costs_its_episode(streaming, tokenizer):
+    prompts = [*rows(1), *(Prompt([7, 8, 9], "", index=index) for index in (98,))]
+    options = {"reward": add_episode_rewards, "environment": talk()}
+    stream = make_stream(streaming, tokenizer, 1, background=False, **options)
+    samples = stream.next_batch(prompts, streaming.version)
+    outcomes = {sample.prompt.index: sample.outcome.error for sample in samples if sample.outcome is not None}
+    assert outcomes == {0: "", 98: "OSError: no game today"}
+    stream.close()
+    for settings, index, message in (({"on_error": "raise"}, 98, "no game today"), ({}, 99, "row 99 has no answer")):
+        options["environment"] = talk(**settings)
+        stream = make_stream(streaming, tokenizer, 1, background=index == 98, **options)
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            stream.next_batch([*rows(1), Prompt([7, 8, 9], "", index=index)], streaming.version)
         stream.put_away()
         stream.close()

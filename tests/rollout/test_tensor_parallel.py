@@ -14,6 +14,7 @@ from lightning_megatron_rl.weights.source import source_of
 from tests.modules.runs import fit_grpo
 from tests.parallel.test_rendezvous import listening
 from tests.rollout.conftest import make_engine, make_requests
+from tests.selection import by_default
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.deadline(300)
@@ -97,7 +98,7 @@ def train_in_process(model_dir: Path, size: int) -> list[dict[str, float]]:
     return run.steps
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", by_default([2], [2, 4]))
 def test_grpo_with_an_engine_in_the_trainers_processes(fresh_pool, model_dir, size):
     """The trainer's layout is another than the sampler's, whose log-probs are the trainer's after every update."""
     there = shared_names()

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from lightning_megatron_rl.models.layers.lora import LoRASettings, add_adapters,
 from lightning_megatron_rl.models.layers.padding import leave_out_padding, padding_row
 from lightning_megatron_rl.models.overrides import LayerParts, check_overrides, check_recompute
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode, computed_overrides, verify_model
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.divisibility import PipelineSplit, check_layout
 from lightning_megatron_rl.utilities.console import prints_to_log
 from lightning_megatron_rl.utilities.finite import nonfinite_names, not_finite
@@ -168,28 +169,14 @@ class HFModel(SavesFiles):
         """A hash that tells this checkpoint from others of the same architecture, e.g. an earlier training step."""
         return fingerprint(self.path)
 
-    def check_layout(
-        self,
-        *,
-        tensor_model_parallel_size: int,
-        pipeline_model_parallel_size: int,
-        virtual_pipeline_model_parallel_size: int | None = None,
-        pipeline_split: PipelineSplit | None = None,
-        expert_model_parallel_size: int = 1,
-        expert_tensor_parallel_size: int | None = None,
-        sequence_parallel: bool = True,
-    ) -> None:
-        """Raise `ValueError` if the model cannot be split like this; see `planner.divisibility`."""
-        check_layout(
-            divided_sizes(self.config),
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-            pipeline_split=pipeline_split,
-            expert_model_parallel_size=expert_model_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
-            sequence_parallel=sequence_parallel,
-        )
+    def check_layout(self, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None) -> None:
+        """Raise `ValueError` if the model cannot be split like this; see `planner.divisibility`.
+
+        Args:
+            layout: Of a run.
+            overrides: Fields of Megatron's `TransformerConfig`, some of which divide layers among pipeline stages.
+        """
+        check_layout(divided_sizes(self.config), layout, PipelineSplit.from_overrides(overrides or {}))
 
     def check_computation(self, config_overrides: dict[str, Any] | None = None) -> None:
         """Refuse a model that Megatron may compute differently from Transformers; a collective.
@@ -277,15 +264,9 @@ class HFModel(SavesFiles):
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         asked = overrides.pop("gradient_accumulation_fusion", None)
         _check_model(overrides, settings, provider)
-        self.check_layout(
-            tensor_model_parallel_size=settings["tensor_model_parallel_size"],
-            pipeline_model_parallel_size=settings["pipeline_model_parallel_size"],
-            virtual_pipeline_model_parallel_size=settings["virtual_pipeline_model_parallel_size"],
-            pipeline_split=PipelineSplit.from_overrides(overrides),
-            expert_model_parallel_size=settings["expert_model_parallel_size"],
-            expert_tensor_parallel_size=settings["expert_tensor_parallel_size"],
-            sequence_parallel=sequence_parallel,
-        )
+        tensor = settings["tensor_model_parallel_size"]
+        sizes = {field.name: settings[field.name] for field in dataclasses.fields(ParallelLayout)}
+        self.check_layout(ParallelLayout(**{**sizes, "sequence_parallel": sequence_parallel and tensor > 1}), overrides)
         if backend == "torch":
             provider.transformer_layer_spec = partial(torch_block_spec, post_norm=self.family.norms_behind_layers)
             settings["attention_backend"] = type(

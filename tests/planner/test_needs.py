@@ -1,0 +1,17 @@
+"""What an engine says it needs."""
+
+from lightning_megatron_rl.planner.memory import ModelSize
+from lightning_megatron_rl.planner.needs import EngineNeeds
+
+
+def test_the_cache_holds_so_many_tokens():
+    """Two layers with 64 numbers a token, in bf16: 2 x 64 x 2 = 256 bytes, half of them on each of two GPUs."""
+    size = ModelSize(
+        dense=1, experts=0, embeddings=1, hidden=64, layers=2, query_width=64, key_value_width=64, ffn_width=1,
+        vocabulary=8,
+    )  # fmt: skip
+    needs = EngineNeeds(kv_cache_memory_gb=0.5)
+    assert needs.cache_tokens(size, "bfloat16") == 2**29 // 256
+    assert needs.cache_tokens(size, "float32") == 2**29 // 512
+    assert EngineNeeds(kv_cache_memory_gb=0.5, tensor_parallel_size=2).cache_tokens(size, "bfloat16") == 2**29 // 128
+    assert EngineNeeds().cache_tokens(size, "bfloat16") is None
