@@ -42,6 +42,9 @@ ATTEMPT_TIMEOUT = 120.0  # seconds; with vLLM twice that
 END_OF_OTHERS = 30.0  # seconds after which no other rank may live when one is gone
 FAILED = 70  # code of a rank that ended with an exception
 GRACE = 5.0  # seconds for what a killed process had started
+GRACE_OF_START = (
+    30.0  # the same where that may be vLLM's process, which looks for its parent once it has imported torch
+)
 _IMPORTED = (Trainer, dist_checkpointing, finalize_model_grads, HFModel, MegatronStrategy)  # before the first fork
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -79,7 +82,8 @@ def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT, world_size: int = WORLD_
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.02)
     seconds = time.monotonic() - first_death if first_death else 0.0
-    return Attempt([codes[rank] for rank in range(world_size)], seconds, left_behind(memory), log.read_text()[-1500:])
+    left = left_behind(memory, GRACE_OF_START if job.vllm else GRACE)
+    return Attempt([codes[rank] for rank in range(world_size)], seconds, left, log.read_text()[-1500:])
 
 
 def adopt_orphans() -> None:
@@ -113,9 +117,9 @@ def make_model(path: Path) -> int:
     return 0
 
 
-def left_behind(memory: frozenset[str]) -> list[str]:
-    """Return processes and shared memory that outlive the attempt, and end the processes."""
-    deadline = time.monotonic() + GRACE
+def left_behind(memory: frozenset[str], grace: float = GRACE) -> list[str]:
+    """Return processes and shared memory that outlive the attempt by so many seconds, and end the processes."""
+    deadline = time.monotonic() + grace
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # orphans come here: this process is their reaper

@@ -20,14 +20,6 @@ def _at(
 # got some steps further, behind a checkpoint or two, when it dies; those of loading come after another kill.
 DRILLS = [
     (
-        _at("prompts admitted", _PLAN, "StreamPlan.admit", "return", 4),
-        _at("load: before", f"{_OWN}saving.py", "CheckpointSaver.load"),
-        _at("load: the stream is there again", _STREAM, "RolloutStream.load_state", "return"),
-        _at("groups begun", _PLAN, "StreamPlan.begin", "return", 9),
-        _at("responses on their way to the engine", _VLLM, f"{_ENGINE}.submit", "start", 3),
-        _at("responses in the engine", _VLLM, f"{_ENGINE}.submit", "return", 4),
-    ),
-    (
         _at("news of responses", _VLLM, f"{_ENGINE}.collect", "return", 25),
         _at("a response has grown", _PLAN, "Response.add", "return", 30),
         _at("reward", _REWARDS, "parity", "start", 9),
@@ -36,12 +28,11 @@ DRILLS = [
         _at("a batch is taken", _PLAN, "StreamPlan.take", "return", 4),
     ),
     (
-        _at("old log-probs", _GRPO, "GRPOModule.score_rollout", "start", 4),
-        _at("update", "strategy/schedule.py", "forward_backward", "start", 10),
-        _at("optimizer step: before", _MEGATRON, "ChainedOptimizer.step_with_ready_grads", "start", 4),
-        _at("optimizer step: after", _MEGATRON, "ChainedOptimizer.step_with_ready_grads", "return", 5),
-        _at("weights on their way", _VLLM, f"{_ENGINE}._update_through_host", "start", 4),
-        _at("weights there", _VLLM, f"{_ENGINE}.update_weights", "return", 5),
+        _at("save: staged, training goes on", f"{_OWN}save_queue.py", "SaveQueue.submit", "return", 4),
+        _at("save: shards written", f"{_OWN}shards.py", "StagedShards.write", "return", 4),
+        _at("save: before it is complete", f"{_OWN}format.py", "PendingCheckpoint._publish", "start", 4),
+        _at("save: complete", f"{_OWN}format.py", "PendingCheckpoint._publish", "return", 4),
+        _at("the next batch of data", "data/loader.py", "GlobalBatches.__getitem__", "start", 5),
     ),
     (
         _at("responses put away for a validation", _STREAM, "RolloutStream.put_away", "return", 2),
@@ -51,14 +42,23 @@ DRILLS = [
         _at("save: what is under way is told", _STREAM, "RolloutStream.state", "return", 4),
     ),
     (
-        _at("save: staged, training goes on", f"{_OWN}save_queue.py", "SaveQueue.submit", "return", 4),
-        _at("save: shards written", f"{_OWN}shards.py", "StagedShards.write", "return", 4),
-        _at("save: before it is complete", f"{_OWN}format.py", "PendingCheckpoint._publish", "start", 4),
-        _at("save: complete", f"{_OWN}format.py", "PendingCheckpoint._publish", "return", 4),
-        _at("the next batch of data", "data/loader.py", "GlobalBatches.__getitem__", "start", 5),
+        _at("prompts admitted", _PLAN, "StreamPlan.admit", "return", 4),
+        _at("load: before", f"{_OWN}saving.py", "CheckpointSaver.load"),
+        _at("load: the stream is there again", _STREAM, "RolloutStream.load_state", "return"),
+        _at("groups begun", _PLAN, "StreamPlan.begin", "return", 9),
+        _at("responses on their way to the engine", _VLLM, f"{_ENGINE}.submit", "start", 3),
+        _at("responses in the engine", _VLLM, f"{_ENGINE}.submit", "return", 4),
+    ),
+    (
+        _at("old log-probs", _GRPO, "GRPOModule.score_rollout", "start", 4),
+        _at("update", "strategy/schedule.py", "forward_backward", "start", 10),
+        _at("optimizer step: before", _MEGATRON, "ChainedOptimizer.step_with_ready_grads", "start", 4),
+        _at("optimizer step: after", _MEGATRON, "ChainedOptimizer.step_with_ready_grads", "return", 5),
+        _at("weights on their way", _VLLM, f"{_ENGINE}._update_through_host", "start", 4),
+        _at("weights there", _VLLM, f"{_ENGINE}.update_weights", "return", 5),
     ),
 ]
 SHORT = {
-    "separate": [(DRILLS[4][3], DRILLS[1][3])],  # a save is complete; a group is ready
-    "shared": [(DRILLS[3][4],)],  # the stream was told to a checkpoint, which is not complete
+    "separate": [(DRILLS[1][3], DRILLS[0][3])],  # a save is complete; a group is ready
+    "shared": [(DRILLS[2][4],)],  # the stream was told to a checkpoint, which is not complete
 }
