@@ -1,7 +1,8 @@
-"""TRL's side of B1 and B3: its GRPOTrainer with the same model, prompts, lengths, dtypes and optimizer.
+"""TRL's side of B1, B3 and B4: its GRPOTrainer with the same model, prompts, lengths, dtypes and optimizer.
 
-Used by weight_sync.py and grpo_step.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's fastest mode for
-a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a dry run.
+Used by weight_sync.py, grpo_step.py and long_tail.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's
+fastest mode for a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a
+dry run.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from common import SHAPES, TokenPrompts, default_device, summary, synchronize, timed, token_reward, write_model
 from ours import add_arguments
+from response_lengths import LongTail, force_lengths
 from work_done import TRANSFORMERS_PROJECTION, ComputeDtype, optimizer_work
 
 
@@ -132,6 +134,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sync = None
     if on_cuda:
         engine = trainer.vllm_generation
+        if options.long_tail:
+            force_lengths(engine.llm, LongTail(options.response_tokens))
         if options.syncs:
             for _ in range(3):
                 engine.sync_weights()
@@ -152,6 +156,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "who": "TRL GRPOTrainer",
         "shape": options.shape,
         "step_s": summary([row["step"] for row in kept]),
+        "seconds": [row["step"] for row in times],
         "phases": {
             **{name: summary([row[name] for row in kept]) for name in phases},
             "everything else": summary(rest),
@@ -181,5 +186,6 @@ def _load(directory: Path) -> Any:
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__)
     add_arguments(arguments, default_device())
+    arguments.add_argument("--long-tail", action="store_true", help="lognormal lengths, up to --response-tokens")
     print(json.dumps(measure(arguments.parse_args())), flush=True)
     os._exit(0)  # how long vLLM takes to shut down in TRL's process is not what is measured

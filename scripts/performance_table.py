@@ -10,8 +10,9 @@ from typing import Any
 
 from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
 from results import RESULTS, ROOT, Result, load, share, split, spread, table
+from stream_tables import long_tail, stream_kill_drill
 
-DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "README.md")
+DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "docs/asynchronous.md", "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
 CURVE_BLOCK = 25  # rollouts
@@ -333,6 +334,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kill drill": kill_drill,
     "resharding": resharding,
     "conversion": conversion,
+    "long tail": long_tail,
+    "stream kill drill": stream_kill_drill,
 }
 
 

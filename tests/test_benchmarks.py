@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron_rl.rollout.stream import StreamPlan
+from lightning_megatron_rl.sample import Prompt
 from tests.command_line import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "scripts"))
 floor: Any = importlib.import_module("floor")
 work_done: Any = importlib.import_module("work_done")
+response_lengths: Any = importlib.import_module("response_lengths")
 tables: ModuleType = importlib.import_module("performance_table")
 
 ONE_TOKEN = floor.Work(
@@ -234,7 +237,17 @@ def test_curves_from_the_same_weights_are_compared(tmp_path):
 
 
 def test_results_say_where_they_come_from():
-    names = ("throughput", "weight_sync", "grpo_step", "handover", "decoding", "real_run", "checkpoint", "convert")
+    names = (
+        "throughput",
+        "weight_sync",
+        "grpo_step",
+        "handover",
+        "decoding",
+        "real_run",
+        "checkpoint",
+        "convert",
+        "long_tail",
+    )
     for name in names:
         for stem, result in tables.load(f"{name}_*.json"):
             for key in ("command", "device", "versions", "python", "date"):
@@ -277,7 +290,7 @@ def test_a_peer_of_one_device_is_not_compared_with_several(monkeypatch):
         list(compare.run_sides(["--devices=2"], "trl", 1))
 
 
-def run_benchmark(script: str, *arguments: str) -> str:
+def run_benchmark(script: str, *arguments: str, timeout: float = 240) -> str:
     """Run a benchmark in a process of its own and return what it prints."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), "--device=cpu", *arguments],
@@ -285,7 +298,7 @@ def run_benchmark(script: str, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -379,6 +392,118 @@ def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
         assert result["rates"]["ours"]["share_of_limit"] < 1
     else:
         assert result["times_floor"] > 1
+
+
+def test_lengths_have_a_long_tail():
+    lengths = response_lengths.LongTail(3900)
+    drawn = [lengths([row, 7], place) for row in range(500) for place in range(8)]
+    assert drawn == [lengths([row, 7], place) for row in range(500) for place in range(8)]
+    assert sum(drawn) / len(drawn) == pytest.approx(884, rel=0.05)
+    assert sorted(drawn)[len(drawn) // 2] == pytest.approx(700, rel=0.05)
+    assert sum(length == 3900 for length in drawn) == pytest.approx(len(drawn) * 0.011, rel=0.4)
+    assert min(drawn) > 0
+    assert max(drawn) == 3900
+
+
+def test_the_work_of_an_epoch_is_that_of_its_groups_in_any_order():
+    groups = [([5, 6], [3, 1]), ([4, 4], [2, 2])]
+    found = response_lengths.work(groups)
+    assert (found["samples"], found["response_tokens"]) == (4, 8)
+    assert found == response_lengths.work(groups[::-1])
+    for other in ([([5, 6], [1, 3]), groups[1]], [([5, 7], [3, 1]), groups[1]], groups[:1]):
+        assert found["groups_sha256"] != response_lengths.work(other)["groups_sha256"]
+
+
+def test_another_engine_is_made_to_draw_the_same_lengths():
+    class Params:
+        max_tokens = 99
+
+        def clone(self) -> "Params":
+            return Params()
+
+    class Engine:
+        def generate(self, prompts: list[Any], sampling_params: list[Params], use_tqdm: bool) -> list[int]:
+            assert not use_tqdm
+            return [params.max_tokens for params in sampling_params]
+
+    engine, lengths = Engine(), response_lengths.LongTail(104)
+    response_lengths.force_lengths(engine, lengths)
+    prompts = [{"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [9, 8]}]
+    found: Any = engine.generate(prompts, sampling_params=Params(), use_tqdm=False)  # type: ignore[arg-type]
+    assert found == [lengths([7, 8], 0), lengths([7, 8], 1), lengths([9, 8], 0)]
+
+
+class Given:
+    """Lengths by a prompt's first token; each response is as long."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def __call__(self, prompt: list[int], place: int) -> int:
+        return self.lengths[prompt[0]]
+
+
+def simulated(lengths: Given, batch: int, bound: int, *, separate: bool, prefill: float = 1e9) -> list[float]:
+    """Seconds of each step of groups of one response, of which a token takes a second and 0.5 more for each other."""
+    simulation: Any = importlib.import_module("stream_simulation")
+    rates = simulation.Rates([1, 3], [1.0, 2.0], prefill, train_s=10.0)
+    prompts = [Prompt([index], "", index=index) for index in range(len(lengths.lengths))]
+    plan = StreamPlan(batch, bound, batch * (bound + 1), 1)
+    return simulation.simulate(plan, prompts, lengths, rates, separate=separate)
+
+
+def test_simulation_by_hand():
+    # both for 2 tokens, one for 4 more; then training
+    assert simulated(Given(2, 6), 2, 0, separate=False) == pytest.approx([2 * 1.5 + 4 + 10])
+    lengths = Given(2, 6, 4, 4)
+    # the long one has had 2 tokens when the first step is over, the second one begins when there is a place for it
+    shared = simulated(lengths, 1, 1, separate=False)
+    assert shared[0] == pytest.approx(2 * 1.5 + 10)
+    assert sum(simulated(lengths, 1, 0, separate=False)) == pytest.approx(16 + 40)
+    # while the trainer works, the sampler does everything that it may begin
+    beside = simulated(lengths, 1, 1, separate=True)
+    assert beside[0] == pytest.approx(2 * 1.5 + 10)
+    assert beside[1] == pytest.approx(10.0)
+    assert sum(beside) < sum(shared) < 16 + 40
+    # what was drawn before an update is computed again: two tokens, at two seconds each
+    again = simulated(lengths, 1, 1, separate=False, prefill=0.5)
+    assert again[1] == pytest.approx(shared[1] + 4)
+
+
+def test_goals_of_a_long_tail_by_hand():
+    long_tail: Any = importlib.import_module("long_tail")
+    rows = [
+        {"max_staleness": 0, "placement": None, "devices": 1, "samples_per_s": 10.0, "speedup": 1.0},
+        {"max_staleness": 1, "placement": "shared", "devices": 1, "samples_per_s": 12.9, "speedup": 1.29},
+        {"max_staleness": 2, "placement": "shared", "devices": 1, "samples_per_s": 15.0, "speedup": 1.5},
+    ]
+    trl = {"samples_per_s": 8.0}
+    assert long_tail.goals(rows, "cuda", trl) == [
+        {"side": "shared, bound 1", "goal": 1.3, "reached": 1.29, "ok": False},
+        {"side": "shared, bound 2", "goal": 1.45, "reached": 1.5, "ok": True},
+        {"side": "shared, bound 2, against TRL", "goal": 1.8, "reached": 15.0 / 8.0, "ok": True},
+    ]
+    assert long_tail.goals(rows, "cpu", None) == []
+    assert len(long_tail.goals(rows, "cuda", {"failed": "out of memory"})) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(500)  # three runs, each with a sampler of its own
+def test_long_tail_runs_on_a_cpu(tmp_path: Path):
+    out = tmp_path / "long_tail.json"
+    sizes = ["--steps=3", "--warmup=1", "--drain=1", "--groups=2", "--generations=2", "--prompt-tokens=4"]
+    sizes += ["--longest=24", "--bounds=1", "--out", str(out)]
+    shown = run_benchmark("long_tail.py", *sizes, timeout=480)
+    result = json.loads(out.read_text())
+    assert [row["placement"] for row in result["rows"]] == [None, "shared", "separate"]
+    assert len({row["work"]["groups_sha256"] for row in result["rows"]}) == 1
+    for row in result["rows"]:
+        assert row["samples_per_s"] > 0
+        assert row["staleness_max"] <= row["max_staleness"]
+        assert row["simulated_speedup"] > 0.9  # rates of an engine for some milliseconds
+        assert max(row["mismatch"]) < 1e-3 or row["max_staleness"]  # the weights arrived
+    assert "separate, bound 1" in shown
+    assert out.with_suffix(".png").exists()
 
 
 @pytest.mark.slow

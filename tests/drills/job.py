@@ -27,6 +27,7 @@ from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.streaming import StreamingSettings
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -45,6 +46,7 @@ from tests.training import make_trainer
 Kind = Literal["sft", "grpo", "ppo"]
 STEPS, SAVED_EVERY, VALIDATED_EVERY = 7, 2, 2
 STEPS_PER_EPOCH = 3
+STREAMED_TOKENS = 40  # of a response at most
 
 
 class WeighedEngine(SeededEngine):
@@ -87,8 +89,12 @@ class Notes(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         if isinstance(module, GRPOModule):
             assert module.last_rollout is not None
-            samples = [sample.response_ids for sample in module.last_rollout.samples]
-            self._write(trainer, step=trainer.global_step - 1, samples=samples)
+            samples, step = module.last_rollout.samples, trainer.global_step - 1
+            self._write(trainer, step=step, samples=[sample.response_ids for sample in samples])
+            if module.streamed is not None:
+                used = [sample.prompt.index for sample in samples[:: module.num_generations]]
+                age = max(step - sample.weight_version for sample in samples)
+                self._write(trainer, step=step, used=used, age=age)
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
@@ -133,6 +139,8 @@ class Job:
         saves_every: Steps between checkpoints.
         keeps: How many of them stay; -1 for all.
         vllm: Whether vLLM samples.
+        streaming: Arguments of its stream; with none it is synchronous.
+        rows: Of the training set, four of which make a batch.
         callbacks: Others.
         trainer: Other arguments of the Trainer.
     """
@@ -146,6 +154,8 @@ class Job:
     saves_every: int = SAVED_EVERY
     keeps: int = 1
     vllm: bool = False
+    streaming: dict[str, Any] = field(default_factory=dict)
+    rows: int = 14
     callbacks: list[pl.Callback] = field(default_factory=list)
     trainer: dict[str, Any] = field(default_factory=dict)
 
@@ -178,15 +188,22 @@ def make_module(job: Job) -> Any:
         "loss": GRPOLossConfig(kl_coef=0.1),
         "reference": ReferenceSettings(refresh_every_n_steps=2),
     }
+    if job.streaming:  # long enough for responses to be under way at an update
+        options |= {
+            "streaming": StreamingSettings(**job.streaming),
+            "updates_per_rollout": 1,
+            "sampling": SamplingParams(temperature=0.9, max_tokens=STREAMED_TOKENS),
+            "loss": GRPOLossConfig(kl_coef=0.1, correction="tis"),
+        }
     if job.kind == "grpo":
         return GRPOModule(**nested(options))
     return PPOModule(critic=CriticSettings(warmup_rollouts=1), critic_optimizer=optimizer(2e-3), **nested(options))
 
 
 def make_data(job: Job) -> Any:
-    """Three batches per shuffled epoch, and two rows to validate on."""
+    """Three batches per shuffled epoch, or as many as there are rows for, and two rows to validate on."""
     rows: dict[str, Any] = {
-        "train": ArithmeticRows("train", size=14),
+        "train": ArithmeticRows("train", size=job.rows),
         "val": {"held_out": ArithmeticRows("val", size=2)},
         "tokenizer": str(job.model),
         "batch_size": 4,
@@ -305,7 +322,7 @@ def history(directory: Path, world_size: int) -> list[dict[str, Any]]:
     ranks = []
     for rank in range(world_size):
         lines = [json.loads(line) for line in (directory / f"seen-{rank}.jsonl").read_text().splitlines()]
-        kinds: dict[str, dict[int, Any]] = {"rows": {}, "samples": {}, "validation": {}}
+        kinds: dict[str, dict[int, Any]] = {"rows": {}, "samples": {}, "validation": {}, "used": {}, "age": {}}
         for line in lines:
             for kind, values in kinds.items():
                 if kind in line:

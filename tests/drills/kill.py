@@ -42,6 +42,9 @@ ATTEMPT_TIMEOUT = 120.0  # seconds; with vLLM twice that
 END_OF_OTHERS = 30.0  # seconds after which no other rank may live when one is gone
 FAILED = 70  # code of a rank that ended with an exception
 GRACE = 5.0  # seconds for what a killed process had started
+GRACE_OF_START = (
+    30.0  # the same where that may be vLLM's process, which looks for its parent once it has imported torch
+)
 _IMPORTED = (Trainer, dist_checkpointing, finalize_model_grads, HFModel, MegatronStrategy)  # before the first fork
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,16 +59,16 @@ class Attempt:
     output: str
 
 
-def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT) -> Attempt:
+def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT, world_size: int = WORLD_SIZE) -> Attempt:
     """Run all ranks of `job` to their ends."""
     memory = shared_memory()
     log = job.directory / "output.log"
     log.unlink(missing_ok=True)
     port = free_port()
-    ranks = {fork(partial(run_rank, job, rank, WORLD_SIZE, port), log): rank for rank in range(WORLD_SIZE)}
+    ranks = {fork(partial(run_rank, job, rank, world_size, port), log): rank for rank in range(world_size)}
     codes: dict[int, int] = {}
     deadline, first_death = time.monotonic() + timeout, 0.0
-    while len(codes) < WORLD_SIZE:
+    while len(codes) < world_size:
         for pid in [pid for pid, rank in ranks.items() if rank not in codes]:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -79,7 +82,13 @@ def attempt(job: Job, timeout: float = ATTEMPT_TIMEOUT) -> Attempt:
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.02)
     seconds = time.monotonic() - first_death if first_death else 0.0
-    return Attempt([codes[rank] for rank in range(WORLD_SIZE)], seconds, left_behind(memory), log.read_text()[-1500:])
+    left = left_behind(memory, GRACE_OF_START if job.vllm else GRACE)
+    return Attempt([codes[rank] for rank in range(world_size)], seconds, left, log.read_text()[-1500:])
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what killed ranks have started, so that `left_behind` sees it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def fork(function: Callable[[], int], log: Path) -> int:
@@ -108,9 +117,9 @@ def make_model(path: Path) -> int:
     return 0
 
 
-def left_behind(memory: frozenset[str]) -> list[str]:
-    """Return processes and shared memory that outlive the attempt, and end the processes."""
-    deadline = time.monotonic() + GRACE
+def left_behind(memory: frozenset[str], grace: float = GRACE) -> list[str]:
+    """Return processes and shared memory that outlive the attempt by so many seconds, and end the processes."""
+    deadline = time.monotonic() + grace
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # orphans come here: this process is their reaper
@@ -220,7 +229,7 @@ def main() -> int:
     parser.add_argument("--vllm", action="store_true", help="the points with vLLM as the sampler, and no others")
     parser.add_argument("--out", type=Path, help="where the report goes, JSON")
     options = parser.parse_args()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     drills = VLLM_DRILLS if options.vllm else SHORT if options.short else DRILLS
     drills = [one for one in drills if not options.only or one.name in options.only]
     with tempfile.TemporaryDirectory() as root:

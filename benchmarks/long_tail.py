@@ -1,0 +1,263 @@
+"""B4: whole GRPO steps whose responses have a long tail, synchronous and streamed: ``python benchmarks/long_tail.py``.
+
+16 groups of 8 responses a step, of lognormal lengths (mean 884 tokens, longest 3,900; on a CPU a tiny model and 24 and
+104): lengths belong to prompts, so every side draws the same tokens in the end, which is checked. The sampler works
+between training steps ("shared") or beside them ("separate": on GPUs its own, on a CPU one core for the trainer and one
+for the sampler, against the synchronous run on both). TRL's synchronous trainer runs in the same run on one GPU.
+
+A rate is that of the measured steps together, not of the median one: steps of a stream differ. The simulation has the
+engine's measured speed, and sampling and training alone take time in it.
+"""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, TokenPrompts, facts, make_tokenizer, result_path, run_child, write_json
+from compare import different_work
+from long_tail_side import add_arguments, passed_on
+from response_lengths import LongTail, work
+from stream_simulation import Rates, simulate
+
+from lightning_megatron_rl.rollout.stream import StreamPlan
+from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.utilities.cpus import OthersLoad
+
+GOALS = {  # as many times as fast as the synchronous run
+    "cuda": {("shared", 1): 1.3, ("shared", 2): 1.45, ("shared", 4): 1.5},
+    "cpu": {("separate", 1): 1.3, ("separate", 2): 1.3, ("separate", 4): 1.3},
+}
+OVER_TRL = (("shared", 2), 1.8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--bounds", default="1,2,4", help="of max_staleness")
+    parser.add_argument("--placements", help="shared, separate (on CUDA it needs a second GPU); all that can be")
+    parser.add_argument("--in-flight", type=int, help="groups sampled at a time at most; 2 batches on CUDA, else 3")
+    parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
+    parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per side")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    bounds = [int(bound) for bound in options.bounds.split(",")]
+    if max(bounds) > options.drain:
+        parser.error(f"--bounds {options.bounds} with --drain {options.drain}: measured steps would begin nothing new")
+    placements = options.placements.split(",") if options.placements else default_placements(options.device)
+    load = os.getloadavg()[0]  # of other processes: nothing of this runs yet
+    flights = {bound: in_flight(options, bound) for bound in (0, *bounds)}
+    most = max(flights.values())
+    most_sequences = most * options.generations
+    sizes = sorted({size for size in (1, 8, 32, 128, 512, most_sequences) if size <= most_sequences})
+    first = ["--rates", *map(str, sizes)]
+    rows: list[dict[str, Any]] = []
+
+    def add(placement: str, bound: int, *more: str) -> None:
+        arguments = [f"--bound={bound}", f"--placement={placement}", f"--in-flight={flights[bound]}"]
+        arguments += [f"--most-in-flight={most}", *more]
+        others = OthersLoad()
+        row = run_child("long_tail_side.py", passed_on(options) + arguments, options.timeout)
+        rows.append({**row, "others_cpus": others.cpus()})
+        finish(rows, options)
+        write(rows, options, load)  # what is measured is not lost with a later side
+        print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
+
+    add("shared", 0, *first)
+    if options.device == "cuda" and "separate" in placements:
+        add("shared", 0, "--devices=2")  # as many GPUs as trainer and sampler have
+    for placement in placements:
+        for bound in bounds:
+            add(placement, bound)
+    trl = run_peer(options, rows[0]) if wants_peer(options) else None
+    print_table(write(rows, options, load, trl))
+
+
+def in_flight(options: argparse.Namespace, bound: int) -> int:
+    """Return the groups that are sampled at a time: more of them decode better, and take more of the cache."""
+    most = options.in_flight or (2 if options.device == "cuda" else 3) * options.groups
+    return min((bound + 1) * options.groups, max(most, options.groups))
+
+
+def default_placements(device: str) -> list[str]:
+    """Return the placements that the machine has devices for."""
+    both = torch.cuda.device_count() > 1 if device == "cuda" else len(os.sched_getaffinity(0)) > 1
+    return ["shared", "separate"] if both else ["shared"]
+
+
+def wants_peer(options: argparse.Namespace) -> bool:
+    """Whether TRL runs: where it is installed, and vLLM samples for it."""
+    if options.peer == "trl" and options.device == "cpu":
+        raise ValueError("--peer trl on a CPU: there it samples without vLLM, and with its own lengths. --peer none")
+    there = options.device == "cuda" and importlib.util.find_spec("trl") is not None
+    return options.peer == "trl" or (options.peer == "auto" and there)
+
+
+def run_peer(options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, Any]:
+    """Return TRL's side, with what is different in its work from the synchronous run's; if it failed, why."""
+    arguments = [
+        f"--device={options.device}",
+        f"--shape={options.shape}",
+        f"--precision={options.precision}",
+        f"--steps={options.steps + options.drain}",
+        f"--warmup={options.warmup}",
+        f"--prompts={options.groups}",
+        f"--generations={options.generations}",
+        f"--prompt-tokens={options.prompt_tokens}",
+        f"--response-tokens={options.longest}",
+        f"--cache-gb={options.cache_gb}",
+        f"--trl-batch={options.trl_batch}",
+        "--long-tail",
+    ]
+    try:
+        theirs = run_child("trl_peer.py", arguments, options.timeout)
+    except RuntimeError as error:
+        if options.peer == "trl":
+            raise
+        return {"failed": str(error)}
+    same = {"response_tokens_per_step": ours["response_tokens_per_step"]}
+    seconds = theirs["seconds"][options.warmup : options.warmup + options.steps]
+    return {
+        **theirs,
+        "samples_per_s": options.groups * options.generations * len(seconds) / sum(seconds),
+        "different_work": different_work(same, theirs["work"]),
+    }
+
+
+def write(
+    rows: list[dict[str, Any]], options: argparse.Namespace, load: float, trl: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write and draw what is known by now, and return it."""
+    result = {
+        **facts(options.device),
+        "benchmark": "B4 long tail",
+        "load_before": load,
+        "shape": options.shape,
+        "rows": rows,
+        "goals": goals(rows, options.device, trl),
+        "trl": trl,
+    }
+    path = result_path("long_tail", options.device, options.out)
+    write_json(path, result)
+    plot(result, path.with_suffix(".png"))
+    return result
+
+
+def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Add to each row what follows from the first, the synchronous run: speed-ups, and the simulation's.
+
+    Raises:
+        RuntimeError: A side has not used every prompt once, with responses of their lengths.
+    """
+    rates = Rates(**rows[0]["rates"])
+    prompts, lengths = epoch(options), LongTail(options.longest)
+    wanted = work(
+        (prompt.token_ids, [lengths(prompt.token_ids, place) for place in range(options.generations)])
+        for prompt in prompts
+    )
+    kept = slice(options.warmup, options.warmup + options.steps)
+    simulated = []
+    for row in rows:
+        if different := different_work(wanted, row["work"]):
+            raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
+        plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
+        separate = row["placement"] == "separate"
+        simulated.append(sum(simulate(plan, prompts, lengths, rates, separate=separate)[kept]))
+        # separate devices are compared with a synchronous run on as many
+        alone = [other for other in rows if not other["max_staleness"]]
+        base = alone[-1] if separate else alone[0]
+        row["speedup"] = row["samples_per_s"] / base["samples_per_s"]
+        row["epoch_speedup"] = base["epoch_s"] / row["epoch_s"]
+        row["simulated_step_s"] = simulated[-1] / options.steps
+        row["simulated_speedup"] = simulated[0] / simulated[-1] if row["devices"] == base["devices"] else None
+
+
+def epoch(options: argparse.Namespace) -> list[Prompt]:
+    """Return the prompts of every side."""
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    ids = make_tokenizer(vocab_size).get_vocab()
+    size = options.groups * (options.warmup + options.steps + options.drain)
+    rows = TokenPrompts(size, options.prompt_tokens, vocab_size)()
+    texts = [str(row["prompt"]) for row in rows]
+    return [Prompt([ids[word] for word in text.split()], text, index=index) for index, text in enumerate(texts)]
+
+
+def goals(rows: list[dict[str, Any]], device: str, trl: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return what rows are held to, and whether they reach it."""
+    found = []
+    for row in rows:
+        side = (row["placement"], row["max_staleness"])
+        if (goal := GOALS[device].get(side)) is not None:
+            found.append({"side": name(row), "goal": goal, "reached": row["speedup"], "ok": row["speedup"] >= goal})
+        if side == OVER_TRL[0] and trl is not None and "samples_per_s" in trl:
+            times = row["samples_per_s"] / trl["samples_per_s"]
+            found.append(
+                {"side": f"{name(row)}, against TRL", "goal": OVER_TRL[1], "reached": times, "ok": times >= OVER_TRL[1]}
+            )
+    return found
+
+
+def name(row: dict[str, Any]) -> str:
+    """Return what a row is called.
+
+    Example:
+        ``name({"max_staleness": 2, "placement": "shared", "devices": 1}) == "shared, bound 2"``
+    """
+    devices = "" if row["devices"] == 1 else f" on {row['devices']} devices"
+    return f"{row['placement']}, bound {row['max_staleness']}" if row["max_staleness"] else f"synchronous{devices}"
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print a line for each row, and what became of the goals."""
+    print(
+        f"{'':22s}{'samples/s':>10s}{'s/step, median':>20s}{'trainer idle':>14s}{'sampler idle':>14s}"
+        f"{'staleness':>11s}{'speed-up':>10s}{'simulated':>11s}"
+    )
+    for row in result["rows"]:
+        step = f"{row['step_s']['median']:.3f} ± {row['step_s']['spread']:.0%}"
+        simulated = "–" if row["simulated_speedup"] is None else f"{row['simulated_speedup']:.2f}"
+        sampler = "–" if row["sampler_idle"] is None else f"{row['sampler_idle']:.0%}"
+        print(
+            f"{name(row):22s}{row['samples_per_s']:10.1f}{step:>20s}{row['trainer_idle']:14.0%}{sampler:>14s}"
+            f"{row['staleness_max']:11.0f}{row['speedup']:10.2f}{simulated:>11s}"
+        )
+    if (trl := result["trl"]) is not None:
+        print(
+            f"TRL: {trl['samples_per_s']:.1f} samples/s" if "samples_per_s" in trl else f"TRL failed: {trl['failed']}"
+        )
+        for line in trl.get("different_work", ()):
+            print(f"NOT THE SAME WORK: {line}")
+    for goal in result["goals"]:
+        verdict = "reached" if goal["ok"] else "missed"
+        print(f"{goal['side']}: {goal['reached']:.2f} x, goal {goal['goal']:.2f} x: {verdict}", flush=True)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw the speed-ups, and the simulation's beside them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result["rows"][::-1]
+    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.35 * len(rows)))
+    places = range(len(rows))
+    axes.barh(places, [row["speedup"] for row in rows], color="tab:blue", label="measured")
+    axes.plot([row["simulated_speedup"] for row in rows], places, "o", color="tab:orange", label="simulated")
+    wanted = {goal["side"]: goal["goal"] for goal in result["goals"]}
+    marks = [(wanted[name(row)], place) for place, row in zip(places, rows, strict=True) if name(row) in wanted]
+    if marks:
+        axes.plot(*zip(*marks, strict=True), "|", markersize=16, color="black", label="goal")
+    axes.set_yticks(places, [name(row) for row in rows])
+    axes.set(xlabel="samples/s, as a multiple of the synchronous run's", title=f"B4: long tail, {result['device']}")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

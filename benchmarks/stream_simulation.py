@@ -1,0 +1,101 @@
+"""What streaming would give if nothing but sampling and training took time: `StreamPlan` on a simulated engine."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from response_lengths import LongTail
+
+from lightning_megatron_rl.rollout.stream import StreamPlan
+from lightning_megatron_rl.sample import Prompt
+
+_NOTHING = 1e-6  # tokens that are left of a response which has ended, by rounding
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast an engine and a trainer are.
+
+    Args:
+        sequences: Numbers of sequences that were sampled at a time, in ascending order.
+        token_s: Seconds in which each of so many sequences gets a token.
+        prefill_tokens_per_s: At which the cache of tokens is computed that were drawn before an update.
+        train_s: Of a step, everything but the rollout.
+    """
+
+    sequences: list[int]
+    token_s: list[float]
+    prefill_tokens_per_s: float
+    train_s: float
+
+    def seconds_of_token(self, sequences: int) -> float:
+        """Return the seconds in which each of so many sequences gets a token."""
+        return float(np.interp(sequences, self.sequences, self.token_s))
+
+
+class _Sampler:
+    """Samples what a plan begins, with a clock of its own."""
+
+    def __init__(self, plan: StreamPlan, lengths: LongTail, rates: Rates) -> None:
+        self.clock = 0.0
+        self._plan, self._lengths, self._rates = plan, lengths, rates
+        self._left: dict[int, np.ndarray] = {}  # tokens of each response under way, by its group's number
+        self._drawn: dict[int, np.ndarray] = {}
+
+    def advance(self, version: int, until: float = float("inf")) -> None:
+        """Sample until a response ends, at most until a time."""
+        for group in self._plan.begin(version):
+            tokens = [self._lengths(group.prompt.token_ids, place) for place in range(len(group.responses))]
+            self._left[group.number] = np.array(tokens, dtype=float)
+            self._drawn[group.number] = np.zeros(len(tokens))
+        alive = np.concatenate([left[left > 0] for left in self._left.values()]) if self._left else np.zeros(0)
+        if not alive.size:
+            assert until < float("inf"), f"nothing is under way: {self._plan.describe()}"
+            self.clock = until
+            return
+        token_s = self._rates.seconds_of_token(alive.size)
+        tokens = min(float(alive.min()), (until - self.clock) / token_s)
+        self.clock += tokens * token_s
+        for number, left in list(self._left.items()):
+            self._drawn[number][left > 0] += tokens
+            left -= tokens
+            left[left < _NOTHING] = 0.0
+            if not left.any():
+                del self._left[number], self._drawn[number]
+                self._plan.finish(self._plan.under_way[number])
+
+    def recompute(self) -> None:
+        """Compute the cache of everything under way anew."""
+        kept = sum(float(drawn[self._left[number] > 0].sum()) for number, drawn in self._drawn.items())
+        self.clock += kept / self._rates.prefill_tokens_per_s
+
+
+def simulate(
+    plan: StreamPlan, prompts: list[Prompt], lengths: LongTail, rates: Rates, *, separate: bool
+) -> list[float]:
+    """Return the seconds of each step of an epoch.
+
+    Args:
+        plan: Has nothing yet; with a `max_staleness` of 0 it is the synchronous run.
+        prompts: Of the epoch, in their order.
+        lengths: Of responses.
+        rates: Of the engine and the trainer.
+        separate: The sampler works while the trainer does.
+    """
+    sampler, ends = _Sampler(plan, lengths, rates), [0.0]
+    ahead = (plan.max_staleness + 1) * plan.batch_size
+    plan.admit(prompts[:ahead])
+    for version in range(len(prompts) // plan.batch_size):
+        if version:
+            start = ahead + (version - 1) * plan.batch_size
+            plan.admit(prompts[start : start + plan.batch_size])
+            sampler.recompute()
+        while not plan.can_take(version):
+            sampler.advance(version)
+        plan.take(version)
+        trained = sampler.clock + rates.train_s
+        while separate and sampler.clock < trained - _NOTHING * rates.token_s[0]:
+            sampler.advance(version, until=trained)
+        sampler.clock = trained
+        ends.append(trained)
+    return [later - earlier for earlier, later in pairwise(ends)]

@@ -1,0 +1,38 @@
+"""The tables of docs/asynchronous.md: steps with a long tail (B4), and kill drills of runs that stream."""
+
+from pathlib import Path
+
+from results import RESULTS, load, spread, table
+
+
+def long_tail(results: Path = RESULTS) -> str:
+    """Return the table of B4."""
+    header = (
+        "| device | model | sampler, `max_staleness` | samples/s | step, s | trainer idle | sampler idle"
+        " | greatest staleness | times synchronous | simulated | CPUs that others kept busy |"
+    )
+    rows = []
+    for _, result in load("long_tail_*.json", results):
+        for row in result["rows"]:
+            side = f"{row['placement']}, {row['max_staleness']}" if row["max_staleness"] else "synchronous, 0"
+            sampler = "–" if row["sampler_idle"] is None else f"{row['sampler_idle']:.0%}"
+            simulated = "–" if row["simulated_speedup"] is None else f"{row['simulated_speedup']:.2f}"
+            others = "–" if row["others_cpus"] is None else f"{row['others_cpus']:.1f}"
+            rows.append(
+                f"| {result['device']} | {result['shape']} | {side} | {row['samples_per_s']:.1f}"
+                f" | {spread(row['step_s'], 2)} | {row['trainer_idle']:.0%} | {sampler}"
+                f" | {row['staleness_max']:.0f} | {row['speedup']:.2f} | {simulated} | {others} |"
+            )
+    return table(header, rows)
+
+
+def stream_kill_drill(results: Path = RESULTS) -> str:
+    """Return the table of the kill drills, a row for each point."""
+    rows = []
+    for _, result in load("stream_kill_drill.json", results):
+        found: dict[str, dict[str, str]] = {}
+        for line in result["drills"]:
+            placement, _, point = line["point"].partition(": ")
+            found.setdefault(point, {})[placement] = str(len(line["problems"]) or "none")
+        rows += [f"| {point} | {p.get('separate', '–')} | {p.get('shared', '–')} |" for point, p in found.items()]
+    return table("| killed at | problems, separate | problems, shared |", rows)
