@@ -16,6 +16,7 @@ from lightning_megatron_rl.rollout.streaming import POLL_S
 from tests.callbacks.test_trace_events import check_format, check_rows, spans
 from tests.modules.runs import fit_grpo, length
 from tests.modules.test_streaming import ALONE, BATCH, ROWS, write_rows
+from tests.selection import by_default
 from tests.training import Run
 
 STEPS = ROWS // BATCH
@@ -122,8 +123,9 @@ def test_a_synchronous_run_is_idle_by_turns(worker_pool, qwen3_dir, rows, tmp_pa
         assert metrics["perf/trainer_idle_frac"] + metrics["perf/sampler_idle_frac"] >= 1 - 0.02
 
 
-@pytest.mark.parametrize(("placement", "lag"), [("shared", 0.0), ("separate", 4 * POLL_S)])
-def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement, lag):
+@pytest.mark.parametrize("placement", by_default(["separate"], ["shared", "separate"]))
+def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement):
+    lag = 4 * POLL_S if placement == "separate" else 0.0
     path, settings = tmp_path / "timeline.json", {"max_staleness": 2, "placement": placement}
     run = worker_pool.run(fit, qwen3_dir, rows, path, {}, 1, settings, world_size=1, **ALONE)[0]
     content = json.loads(path.read_text())
@@ -146,6 +148,7 @@ def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement, lag
     assert (overlap > 0) == (placement == "separate")
 
 
+@pytest.mark.slow
 def test_replicas_are_rows_of_one_file_and_counted_together(worker_pool, qwen3_dir, rows, tmp_path):
     path = tmp_path / "timeline.json"
     runs = worker_pool.run(fit, qwen3_dir, rows, path, {}, 2, {"max_staleness": 1}, world_size=2, **ALONE)
@@ -162,6 +165,7 @@ def test_replicas_are_rows_of_one_file_and_counted_together(worker_pool, qwen3_d
     assert runs[0].steps[0]["rollout/ready"] + runs[0].steps[0]["rollout/under_way"] == BATCH
 
 
+@pytest.mark.slow
 def test_ranks_of_a_replica_have_one_sampler(worker_pool, qwen3_dir, rows, tmp_path):
     path, strategy = tmp_path / "timeline.json", {"tensor_model_parallel_size": 2}
     runs = worker_pool.run(fit, qwen3_dir, rows, path, strategy, 2, {"max_staleness": 1}, world_size=2, **ALONE)
