@@ -7,6 +7,7 @@ and the update is timed alone. Trainer and sampler have a thread each. The goal:
 """
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -23,6 +24,7 @@ from common import (
     facts,
     make_optimizer,
     make_trainer,
+    run_child,
     summary,
     token_reward,
     write_json,
@@ -30,7 +32,7 @@ from common import (
 )
 
 GOAL = 0.02
-PROMPT_TOKENS, TOKENS, GENERATIONS = 16, 2048, 8
+PROMPT_TOKENS, TOKENS, GENERATIONS = 16, 1024, 8
 CONDITIONS = ("collected", "not collected")
 
 
@@ -135,7 +137,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     else:
                         with beside.held():
                             seconds[name].append(timed())
-                print(pair, {name: round(seconds[name][-1], 3) for name in CONDITIONS}, flush=True)
             found["groups_begun"], found["groups_ready"] = plan.num_born - first, len(plan.ready)
             found["under_way"] = len(plan.under_way)
             beside.stream.put_away()
@@ -168,14 +169,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20, help="updates of each condition")
-    parser.add_argument("--groups", type=int, default=16, help=f"under way at a time, of {GENERATIONS} responses each")
-    parser.add_argument("--sequences", type=int, default=16, help="of an update")
+    parser.add_argument("--pairs", type=int, default=12, help="updates of each condition")
+    parser.add_argument("--groups", type=int, default=8, help=f"under way at a time, of {GENERATIONS} responses each")
+    parser.add_argument("--sequences", type=int, default=8, help="of an update")
     parser.add_argument("--length", type=int, default=512, help="of each of them, in tokens")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "stream_collector_cpu.json")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # a core for each of them
-    found = measure(options)
+    if options.run:
+        print(json.dumps(measure(options)))
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # a core for each of them; torch reads it when it is imported
+    given = ("pairs", "groups", "sequences", "length")
+    arguments = [f"--{name}={getattr(options, name)}" for name in given]
+    found = run_child("stream_collector.py", ["--run", *arguments], options.timeout)
     with_it, without = (found["seconds"][name] for name in CONDITIONS)
     # pairs stand next to each other in time: what else the machine does is in both
     more = [one / other - 1 for one, other in zip(with_it, without, strict=True)]

@@ -40,7 +40,7 @@ LEAST_STEPS = 3
 
 
 def run(placement: str, path: Path, steps: int, work: Path) -> dict[str, Any]:
-    """Train with one placement and write its timeline; return the medians of its metrics."""
+    """Train with one placement and write its timeline; return the time of its steps and what was lost of it."""
     from lightning_megatron_rl.callbacks.timeline import Timeline
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -75,10 +75,13 @@ def run(placement: str, path: Path, steps: int, work: Path) -> dict[str, Any]:
     trainer = make_trainer("cpu", max_steps=steps, callbacks=[Timeline(str(path)), log], precision="32-true")
     trainer.fit(module, data)
     module.close_engine()
-    names = ("time/step_s", "perf/trainer_idle_frac", "perf/sampler_idle_frac", "perf/sampler_tokens_per_s")
-    # the first steps fill the stream, the last ones empty it
+    # the first step fills the stream, the last ones empty it; steps that wait and steps that do not are means over time
     kept = log.steps[1 : steps - STALENESS]
-    return {name: statistics.median(step[name] for step in kept) for name in names}
+    seconds = [step["time/step_s"] for step in kept]
+    names = ("perf/trainer_idle_frac", "perf/sampler_idle_frac", "perf/sampler_tokens_per_s")
+    total = sum(seconds)
+    means = {name: sum(step[name] * step["time/step_s"] for step in kept) / total for name in names}
+    return {"steps": len(kept), "time/step_s": statistics.mean(seconds), **means}
 
 
 def draw(timelines: dict[str, Path], path: Path, seconds: float | None = None) -> None:
@@ -172,7 +175,7 @@ def main() -> None:
             print(placement, {name: round(value, 3) for name, value in found[placement].items()}, flush=True)
         titles = {"shared": "placement: shared", "separate": "placement: separate"}
         draw({title: work / f"{placement}.json" for placement, title in titles.items()}, options.picture)
-    write_json(options.out, {**facts("cpu"), "benchmark": "timelines of two placements", "medians": found})
+    write_json(options.out, {**facts("cpu"), "benchmark": "timelines of two placements", "means": found})
 
 
 if __name__ == "__main__":

@@ -64,3 +64,19 @@ def test_what_goes_wrong_is_answered_and_the_next_message_is_taken(name):
     ours.close()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
+
+
+def test_what_was_done_comes_with_each_answer():
+    ours, theirs = Pipe()
+    told = iter([["sampling"], ["update"]])
+    calls, news = {"works": lambda: 3, "fails": lambda: 1 / 0}, lambda: next(told)
+    thread = threading.Thread(target=serve, args=(theirs, calls, lambda: False, news), daemon=True)
+    thread.start()
+    ours.send(("works",))
+    assert ours.recv() == ("ok", 3, ["sampling"])
+    ours.send(("fails",))
+    kind, _, done = ours.recv()
+    assert (kind, done) == ("error", ["update"])
+    ours.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
