@@ -119,30 +119,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         """Times its update instead of training."""
 
         def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> torch.Tensor:
-            def timed() -> float:
-                began = time.perf_counter()
+            def timed(name: str) -> None:
+                began, worked = time.perf_counter(), time.process_time()
                 self.update(sequences, token_nll)
-                return time.perf_counter() - began
+                cpu_seconds[name].append(time.process_time() - worked)  # of all threads
+                seconds[name].append(time.perf_counter() - began)
 
             for _ in range(2):
-                timed()
+                self.update(sequences, token_nll)
             beside.begin()
             seconds: dict[str, list[float]] = {name: [] for name in (*CONDITIONS, "alone")}
+            cpu_seconds: dict[str, list[float]] = {name: [] for name in seconds}
             plan = beside.stream.plan
             first = plan.num_born
             for pair in range(options.pairs):
                 for name in CONDITIONS[:: 1 if pair % 2 else -1]:  # whoever comes first is no better off
                     if name == CONDITIONS[0]:
-                        seconds[name].append(timed())
+                        timed(name)
                     else:
                         with beside.held():
-                            seconds[name].append(timed())
+                            timed(name)
             found["groups_begun"], found["groups_ready"] = plan.num_born - first, len(plan.ready)
             found["under_way"] = len(plan.under_way)
             beside.stream.put_away()
             for _ in range(options.pairs):
-                seconds["alone"].append(timed())
-            found["seconds"] = seconds
+                timed("alone")
+            found["seconds"], found["cpu_seconds"] = seconds, cpu_seconds
             return super().training_step(sequences, batch_idx)
 
     with tempfile.TemporaryDirectory() as directory:
@@ -187,9 +189,12 @@ def main() -> None:
     with_it, without = (found["seconds"][name] for name in CONDITIONS)
     # pairs stand next to each other in time: what else the machine does is in both
     more = [one / other - 1 for one, other in zip(with_it, without, strict=True)]
+    # what other processes take from the machine is not in this one
+    cpu_with_it, cpu_without = (statistics.median(found["cpu_seconds"][name]) for name in CONDITIONS)
     cost = {
         "median_of_pairs": statistics.median(more),
         "of_medians": statistics.median(with_it) / statistics.median(without) - 1,
+        "cpu": cpu_with_it / cpu_without - 1,
     }
     result = {
         **facts("cpu"),
@@ -198,7 +203,7 @@ def main() -> None:
         "cost": cost,
         "pairs": more,
         **found,
-        "seconds": {name: summary(values) for name, values in found["seconds"].items()},
+        **{kind: {name: summary(v) for name, v in found[kind].items()} for kind in ("seconds", "cpu_seconds")},
     }
     write_json(options.out, result)
     print({name: f"{value:.2%}" for name, value in cost.items()}, f"goal {GOAL:.0%}")
