@@ -252,8 +252,9 @@ class GRPOModule(PolicyModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what the streams of all replicas have under way; a collective."""
         super().on_save_checkpoint(checkpoint)
-        if self.trainer.state.fn == TrainerFn.FITTING and (self.streamed is not None or not self.backlog.is_empty):
-            save_streams(checkpoint, self.streamed or self.backlog)
+        ahead = self.streamed or (None if self.backlog.is_empty else self.backlog)
+        if ahead is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            save_streams(checkpoint, ahead)
 
     def on_train_end(self) -> None:
         """Refuse to call a run a success in which a reward never worked."""

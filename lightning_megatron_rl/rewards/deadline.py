@@ -13,6 +13,9 @@ class _Interrupted(SystemExit):
     """
 
 
+_STUCK = threading.Lock()  # of all lists of late threads: an object with one of its own could not go to another process
+
+
 class DeadlineError(Exception):
     """The call had not returned, or not even begun, when the deadline passed."""
 
@@ -36,11 +39,10 @@ class BoundedCalls:
         self.num_threads = num_threads
         self.max_stuck = max_stuck
         self._stuck: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of `_stuck`
 
     def run[T](self, calls: Sequence[Callable[[], T]], seconds: float) -> list[T | BaseException]:
         """Return each call's result, or the exception it raised, or `DeadlineError`; after `seconds` at the latest."""
-        with self._lock:
+        with _STUCK:
             self._stuck = [thread for thread in self._stuck if thread.is_alive()]
             num_stuck = len(self._stuck)
         if num_stuck >= self.max_stuck:
@@ -58,7 +60,7 @@ class BoundedCalls:
         for thread in threads:
             if thread.ident in busy and thread.is_alive():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
-                with self._lock:
+                with _STUCK:
                     self._stuck.append(thread)
         return outcomes
 

@@ -143,8 +143,9 @@ def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement):
     groups = [event["args"] for event in content["traceEvents"] if event["ph"] == "C"]
     assert max(counts["under way"] for counts in groups) == 3 * BATCH
     assert groups[-1] == {"ready": 0, "under way": 0}
-    work, updates = spans(content, FIRST_SAMPLER), [event for event in spans(content, 1) if event["name"] == "update"]
-    overlap = sum(seconds(work, "sampling", update["ts"], update["ts"] + update["dur"]) for update in updates[:2])
+    work = spans(content, FIRST_SAMPLER)
+    trained = [event for event in spans(content, 1) if event["name"] in ("old_logp", "update")]
+    overlap = sum(seconds(work, "sampling", event["ts"], event["ts"] + event["dur"]) for event in trained)
     assert (overlap > 0) == (placement == "separate")
 
 
