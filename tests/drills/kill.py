@@ -42,9 +42,7 @@ ATTEMPT_TIMEOUT = 120.0  # seconds; with vLLM twice that
 END_OF_OTHERS = 30.0  # seconds after which no other rank may live when one is gone
 FAILED = 70  # code of a rank that ended with an exception
 GRACE = 5.0  # seconds for what a killed process had started
-GRACE_OF_START = (
-    30.0  # the same where that may be vLLM's process, which looks for its parent once it has imported torch
-)
+GRACE_OF_START = 30.0  # where that may be vLLM's process, which looks for its parent once it has imported torch
 _IMPORTED = (Trainer, dist_checkpointing, finalize_model_grads, HFModel, MegatronStrategy)  # before the first fork
 _PR_SET_CHILD_SUBREAPER = 36
 
