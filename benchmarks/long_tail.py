@@ -11,6 +11,7 @@ engine's measured speed, and sampling and training alone take time in it.
 
 import argparse
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per side")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the result has, measure the others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     bounds = [int(bound) for bound in options.bounds.split(",")]
@@ -54,26 +56,58 @@ def main() -> None:
     most_sequences = most * options.generations
     sizes = sorted({size for size in (1, 8, 32, 128, 512, most_sequences) if size <= most_sequences})
     first = ["--rates", *map(str, sizes)]
-    rows: list[dict[str, Any]] = []
+    before = saved(options) if options.resume else {"rows": [], "trl": None}
+    rows: list[dict[str, Any]] = before["rows"]
+    trl = before["trl"]
 
-    def add(placement: str, bound: int, *more: str) -> None:
-        arguments = [f"--bound={bound}", f"--placement={placement}", f"--in-flight={flights[bound]}"]
+    def add(placement: str, bound: int, *more: str, devices: int = 1) -> None:
+        if any(
+            (row["placement"] or "shared", row["max_staleness"], row["devices"]) == (placement, bound, devices)
+            for row in rows
+        ):
+            return
+        arguments = [f"--devices={devices}"]
+        arguments += [f"--bound={bound}", f"--placement={placement}", f"--in-flight={flights[bound]}"]
         arguments += [f"--most-in-flight={most}", *more]
         others = OthersLoad()
         row = run_child("long_tail_side.py", passed_on(options) + arguments, options.timeout)
         rows.append({**row, "others_cpus": others.cpus()})
         finish(rows, options)
-        write(rows, options, load)  # what is measured is not lost with a later side
+        write(rows, options, load, trl)  # what is measured is not lost with a later side
         print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
 
     add("shared", 0, *first)
     if options.device == "cuda" and "separate" in placements:
-        add("shared", 0, "--devices=2")  # as many GPUs as trainer and sampler have
+        add("shared", 0, devices=2)  # as many GPUs as trainer and sampler have
     for placement in placements:
         for bound in bounds:
             add(placement, bound)
-    trl = run_peer(options, rows[0]) if wants_peer(options) else None
+    if trl is None and wants_peer(options):
+        trl = run_peer(options, rows[0])
+    finish(rows, options)
     print_table(write(rows, options, load, trl))
+
+
+def saved(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result that is there.
+
+    Raises:
+        ValueError: It is of another device, model or epoch.
+    """
+    path = result_path("long_tail", options.device, options.out)
+    if not path.exists():
+        return {"rows": [], "trl": None}
+    result: dict[str, Any] = json.loads(path.read_text())
+    now = {**facts(options.device), **epoch_of(options)}
+    for name in ("device", "versions", *epoch_of(options)):
+        if result[name] != now[name]:
+            raise ValueError(f"{path} has {name} {result[name]!r}, this run has {now[name]!r}: choose another --out")
+    return result
+
+
+def epoch_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what all rows of a result share."""
+    return {name: getattr(options, name) for name in ("shape", "warmup", "steps", "drain", "groups", "generations")}
 
 
 def in_flight(options: argparse.Namespace, bound: int) -> int:
@@ -135,7 +169,7 @@ def write(
         **facts(options.device),
         "benchmark": "B4 long tail",
         "load_before": load,
-        "shape": options.shape,
+        **epoch_of(options),
         "rows": rows,
         "goals": goals(rows, options.device, trl),
         "trl": trl,
