@@ -99,6 +99,7 @@ class Rate(pl.Callback):
         self.sequences, self.vocab_size = sequences, vocab_size
         self.token_s: list[float] = []
         self._calls = 0
+        self.context_token_s = 0.0
         self.prefill_tokens_per_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -110,6 +111,17 @@ class Rate(pl.Callback):
         for count in self.sequences:
             started = self._seconds(engine, count, engine.prompt_tokens, few)
             self.token_s.append((self._seconds(engine, count, engine.prompt_tokens, many) - started) / (many - few))
+        # as many sequences as before with half of the longest response behind each prompt
+        count = self.sequences[len(self.sequences) // 2]
+        behind = engine.lengths.longest // 2
+        started = self._seconds(engine, count, engine.prompt_tokens + behind, few)
+        token_s = (self._seconds(engine, count, engine.prompt_tokens + behind, many) - started) / (many - few)
+        self.context_token_s = max(0.0, token_s - self.token_s[self.sequences.index(count)]) / (count * behind)
+        had = engine.prompt_tokens + (few + many) / 2  # of each sequence, while its tokens were timed
+        self.token_s = [
+            seconds - self.context_token_s * number * had
+            for number, seconds in zip(self.sequences, self.token_s, strict=True)
+        ]
         tokens = engine.prompt_tokens + engine.lengths.longest // 4
         self.prefill_tokens_per_s = 16 * tokens / self._seconds(engine, 16, tokens, 1)
         pl_module.report.phase_seconds.clear()  # the first step's own
@@ -253,6 +265,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         else {
             "sequences": list(rate.sequences),
             "token_s": rate.token_s,
+            "context_token_s": rate.context_token_s,
             "prefill_tokens_per_s": rate.prefill_tokens_per_s,
             "train_s": (sum(seconds[kept]) - sum(step["time/rollout_s"] for step in logged)) / options.steps,
         },

@@ -18,7 +18,8 @@ class Rates:
 
     Args:
         sequences: Numbers of sequences that were sampled at a time, in ascending order.
-        token_s: Seconds in which each of so many sequences gets a token.
+        token_s: Seconds in which each of so many sequences gets a token, with nothing in the cache.
+        context_token_s: Seconds that such a step takes longer for each token that it has in the cache.
         prefill_tokens_per_s: At which the cache of tokens is computed that were drawn before an update.
         train_s: Of a step, everything but the rollout.
     """
@@ -27,10 +28,11 @@ class Rates:
     token_s: list[float]
     prefill_tokens_per_s: float
     train_s: float
+    context_token_s: float = 0.0
 
-    def seconds_of_token(self, sequences: int) -> float:
-        """Return the seconds in which each of so many sequences gets a token."""
-        return float(np.interp(sequences, self.sequences, self.token_s))
+    def seconds_of_token(self, sequences: int, context: float) -> float:
+        """Return the seconds in which each of so many sequences, with so many tokens in all, gets a token."""
+        return float(np.interp(sequences, self.sequences, self.token_s)) + self.context_token_s * context
 
 
 class _Sampler:
@@ -41,6 +43,7 @@ class _Sampler:
         self._plan, self._lengths, self._rates = plan, lengths, rates
         self._left: dict[int, np.ndarray] = {}  # tokens of each response under way, by its group's number
         self._drawn: dict[int, np.ndarray] = {}
+        self._prompts: dict[int, int] = {}  # tokens of each one
 
     def advance(self, version: int, until: float = float("inf")) -> None:
         """Sample until a response ends, at most until a time."""
@@ -48,12 +51,13 @@ class _Sampler:
             tokens = [self._lengths(group.prompt.token_ids, place) for place in range(len(group.responses))]
             self._left[group.number] = np.array(tokens, dtype=float)
             self._drawn[group.number] = np.zeros(len(tokens))
+            self._prompts[group.number] = len(group.prompt.token_ids)
         alive = np.concatenate([left[left > 0] for left in self._left.values()]) if self._left else np.zeros(0)
         if not alive.size:
             assert until < float("inf"), f"nothing is under way: {self._plan.describe()}"
             self.clock = until
             return
-        token_s = self._rates.seconds_of_token(alive.size)
+        token_s = self._rates.seconds_of_token(alive.size, self._context())
         tokens = min(float(alive.min()), (until - self.clock) / token_s)
         self.clock += tokens * token_s
         for number, left in list(self._left.items()):
@@ -61,13 +65,17 @@ class _Sampler:
             left -= tokens
             left[left < _NOTHING] = 0.0
             if not left.any():
-                del self._left[number], self._drawn[number]
+                del self._left[number], self._drawn[number], self._prompts[number]
                 self._plan.finish(self._plan.under_way[number])
 
     def recompute(self) -> None:
         """Compute the cache of everything under way anew."""
-        kept = sum(float(drawn[self._left[number] > 0].sum()) for number, drawn in self._drawn.items())
-        self.clock += kept / self._rates.prefill_tokens_per_s
+        self.clock += self._context() / self._rates.prefill_tokens_per_s
+
+    def _context(self) -> float:
+        """Return the tokens of the sequences that are sampled, prompts and all."""
+        drawn = {number: drawn[self._left[number] > 0] for number, drawn in self._drawn.items()}
+        return float(sum(some.sum() + some.size * self._prompts[number] for number, some in drawn.items()))
 
 
 def simulate(

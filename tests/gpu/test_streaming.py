@@ -17,23 +17,30 @@ BATCH, STEPS, BOUND = 4, 6, 2
 
 
 @dataclass
-class Ages(pl.Callback):
+class Ages:
     """Which rows were trained on, and how far the trainer's log-probs are from the sampler's, by the tokens' age."""
 
     rows: list[int] = field(default_factory=list)
     off: dict[int, list[float]] = field(default_factory=dict)
     partial: int = 0  # responses with tokens of several versions
 
+
+class AgeLog(pl.Callback):
+    """Fills in `ages` after each step."""
+
+    def __init__(self) -> None:
+        self.ages = Ages()
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        rollout, step = pl_module.last_rollout, trainer.global_step - 1
-        self.rows += [sample.prompt.index for sample in rollout.samples[:: rollout.num_generations]]
+        rollout, step, ages = pl_module.last_rollout, trainer.global_step - 1, self.ages
+        ages.rows += [sample.prompt.index for sample in rollout.samples[:: rollout.num_generations]]
         for sample, sequence in zip(rollout.samples, rollout.sequences, strict=True):
             old, drawn = (sequence.fields[name].cpu() for name in ("old_logprobs", "rollout_logprobs"))
             off = (old - drawn).abs()[sequence.loss_mask.cpu().bool()].tolist()
             segments = sample.segments or [(sample.weight_version, len(sample.response_ids))]
-            self.partial += len(segments) > 1
+            ages.partial += len(segments) > 1
             for version, count in segments:
-                self.off.setdefault(step - version, []).extend(off[:count])
+                ages.off.setdefault(step - version, []).extend(off[:count])
                 off = off[count:]
 
 
@@ -61,13 +68,13 @@ def fit_stream(model: Path, rows: Path, placement: str, devices: list[int] | Non
             optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, adam_eps=1e-3), max_tokens_per_microbatch=512
         ),
     )
-    ages = Ages()
+    log = AgeLog()
     trainer = make_trainer(
-        {"timeout_s": 120.0}, 1, max_steps=STEPS, callbacks=[ages], precision="bf16-mixed", accelerator="cuda"
+        {"timeout_s": 120.0}, 1, max_steps=STEPS, callbacks=[log], precision="bf16-mixed", accelerator="cuda"
     )
     trainer.fit(policy, PromptDataModule(str(rows), str(model), batch_size=BATCH))
     policy.close_engine()
-    return ages
+    return log.ages
 
 
 @pytest.mark.parametrize("placement", ["shared", pytest.param("separate", marks=needs_gpus(2))])

@@ -22,7 +22,8 @@ from lightning_megatron_rl.sample import Prompt, Sample
 from tests.rollout.conftest import Harness, hf_logprobs, make_engine
 
 EXACT = 1e-5  # fp32: sums in another order than Transformers'
-PARAMS = SamplingParams(max_tokens=80, ignore_eos=True)
+TOKENS = 200  # of a response: many enough that an update comes before they are drawn
+PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 PROMPT_LENGTH = 20
 
 
@@ -46,7 +47,7 @@ def keeping(model_dir) -> Iterator[Harness]:
     engine.close()
 
 
-def requests(count: int, max_tokens: int = 80, start: int = 0) -> list[StreamRequest]:
+def requests(count: int, max_tokens: int = TOKENS, start: int = 0) -> list[StreamRequest]:
     generator = torch.Generator().manual_seed(11)
     prompts = torch.randint(6, 101, (count, PROMPT_LENGTH), generator=generator).tolist()
     return [StreamRequest(f"{start + i}", prompt, derive_seed(3, 0, i), max_tokens) for i, prompt in enumerate(prompts)]
@@ -118,7 +119,7 @@ def test_tokens_behind_an_update_are_those_of_the_new_weights(streaming):
         response = collected.responses[request.name]
         (first, num_old), (second, num_new) = response.segments
         assert (first, second) == (before, before + 1)
-        assert num_old + num_new == len(response.token_ids) == 80
+        assert num_old + num_new == len(response.token_ids) == TOKENS
         found = torch.tensor(response.logprobs)
         under_old = drawn(old, request.token_ids, response.token_ids)
         under_new = drawn(harness.model, request.token_ids, response.token_ids)
@@ -195,11 +196,11 @@ def test_what_was_withdrawn_goes_on(streaming):
     done = len(response.token_ids)
     assert harness.engine.collect(0.2, everything=True) == []
     harness.push_random_weights(41)
-    rest = StreamRequest(request.name, request.token_ids + response.token_ids, 77, 80 - done)
+    rest = StreamRequest(request.name, request.token_ids + response.token_ids, 77, TOKENS - done)
     harness.engine.submit([rest], PARAMS)
     collected.until(lambda: collected.are_complete)
-    assert len(response.token_ids) == 80
-    assert [count for _, count in response.segments] == [done, 80 - done]
+    assert len(response.token_ids) == TOKENS
+    assert [count for _, count in response.segments] == [done, TOKENS - done]
     under_new = drawn(harness.model, request.token_ids, response.token_ids)
     assert (torch.tensor(response.logprobs) - under_new)[done:].abs().max() < EXACT
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import vllm
     from vllm import LLM, RequestOutput
     from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.output_processor import RequestState
 
 
 def tokens_prompt(token_ids: list[int], version: int) -> "vllm.TokensPrompt":
@@ -50,9 +51,11 @@ class StepLoop:
         self._engine = llm.llm_engine
         self._activity = activity
         self._keeps_cache = keeps_cache
-        self._news: dict[str, Progress] = {}  # by name: what was not told yet, of those under way or just complete
-        self._under_way: set[str] = set()
+        self._news: dict[str, Progress] = {}  # by name: what was noted and not told yet
+        self._under_way: dict[str, RequestState] = {}  # by name: what vLLM has of a response so far
+        self._noted: dict[str, int] = {}  # tokens of those under way
         self._complete: set[str] = set()  # of those in `_news`
+        self._num_tokens = 0  # of all under way
 
     @property
     def is_busy(self) -> bool:
@@ -63,36 +66,47 @@ class StepLoop:
         """Take responses in, to be sampled from weights of `version`."""
         from vllm.sampling_params import RequestOutputKind
 
+        # an output per token would take vLLM and this loop a fifth of a step of a hundred responses
         for request in requests:
-            own = {"seed": request.seed, "max_tokens": request.max_tokens, "output_kind": RequestOutputKind.DELTA}
+            own = {"seed": request.seed, "max_tokens": request.max_tokens, "output_kind": RequestOutputKind.FINAL_ONLY}
             prompt = tokens_prompt(request.token_ids, version)
-            self._under_way.add(request.name)
-            self._engine.add_request(request.name, prompt, vllm_params(params, **own))
+            key = self._engine.add_request(request.name, prompt, vllm_params(params, **own))
+            self._under_way[request.name] = self._engine.output_processor.request_states[key]
+            self._noted[request.name] = 0
 
     def step(self, version: int) -> None:
         """Sample the next token of every response that has room in the batch."""
         with self._activity.during(SAMPLING) as span:
-            span.tokens = sum(self._take(cast("RequestOutput", output), version) for output in self._engine.step())
+            ended = sum(self._end(cast("RequestOutput", output), version) for output in self._engine.step())
+            now = sum(len(_tokens(state)) for state in self._under_way.values())
+            span.tokens, self._num_tokens = ended + now - self._num_tokens, now
 
-    def _take(self, output: "RequestOutput", version: int) -> int:
-        """Note what is new of a response; return its tokens."""
+    def _end(self, output: "RequestOutput", version: int) -> int:
+        """Note a response that is complete; return its tokens."""
         name, (sample,) = output.request_id, output.outputs
         if name not in self._under_way:  # withdrawn
             return 0
-        token_ids, news = list(sample.token_ids), self._news.setdefault(name, Progress(name))
-        if token_ids:
-            flat = cast("FlatLogprobs", sample.logprobs)
-            if flat.token_ids != token_ids:
-                raise RuntimeError(f"vLLM gave {name} log-probs of other tokens than it sampled")
-            news.add(token_ids, list(flat.logprobs), version)
-        if sample.finish_reason is None:
-            return len(token_ids)
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended {name} with {sample.finish_reason!r}")
-        news.finish_reason = sample.finish_reason
-        self._under_way.discard(name)
+        self._note(name, list(sample.token_ids), cast("FlatLogprobs", sample.logprobs), version)
+        self._news.setdefault(name, Progress(name)).finish_reason = sample.finish_reason  # its tokens may all be told
+        del self._under_way[name], self._noted[name]
         self._complete.add(name)
-        return len(token_ids)
+        return len(sample.token_ids)
+
+    def note(self, version: int) -> None:
+        """Note the tokens of what is under way that were not noted yet: weights of `version` drew them."""
+        for name, state in self._under_way.items():
+            assert state.logprobs_processor is not None
+            self._note(name, _tokens(state), cast("FlatLogprobs", state.logprobs_processor.logprobs), version)
+
+    def _note(self, name: str, token_ids: list[int], flat: "FlatLogprobs", version: int) -> None:
+        noted = self._noted[name]
+        if flat.token_ids[noted:] != token_ids[noted:]:
+            raise RuntimeError(f"vLLM gave {name} log-probs of other tokens than it sampled")
+        if noted < len(token_ids):
+            self._news.setdefault(name, Progress(name)).add(token_ids[noted:], flat.logprobs[noted:], version)
+            self._noted[name] = len(token_ids)
 
     def collect(self, wait_s: float, version: int, *, everything: bool) -> list[Progress]:
         """Step until a response is complete, or `wait_s` seconds have passed; return what is new.
@@ -105,24 +119,36 @@ class StepLoop:
         deadline = time.monotonic() + wait_s
         while self._under_way and not self._complete and time.monotonic() < deadline:
             self.step(version)
-        names = list(self._news) if everything else [name for name in self._news if name in self._complete]
+        if everything:
+            self.note(version)
+        names = [name for name in self._news if everything or name in self._complete]
         self._complete.clear()
         return [self._news.pop(name) for name in names]
 
-    def withdraw(self) -> list[Progress]:
+    def withdraw(self, version: int) -> list[Progress]:
         """Stop sampling what is under way; return all that was not told yet."""
+        self.note(version)
         self._engine.abort_request(list(self._under_way))
+        self._under_way.clear()
         while self._engine.has_unfinished_requests():  # frees what they hold
             self._engine.step()
-        self._under_way.clear()
+        self._noted.clear()
         self._complete.clear()
+        self._num_tokens = 0
         news = list(self._news.values())
         self._news.clear()
         return news
 
-    def forget_cache(self) -> None:
-        """Let nothing that was computed with other weights be used, unless responses under way are to keep it."""
+    def forget_cache(self, version: int) -> None:
+        """Let nothing that weights of `version` computed be used, unless responses under way are to keep it."""
+        self.note(version)
         if self._keeps_cache and self._under_way:
             return  # later ones cannot share it: see `tokens_prompt`
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its cache")
+
+
+def _tokens(state: "RequestState") -> list[int]:
+    """Return what was sampled of a response so far."""
+    assert state.detokenizer is not None
+    return state.detokenizer.output_token_ids

@@ -156,7 +156,7 @@ class Worker:
     def _forget_prefixes(self) -> None:
         assert self._llm is not None
         if self._stream is not None and self._stream.is_busy:
-            self._stream.forget_cache()
+            self._stream.forget_cache(self._version)
             return
         # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
         if not self._llm.reset_prefix_cache():
@@ -207,7 +207,7 @@ class Worker:
 
     def withdraw(self) -> list[Progress]:
         """Stop what is under way; return what is new of it."""
-        return self._open_stream().withdraw()
+        return self._open_stream().withdraw(self._version)
 
     def work_in_background(self) -> bool:
         """Take a step of the stream while nobody asks for anything; return whether there is more to do."""
