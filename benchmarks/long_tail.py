@@ -54,7 +54,7 @@ def main() -> None:
     flights = {bound: in_flight(options, bound) for bound in (0, *bounds)}
     most = max(flights.values())
     most_sequences = most * options.generations
-    sizes = sorted({size for size in (1, 8, 32, 128, 512, most_sequences) if size <= most_sequences})
+    sizes = sorted({size for size in (1, 8, 32, 128, 512) if size < most_sequences} | {min(512, most_sequences)})
     first = ["--rates", *map(str, sizes)]
     before = saved(options) if options.resume else {"rows": [], "trl": None}
     rows: list[dict[str, Any]] = before["rows"]
