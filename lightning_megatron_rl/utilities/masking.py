@@ -13,7 +13,9 @@ _SECRET_NAME = re.compile(
 )
 _KEY = re.compile(r"[A-Z0-9_]*KEY")  # a variable of the environment: OPENAI_KEY
 # eos_token and the like: pieces of text
-_TEXT_TOKEN = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|mask|sep|cls|stop|start|end|special|image|think)_token(?:$|_)")
+_TEXT_TOKEN = re.compile(
+    r"(?:^|_)(?:(?:pad|eos|bos|unk|mask|sep|cls|stop|start|end|special|image|think)_token|token_ids?)(?:$|_)"
+)
 # by how well-known services write theirs
 _SECRET_VALUE = re.compile(
     r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
