@@ -201,7 +201,7 @@ class VLLMServers(StreamingEngine):
         """Return what the engine is, for the table at start."""
         return f"{len(self.urls)} vLLM server(s): {', '.join(self.urls)}"
 
-    def describe_needs(self) -> EngineNeeds:
+    def describe_needs(self) -> EngineNeeds | None:
         """Return that it takes nothing of the trainer's GPUs."""
         return EngineNeeds(device="cpu")
 
