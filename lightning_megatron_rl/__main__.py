@@ -19,6 +19,7 @@ commands:
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
   convert        Hugging Face models to distributed checkpoints and back (convert --help)
   doctor         say what this machine has, what it lacks, and what helps (doctor --help)
+  serve          serve a model for trainers on other hosts (serve --help)
   schema         print a JSON schema of the YAML files, for editors (schema --help)
 
 The first four take Lightning's arguments: --config FILE (repeat it for overlays, later ones win; configs/... that is
@@ -72,6 +73,10 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.doctor.command import main as doctor
 
         sys.exit(doctor(arguments[1:]))
+    if arguments[0] == "serve":
+        from lightning_megatron_rl.serve.command import main as serve
+
+        sys.exit(serve(arguments[1:]))
     if arguments[0] == "schema":
         from lightning_megatron_rl.schema.command import main as schema
 

@@ -41,3 +41,20 @@ def install_shared_gloo(device: torch.device) -> None:
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    """Return a gloo group outside the default group, whose connections go over one address of this host.
+
+    Args:
+        store: Of the group alone.
+        rank: Of this process in it.
+        size: Number of processes.
+        timeout: Of its collectives.
+        address: Of this host, as the others reach it.
+    """
+    group: Any = torch.distributed.ProcessGroupGloo
+    options = group._Options()
+    options._devices = [group.create_device(hostname=address)]
+    options._timeout, options._threads = timeout, 1
+    return group(store, rank, size, options)

@@ -178,6 +178,8 @@ class StreamedRollouts:
     def _is_separate(self, engine: Any) -> bool:
         if self.settings.placement != "auto":
             return self.settings.placement == "separate"
+        if engine.is_apart:
+            return True
         return bool(engine.devices) and torch.cuda.is_available() and torch.cuda.current_device() not in engine.devices
 
     def describe(self, batch_size: int) -> str:

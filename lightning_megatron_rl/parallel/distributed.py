@@ -211,6 +211,15 @@ def data_parallel_rank() -> int:
     return int(parallel_state.get_data_parallel_rank())
 
 
+def replica_share() -> tuple[int, int]:
+    """Return the number of this rank's replica and the number of replicas; (0, 1) where there are no groups."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0, 1
+    return data_parallel_rank(), int(parallel_state.get_data_parallel_world_size())
+
+
 def data_parallel_gather[T](value: T) -> list[T]:
     """Return the values of all replicas, in their order."""
     from megatron.core import parallel_state

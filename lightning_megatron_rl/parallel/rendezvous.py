@@ -1,17 +1,23 @@
-"""Where processes meet: those of one machine at a store that other machines cannot reach."""
+"""Where processes meet: those of one machine at a store that other machines cannot reach, others by `meeting`."""
 
 import atexit
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 
+from lightning_megatron_rl.parallel.nodes import NodeSettings
+
 if TYPE_CHECKING:  # a sampler's process, which meets the trainer's here, does without Lightning's seconds of import
     from lightning.pytorch.plugins import ClusterEnvironment
+
+    from lightning_megatron_rl.parallel.hosts import HostFacts
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,29 +55,44 @@ def join(
     device: torch.device,
     timeout: timedelta,
     bound: socket.socket | None = None,
-) -> None:
+    nodes: NodeSettings | None = None,
+    shared: Sequence[Path] = (),
+) -> "list[HostFacts]":
     """Start this rank's default process group, unless there is one.
 
     Args:
         environment: Knows the ranks.
         num_processes: Of this machine.
         device: Of this rank.
-        timeout: Of the group's collectives, and of waiting for the other ranks.
+        timeout: Of the group's collectives, and of waiting for the other ranks of one machine.
         bound: The socket that the run's port was bound with when it was chosen; None where somebody else chose it.
+        nodes: How the ranks of several machines meet.
+        shared: Directories that these machines must share.
+
+    Returns:
+        Facts of all ranks of several machines; nothing if there is only this one, or the group was there.
 
     Raises:
-        RuntimeError: The port is in use.
+        RuntimeError: The port is in use; several machines: see `meeting.meet`.
+        ValueError: The machines cannot work together.
     """
     if dist.is_initialized():
-        return
+        return []
     address, port = environment.main_address, environment.main_port
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    hosts: list[HostFacts] = []
     try:
-        is_local = not served_by_torchrun and world_size == num_processes
-        store = local_store(rank, world_size, port, timeout, bound) if is_local else None
+        store = None
+        if world_size > num_processes:
+            from lightning_megatron_rl.parallel.meeting import Place, meet
+
+            place = Place(rank, environment.local_rank(), world_size, num_processes, address, port, served_by_torchrun)
+            store, hosts = meet(place, device, nodes or NodeSettings(), shared, timeout)
+        elif not served_by_torchrun:
+            store = local_store(rank, world_size, port, timeout, bound)
         # without a device_id: each of Megatron's groups, most of them unused, would get a communicator at
         # once, with 388 MiB of the GPU's memory
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store)
@@ -85,6 +106,7 @@ def join(
         ) from error
     if backend == "nccl":
         atexit.register(_leave)
+    return hosts
 
 
 def _leave() -> None:

@@ -179,6 +179,7 @@ class RolloutEngine(Protocol):
     num_restarts: int = 0  # replacements of its process since `start`
     streams: bool = False  # whether it is a `StreamingEngine`
     replays_run: bool = False  # whether it has the rewarded rollout of each step, and samples nothing
+    is_apart: bool = False  # whether it samples on devices that the trainer has no part in, whatever `devices` says
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
     activity: SpanLog | None = None  # what it did when; None: it does not tell, and the time of calls is taken for it
 

@@ -4,7 +4,6 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Optional
@@ -24,9 +23,6 @@ from torch.optim import Optimizer
 from lightning_megatron_rl.checkpoints.keeping import check_directories
 from lightning_megatron_rl.checkpoints.outside_model import load_outside_model
 from lightning_megatron_rl.checkpoints.resuming import resumes
-from lightning_megatron_rl.compat.adam import install_adam
-from lightning_megatron_rl.compat.cpu import install_cpu_support
-from lightning_megatron_rl.compat.gloo import install_shared_gloo
 from lightning_megatron_rl.parallel import collectives
 from lightning_megatron_rl.parallel.collectives import gather_parameters
 from lightning_megatron_rl.parallel.distributed import (
@@ -37,13 +33,13 @@ from lightning_megatron_rl.parallel.distributed import (
 )
 from lightning_megatron_rl.parallel.launching import RankLauncher
 from lightning_megatron_rl.parallel.layout import ParallelLayout
-from lightning_megatron_rl.parallel.leader import rest, watch
-from lightning_megatron_rl.parallel.rendezvous import join
+from lightning_megatron_rl.parallel.nodes import NodeSettings
 from lightning_megatron_rl.strategy import checks
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.checkpointing import RunCheckpoints
 from lightning_megatron_rl.strategy.garbage import LongLived
 from lightning_megatron_rl.strategy.guarding import answer_nonfinite, bare, gradients_of, show_gradients
+from lightning_megatron_rl.strategy.joining import check_ranks, join_run, rest, show_hosts, watch
 from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.strategy.megatron_configs import resolve_ddp_config, resolve_optimizer_config
 from lightning_megatron_rl.strategy.nonfinite import OnNonfinite
@@ -97,6 +93,7 @@ class MegatronStrategy(ParallelStrategy):
         verify_checkpoints: Compare the checksum of each file of a checkpoint before loading it.
         fall_back_to_previous: Load the previous checkpoint beside it, with a warning, if one is damaged or unfinished.
         timeout_s: Seconds after which a collective fails, naming the phase it was in.
+        nodes: How the ranks of several hosts meet, and what is allowed there; see `NodeSettings`.
         cluster_environment: Lightning's cluster environment; found by itself for torchrun, SLURM and single machines.
 
     Raises:
@@ -138,6 +135,7 @@ class MegatronStrategy(ParallelStrategy):
         verify_checkpoints: bool = True,
         fall_back_to_previous: bool = False,
         timeout_s: float = 1800.0,
+        nodes: NodeSettings | None = None,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
         super().__init__(cluster_environment=cluster_environment)
@@ -154,6 +152,7 @@ class MegatronStrategy(ParallelStrategy):
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s
+        self.nodes = nodes or NodeSettings()
         self.offloads = check_parts(offload_while_sampling)
         self.on_nonfinite = on_nonfinite
         self.save_on_interrupt = save_on_interrupt
@@ -239,22 +238,18 @@ class MegatronStrategy(ParallelStrategy):
         forget()
         checks.check_trainer(self.trainer)
         checks.avoid_inference_tensors(self.trainer)
-        self.layout.data_parallel_size(self.world_size)
+        check_ranks(self)
         watch()
         choose_products(self.precision_plugin.precision, self.root_device)
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
         checks.warn_of_slow_links(self.parallel_devices or [], self.local_rank)
-        install_cpu_support(self.root_device)
-        install_shared_gloo(self.root_device)
-        install_adam(self.root_device)
-        bound = self._launcher.release_port() if isinstance(self._launcher, RankLauncher) else None
-        timeout = timedelta(seconds=self.timeout_s)
-        join(self.cluster_environment, self.num_processes, self.root_device, timeout, bound)
+        hosts = join_run(self)
         self._start_writing(self.trainer)
         with self.phase("setup"):
             self.layout.initialize(self.timeout_s)
+            show_hosts(hosts)
             self.replica = ReplicaGroup(self.timeout_s)
             seed_megatron()
 

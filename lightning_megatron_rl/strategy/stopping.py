@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_megatron_rl.checkpoints.keeping import CheckpointKeeper, stop_checkpoint
+from lightning_megatron_rl.parallel import presence
 from lightning_megatron_rl.parallel.collectives import broadcast
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code, requeue_job
@@ -96,6 +97,7 @@ class RunStop:
         is_first = self._trainer.is_global_zero
         if self._requeues and self._stopping == self._requeue_signal and is_first:
             requeue_job()
+        presence.rest()  # all ranks end now, each in its own time
         raise SIGTERMException(exit_code(self._stopping) if is_first else 0)
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.parallel.nodes import NodeSettings
 from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import FrozenBatch
@@ -121,6 +122,7 @@ def run_layout(
             module.replay(batch.samples)
         strategy.cluster_environment = LocalProcesses()
         strategy.timeout_s = timeout_s
+        strategy.nodes = NodeSettings(tensor_parallel_across_nodes=True)  # of one host at most, whatever it is told
         devices, num_nodes = trainer_size(layout.world_size)
         trainer = pl.Trainer(
             **subject.trainer,

@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.training import Recorder, SequenceDataModule, frozen_sequences
 
@@ -37,6 +39,18 @@ class IsTerminated(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         (self.out / f"{trainer.global_rank}.stopped").write_text(f"{type(exception).__name__} {trainer.global_step}")
+
+
+class IsSlow(pl.Callback):
+    """Spends time in each step, and keeps the number of the step that each rank is in."""
+
+    def __init__(self, seconds: float, out: Path) -> None:
+        self.seconds = seconds
+        self.out = out
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        (self.out / f"{trainer.global_rank}.step").write_text(str(trainer.global_step))
+        time.sleep(self.seconds)
 
 
 class PortIsWanted(LightningEnvironment):
@@ -77,6 +91,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--checkpoints", type=Path, default=None)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--strategy", type=json.loads, default=None)
+    parser.add_argument("--nodes", type=json.loads, default={})
+    parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--dying-rank", type=int, default=None)
     parser.add_argument("--terminated-rank", type=int, default=None)
     parser.add_argument("--port-is-wanted", action="store_true")
@@ -87,6 +109,7 @@ def main() -> None:
 
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.training import TrainingSettings
+    from lightning_megatron_rl.parallel.nodes import NodeSettings
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
     recorder = Recorder()
@@ -95,14 +118,23 @@ def main() -> None:
         callbacks.append(Dies(options.dying_rank))
     if options.terminated_rank is not None:
         callbacks.append(IsTerminated(options.terminated_rank, options.out))
+    if options.checkpoints is not None:
+        saved = ModelCheckpoint(options.checkpoints, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks.append(saved)
+        saved.save_last = True
+    if options.step_s:
+        callbacks.append(IsSlow(options.step_s, options.out))
     wanted = MegatronStrategy(cluster_environment=PortIsWanted(options.out)) if options.port_is_wanted else None
+    if options.strategy is not None:
+        wanted = MegatronStrategy(**options.strategy, nodes=NodeSettings(**options.nodes))
     trainer = pl.Trainer(
         strategy=wanted or "megatron",
         accelerator="cpu",
         devices=options.devices,
-        max_steps=2,
+        num_nodes=options.num_nodes,
+        max_steps=options.steps,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=options.checkpoints is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,
@@ -110,7 +142,7 @@ def main() -> None:
         limit_val_batches=0,
         use_distributed_sampler=False,  # `SequenceDataModule` shards by itself
     )
-    (options.out / f"{trainer.local_rank}.pid").write_text(str(os.getpid()))
+    (options.out / f"{trainer.global_rank}.pid").write_text(str(os.getpid()))
     module = SFTModule(
         options.model,
         train=TrainingSettings(
@@ -118,7 +150,7 @@ def main() -> None:
         ),
     )
     data = RefusedData if options.refused_data else SequenceDataModule
-    trainer.fit(module, data(frozen_sequences(8), 4))
+    trainer.fit(module, data(frozen_sequences(options.rows), 4), ckpt_path="last" if options.resume else None)
     steps = [{name: step[name] for name in ("policy/loss", "policy/grad_norm")} for step in recorder.steps]
     (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(steps))
 

@@ -28,6 +28,7 @@ from lightning_megatron_rl.rewards.builtin import math_equal
 from lightning_megatron_rl.rewards.guard import GuardedReward
 from lightning_megatron_rl.rewards.service import HTTPReward, VLLMRewardModel
 from lightning_megatron_rl.rewards.text_rewards import LengthPenalty
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.utilities.ranges import COUNT, PROBABILITY, SHARE, Range, check_ranges
 
 # what a class needs besides the number under test
@@ -52,8 +53,12 @@ NEEDED: dict[type, dict[str, Any]] = {
     HFExport: {"dirpath": "hf"},
     MemorySnapshot: {"directory": "memory"},
     Timeline: {"path": "timeline.json"},
+    VLLMServers: {"urls": ["http://node-1:8000"]},
 }
-FOLDERS = ("algorithms", "callbacks", "data", "environments", "models", "modules", "rewards", "rollout", "strategy")
+FOLDERS = (
+    "algorithms", "callbacks", "data", "environments", "models", "modules", "parallel", "rewards", "rollout",
+    "strategy",
+)  # fmt: skip
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
     "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
@@ -62,6 +67,7 @@ INNER = {
     "SequenceCost", "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "Transcript", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
+    "Flight", "HostFacts",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
 

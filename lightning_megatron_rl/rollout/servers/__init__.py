@@ -1,0 +1,1 @@
+"""Engines that somebody else has started: vLLM servers, by their URLs."""

@@ -1,0 +1,235 @@
+"""One vLLM server as a trainer sees it: its routes as coroutines, and whether it can sample at the moment."""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from lightning_megatron_rl.rollout.protocol import SamplingParams
+from lightning_megatron_rl.rollout.servers.about import About
+from lightning_megatron_rl.rollout.servers.guard import ABOUT, LEASE, RUN
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 5.0  # deadline of a word that needs no work
+READY, STALE, LOST = "ready", "without weights", "lost"  # states
+
+
+class ServerLostError(RuntimeError):
+    """The server does not answer, or cannot be used any more."""
+
+    is_refused = False  # whether its host answers, and has no such server
+
+
+class ServerRefusedError(ValueError):
+    """The server answers, but not this trainer."""
+
+    may_pass = False  # whether it is another trainer's, which may have ended
+
+
+def check_url(url: str) -> str:
+    """Return a URL without a slash at its end.
+
+    Raises:
+        ValueError: It is no URL of a server, or has a password in it.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"engine.urls: {url!r} is no address of a server: give http://host:port")
+    if parts.username or parts.password:
+        raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
+    return url.rstrip("/")
+
+
+class ServerClient:
+    """Asks one server; all coroutines run on one event loop.
+
+    Args:
+        url: As `check_url` returns it.
+        token: Of the server.
+        run: Who asks, for the lease.
+        timeout_s: Deadline of what takes work. # seconds
+    """
+
+    def __init__(self, url: str, token: str, run: str, timeout_s: float) -> None:
+        self.url = url
+        self.host = urlsplit(url).hostname or ""
+        self.state = LOST  # until it has introduced itself
+        self.about: About | None = None
+        self.pushed: tuple[str, int] | None = None  # instance and version of the weights that it has
+        self.met: str | None = None  # the instance whose workers are in a group with this trainer
+        self.load = 0  # responses under way
+        self._run = run
+        self._headers = {"Authorization": f"Bearer {token}", RUN: run}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Be ready to ask, on this event loop."""
+        # a connection for each request: the server closes idle ones, and a request on one of them may be lost
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S)
+        self._session = aiohttp.ClientSession(
+            self.url, headers=self._headers, connector=connector, timeout=timeout, trust_env=False
+        )
+
+    async def close(self) -> None:
+        """Give the lease back, if the server is there."""
+        assert self._session is not None
+        if self.state in (READY, STALE):
+            try:
+                await self._ask("DELETE", LEASE, PROBE_S)
+            except (ServerLostError, ServerRefusedError) as error:
+                log.info("%s", error)
+        await self._session.close()
+
+    async def introduce(self) -> About:
+        """Return what the server says of itself.
+
+        Raises:
+            ServerLostError: It does not answer.
+            ServerRefusedError: It is another kind of server, or the token is wrong.
+        """
+        plain = await self._ask("GET", ABOUT, PROBE_S)
+        try:
+            return About.read(plain)
+        except TypeError as error:
+            raise ServerRefusedError(
+                f"the server {self.url} answers {ABOUT} with {str(plain)[:200]!r}: start it by `lightning-megatron-rl"
+                " serve`."
+            ) from error
+
+    async def take_lease(self) -> tuple[str, bool]:
+        """Take or renew the lease; returns the server's instance, and whether it has the weights of its start.
+
+        Raises:
+            ServerRefusedError: Another trainer has it; says who.
+        """
+        who = f"{socket.gethostname()}, process {os.getpid()}"
+        answer = await self._ask("POST", LEASE, PROBE_S, text=who)
+        return str(answer["instance"]), bool(answer["is_fresh"])
+
+    async def check_health(self) -> None:
+        """Ask whether its engine works.
+
+        Raises:
+            ServerLostError: It does not.
+        """
+        await self._ask("GET", "/health", PROBE_S)
+
+    async def pause(self) -> None:
+        """Stop sampling, drop what is under way and what was cached."""
+        await self._ask("POST", "/pause?mode=abort&clear_cache=true", self._timeout_s)
+        await self._ask("POST", "/reset_prefix_cache", self._timeout_s)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._ask("POST", "/resume", self._timeout_s)
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of each worker with plain data; returns their answers."""
+        body = {"method": method, "args": list(arguments), "timeout": self._timeout_s}
+        answer = await self._ask("POST", "/collective_rpc", self._timeout_s, body=body)
+        return list(answer["results"])
+
+    async def _ask(
+        self, method: str, path: str, timeout_s: float, *, body: Any = None, text: str | None = None
+    ) -> dict[str, Any]:
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, path, json=body, data=text, timeout=timeout) as response:
+                answer = await response.text()
+                self._check(response.status, path, answer)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            words = str(error) or f"no answer within {timeout_s:.0f} s"
+            lost = ServerLostError(f"the server {self.url} does not answer {path}: {words}")
+            lost.is_refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+                error.os_error, ConnectionRefusedError
+            )
+            raise lost from error
+        try:
+            return dict(json.loads(answer)) if answer else {}
+        except (ValueError, TypeError):
+            return {"text": answer}
+
+    def _check(self, status: int, path: str, answer: str) -> None:
+        if status == 200:
+            return
+        try:
+            said = json.loads(answer)["error"]
+        except (ValueError, KeyError, TypeError):
+            said = answer
+        if status == 401:
+            raise ServerRefusedError(
+                f"the server {self.url} refuses the token: give the one that it was started with (engine.token_file,"
+                " engine.token or the variable LIGHTNING_MEGATRON_RL_TOKEN)."
+            )
+        if status == 409:
+            refused = ServerRefusedError(f"the server {self.url} is not this trainer's: {said}.")
+            refused.may_pass = True
+            raise refused
+        if status == 404 and path in (ABOUT, LEASE):
+            raise ServerRefusedError(
+                f"the server {self.url} has no {path}: plain vLLM, or another program. Start it by"
+                " `lightning-megatron-rl serve`, which puts a guard before it and takes weights."
+            )
+        raise ServerLostError(f"the server {self.url} answers {path} with status {status}: {str(said)[:500]}")
+
+    async def generate(
+        self, name: str, token_ids: list[int], params: SamplingParams, *, seed: int, max_tokens: int, salt: str
+    ) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
+        """Sample one response; yields tokens, log-probs and, with the last, the reason of the end.
+
+        Raises:
+            ServerLostError: The connection ended before the response.
+        """
+        assert self._session is not None
+        body = {
+            "request_id": name,
+            "token_ids": token_ids,
+            "stream": True,
+            "cache_salt": salt,
+            "sampling_params": {
+                "n": 1,
+                "seed": seed,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "max_tokens": max_tokens,
+                "stop": list(params.stop),
+                "ignore_eos": params.ignore_eos,
+                "logprobs": 0,
+                "detokenize": bool(params.stop),
+            },
+        }
+        reason = None
+        try:
+            async with self._session.post("/inference/v1/generate", json=body) as response:
+                if response.status != 200:
+                    self._check(response.status, "/inference/v1/generate", await response.text())
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    told = json.loads(line[6:])
+                    if "choices" not in told:
+                        raise ServerLostError(f"the server {self.url} says: {str(told)[:500]}")
+                    for choice in told["choices"]:
+                        token_ids = list(choice["token_ids"] or [])
+                        content = (choice.get("logprobs") or {}).get("content") or []
+                        logprobs = [float(entry["logprob"]) for entry in content]
+                        if len(logprobs) != len(token_ids):
+                            raise ServerLostError(
+                                f"the server {self.url} gave {len(logprobs)} log-probs of {len(token_ids)} tokens"
+                            )
+                        reason = choice["finish_reason"]
+                        yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerLostError(f"the connection to the server {self.url} ended: {error}") from error
+        if reason not in ("stop", "length"):
+            raise ServerLostError(f"the server {self.url} ended a response with {reason!r}")

@@ -1,0 +1,1 @@
+"""The command `lightning-megatron-rl serve`: a vLLM server for trainers on other hosts."""

@@ -1,0 +1,238 @@
+"""``lightning-megatron-rl serve``: vLLM's server with a guard before every route, and ours to receive weights."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_megatron_rl.serve.process_group import end_group, members, shared_files
+from lightning_megatron_rl.utilities.arguments import new_parser
+from lightning_megatron_rl.utilities.text_files import text_file
+from lightning_megatron_rl.utilities.versions import __version__
+
+PROGRAM = "lightning-megatron-rl serve"
+SERVER_MODULE = "lightning_megatron_rl.serve.server_process"
+GRACE_S = 20.0  # between SIGTERM and SIGKILL
+OTHERS_GRACE_S = 3.0  # for the server's own processes when it has ended
+LOOK_S = 0.2
+NOTE_S = 2.0  # between two looks at what the processes share
+_EVERYWHERE = ("0.0.0.0", "::", "")
+_DESCRIPTION = """\
+Serve a model for trainers on other hosts (engine: VLLMServers).
+
+The token comes from --token-file, or from the variable LIGHTNING_MEGATRON_RL_TOKEN. Make one with
+  python -c "import secrets; print(secrets.token_urlsafe(32))" > token; chmod 600 token
+The server listens on the loopback interface unless --host or --interface names another one."""
+_EPILOG = """exit code: 2 for arguments that cannot be, 128 plus the signal's number if one ended it.
+
+example:
+  lightning-megatron-rl serve runs/demo/model --interface eth0 --token-file token --max-model-len 64"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = new_parser(PROGRAM, _DESCRIPTION, _EPILOG)
+    parser.add_argument("model", help="Hugging Face model directory, of the kind that the trainer trains")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    place.add_argument("--interface", help="network interface to listen on, such as eth0 or ib0")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--token-file", help="file with the token, readable by its owner alone")
+    parser.add_argument("--all-interfaces", action="store_true", help="allow --host 0.0.0.0")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="prompt and response (default: %(default)s)")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="sampled at a time (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--kv-cache-memory-gb", type=float, help="GiB; unset: 0.5 on a CPU, a share of a GPU's memory")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="that share (default: %(default)s)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--num-threads", type=int, help="CPU threads of each process")
+    parser.add_argument("--vllm-args", type=json.loads, default={}, help="other arguments of vLLM's, as JSON")
+    return parser
+
+
+def read_token(path: str | None, environment: Mapping[str, str]) -> str:
+    """Return the server's token.
+
+    Raises:
+        ValueError: There is none, it is short, or others can read its file.
+    """
+    from lightning_megatron_rl.rollout.servers.engine import TOKEN_VARIABLE
+    from lightning_megatron_rl.rollout.servers.guard import LEAST_TOKEN
+
+    how = f'python -c "import secrets; print(secrets.token_urlsafe(32))" > {path or "token"}'
+    if path is None:
+        token, where = environment.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
+    else:
+        file = text_file(path)
+        if file.stat().st_mode & 0o077:
+            raise ValueError(f"--token-file {path} can be read by others: chmod 600 {path}")
+        token, where = file.read_text().strip(), path
+    if not token:
+        raise ValueError(f"no token in {where}: without one anybody could change the weights. Make one: {how}")
+    if len(token) < LEAST_TOKEN or re.search(r"\s", token):
+        raise ValueError(
+            f"the token in {where} has {len(token)} characters: at least {LEAST_TOKEN}, without blanks. Make one: {how}"
+        )
+    return token
+
+
+def choose_address(host: str, interface: str | None, *, everywhere: bool) -> str:
+    """Return where to listen.
+
+    Raises:
+        ValueError: Everywhere without `everywhere`, or no such interface.
+    """
+    if interface is not None:
+        import psutil
+
+        found = psutil.net_if_addrs()
+        addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
+        if not addresses:
+            raise ValueError(f"--interface {interface} has no IPv4 address here; there are {', '.join(sorted(found))}")
+        return addresses[0]
+    if host in _EVERYWHERE and not everywhere:
+        raise ValueError(
+            f"--host {host!r} listens on all interfaces of this machine, public ones among them: name the cluster's"
+            " interface (--interface eth0) or its address, or say --all-interfaces."
+        )
+    return host
+
+
+def server_settings(options: argparse.Namespace, address: str, token: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return vLLM's arguments and the environment of its processes.
+
+    Raises:
+        ValueError: An argument is outside its range, or the directory holds no model.
+        RuntimeError: vLLM is missing, or another one than the machine needs.
+    """
+    from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+    from lightning_megatron_rl.rollout.servers.about import About, fingerprint, installed_vllm, vocabulary_size
+    from lightning_megatron_rl.rollout.servers.guard import SETTINGS, token_digest
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+    from lightning_megatron_rl.rollout.vllm.installation import choose_device, installed_packages, why_no_gpu
+    from lightning_megatron_rl.rollout.vllm.process import child_environment
+    from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
+    from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_threads
+    from lightning_megatron_rl.weights.transports.network import EXTENSION
+
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port {options.port} must be in [0, 65535]")
+    engine = VLLMEngine(
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        dtype=options.dtype,
+        device=options.device,
+        kv_cache_memory_gb=options.kv_cache_memory_gb,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        tensor_parallel_size=options.tensor_parallel_size,
+        num_threads=options.num_threads,
+        vllm_args=options.vllm_args,
+    )
+    device = choose_device(options.device, installed_packages(), no_gpu=why_no_gpu())
+    layout = CheckpointLayout.read(options.model)
+    eager = device == "cpu"
+    arguments = llm_arguments(
+        engine, str(Path(options.model).resolve()), device, stored_dtype=layout.dtype, eager=eager, extension=EXTENSION
+    )
+    threads = options.num_threads or sampler_threads(
+        layout.num_parameters, options.tensor_parallel_size, dict(os.environ)
+    )
+    environment = engine_environment(
+        device,
+        layout.architectures,
+        eager=eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        num_threads=threads if device == "cpu" else None,
+        dtype=arguments["dtype"],
+    )
+    about = About(
+        version=__version__,
+        vllm=installed_vllm(),
+        model=arguments["model"],
+        fingerprint=fingerprint(options.model),
+        dtype=arguments["dtype"],
+        max_model_len=options.max_model_len,
+        vocab_size=vocabulary_size(options.model),
+        num_workers=options.tensor_parallel_size,
+        instance=uuid.uuid4().hex,
+    )
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # the server's engine core has a process of its own
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights, behind the guard
+        SETTINGS: json.dumps({"digest": token_digest(token), "about": about.to_plain()}),
+    }
+    changes = openmp_defaults() | environment | own
+    inherited = {name: value for name, value in os.environ.items() if value != token}
+    serving = {"host": address, "port": options.port}
+    return arguments | serving, child_environment(inherited, changes)
+
+
+def run_server(arguments: dict[str, Any], environment: dict[str, str]) -> int:
+    """Run vLLM's server until it ends, or a signal comes; nothing of it is left afterwards. Returns an exit code."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", SERVER_MODULE, str(os.getpid())],
+        env=environment,
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # one group of processes, which ends as a whole
+    )
+    told: list[int] = []
+    shared: set[Path] = set()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(arguments).encode())
+        process.stdin.close()
+        ends_at = None
+        looked_at = 0.0
+        # it is not collected while it has a group: the group's number cannot be another one's then
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if told and ends_at is None:
+                ends_at = time.monotonic() + GRACE_S
+                process.send_signal(signal.SIGTERM)
+            if ends_at is not None and time.monotonic() > ends_at:
+                break
+            if time.monotonic() - looked_at > NOTE_S:
+                looked_at = time.monotonic()
+                shared |= shared_files(process.pid)
+            time.sleep(LOOK_S)
+        ends_at = time.monotonic() + OTHERS_GRACE_S
+        while set(members(process.pid)) - {process.pid} and time.monotonic() < ends_at:  # they remove what they share
+            time.sleep(LOOK_S)
+    finally:
+        end_group(process.pid, shared)
+        process.wait()
+    return 128 + told[0] if told else process.returncode or 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        address = choose_address(options.host, options.interface, everywhere=options.all_interfaces)
+        token = read_token(options.token_file, os.environ)
+        vllm_arguments, environment = server_settings(options, address, token)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    print(f"serving {options.model} on http://{address}:{options.port}", flush=True)
+    code = run_server(vllm_arguments, environment)
+    if code > 128 and code - 128 in (signal.SIGTERM, signal.SIGINT):
+        return code
+    print(f"{PROGRAM}: the server has ended with {code}: what it printed last says why", file=sys.stderr)
+    return code or 1

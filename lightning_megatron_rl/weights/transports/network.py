@@ -1,0 +1,146 @@
+"""Weights over the network: a trainer broadcasts them, bucket by bucket, to the workers of an engine on any host.
+
+Each engine has a group of its own with the trainer, by gloo, so that a broken one holds up no other. A worker loads
+what has come when all of it is there: a trainer or a network that goes meanwhile leaves the old weights as they are.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_megatron_rl.compat.gloo import gloo_group
+from lightning_megatron_rl.parallel.hosts import own_address
+from lightning_megatron_rl.weights.placement import Placement, view_all
+from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
+
+NETWORK = "network"  # the name of this way
+EXTENSION = "lightning_megatron_rl.weights.transports.network.NetworkReceiver"
+_END = 0  # length of the header behind the last bucket
+
+
+@dataclass(frozen=True)
+class NetworkMeeting:
+    """Where the trainer waits for the workers of one engine; plain data, which travels as JSON."""
+
+    address: str  # of the trainer's host, as the engine's reaches it
+    port: int
+    world_size: int  # the trainer, which is rank 0, and the workers
+    timeout_s: float
+
+
+class NetworkSender:
+    """The trainer's end of one engine's group.
+
+    Args:
+        engine_host: Name or address of the engine's host.
+        num_workers: Of the engine.
+        timeout_s: Deadline of the meeting, and of each broadcast. # seconds
+    """
+
+    def __init__(self, engine_host: str, num_workers: int, timeout_s: float) -> None:
+        address = own_address(engine_host, 1)
+        self._deadline = timedelta(seconds=timeout_s)
+        # a port that the system chooses, on the interface towards the engine alone
+        self._store = dist.TCPStore(address, 0, is_master=True, timeout=self._deadline, wait_for_workers=False)
+        self.meeting = NetworkMeeting(address, self._store.port, num_workers + 1, timeout_s)
+        self._group: Any = None
+
+    def meet(self) -> None:
+        """Wait for the workers, which have been told of `meeting`.
+
+        Raises:
+            RuntimeError: They did not come in time.
+        """
+        prefixed = dist.PrefixStore("weights", self._store)
+        self._group = gloo_group(prefixed, 0, self.meeting.world_size, self._deadline, self.meeting.address)
+
+    def send(self, bucket: Tensor, placements: list[Placement]) -> None:
+        """Broadcast one bucket.
+
+        Args:
+            bucket: ``[bytes]`` uint8 on the CPU.
+            placements: What it holds.
+
+        Raises:
+            RuntimeError: A worker is gone, or takes too long.
+        """
+        header = json.dumps([to_plain(place) for place in placements]).encode()
+        self._broadcast(torch.tensor([len(header), bucket.numel()]))
+        self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._broadcast(bucket)
+
+    def end(self) -> None:
+        """Say that this was all."""
+        self._broadcast(torch.tensor([_END, 0]))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+
+class NetworkReceiver(SharedWeightsReceiver):
+    """Methods that vLLM adds to each of its workers (`worker_extension_cls`), called with plain data."""
+
+    rank: int  # the worker's own
+
+    def join_trainer(self, meeting: dict[str, Any]) -> dict[str, Any]:
+        """Meet the trainer, in place of an earlier one."""
+        place = NetworkMeeting(**meeting)
+        self._trainer: Any = None
+        timeout = timedelta(seconds=place.timeout_s)
+        store = dist.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
+        prefixed = dist.PrefixStore("weights", store)
+        here = own_address(place.address, place.port)
+        self._trainer = gloo_group(prefixed, self.rank + 1, place.world_size, timeout, here)
+        return {"rank": self.rank}
+
+    def receive_weights(self) -> dict[str, Any]:
+        """Take all buckets of an update, then load them layer by layer; returns the bytes that came."""
+        held, num_bytes = [], 0
+        for bucket, placements in self._buckets():
+            held += list(zip((place.name for place in placements), view_all(placements, [bucket]), strict=True))
+            num_bytes += bucket.numel()
+        self.model_runner.reload_weights(weights_iterator=iter(held))
+        return {"num_bytes": num_bytes}
+
+    def _buckets(self) -> Iterator[tuple[Tensor, list[Placement]]]:
+        while True:
+            sizes = self._take(torch.empty(2, dtype=torch.int64))
+            header_bytes, bucket_bytes = sizes.tolist()
+            if header_bytes == _END:
+                return
+            header = self._take(torch.empty(header_bytes, dtype=torch.uint8))
+            placements = [from_plain(plain) for plain in json.loads(header.numpy().tobytes())]
+            yield self._take(torch.empty(bucket_bytes, dtype=torch.uint8)), placements
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        self._trainer.broadcast([tensor], dist.BroadcastOptions()).wait()
+        return tensor
+
+    def leave_trainer(self) -> dict[str, Any]:
+        """Close the connections to the trainer."""
+        self._trainer = None
+        return {}
+
+
+def to_plain(place: Placement) -> list[Any]:
+    """Return a tensor's place in a bucket without gaps as JSON has it."""
+    return [place.name, str(place.dtype).removeprefix("torch."), list(place.shape), list(place.stride), place.offset]
+
+
+def from_plain(plain: list[Any]) -> Placement:
+    """Return what `to_plain` was given.
+
+    Raises:
+        ValueError: The dtype is none of torch's.
+    """
+    name, dtype, shape, stride, offset = plain
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"weight {name!r} has dtype {dtype!r}, which is none of torch's")
+    return Placement(name, 0, kind, tuple(shape), tuple(stride), offset)

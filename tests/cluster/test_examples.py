@@ -1,0 +1,61 @@
+"""Files of examples/cluster: configs parse, scripts are shell, Kubernetes' schemas accept the manifests; one is run."""
+
+import argparse
+import re
+import shlex
+import subprocess
+
+import kubernetes_validate
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from lightning_megatron_rl.serve.command import make_parser
+from tests.command_line import ROOT, build
+
+FOLDER = ROOT / "examples" / "cluster"
+PAGE = (ROOT / "docs" / "multi_node.md").read_text()
+MANIFESTS = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+
+
+@pytest.mark.parametrize(("config", "overlay"), [("sft", "two_nodes"), ("grpo", "servers")])
+def test_overlays_are_configs(config, overlay, capsys):
+    files = ["--config", f"configs/demo/{config}.yaml", "--config", f"{FOLDER}/{overlay}.yaml"]
+    with pytest.raises(SystemExit) as exit_:
+        build("fit", *files, "--print_config")
+    assert exit_.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
+def test_scripts_are_shell(name):
+    subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)
+
+
+def test_torchrun_takes_the_options_of_the_script():
+    text = (FOLDER / "torchrun.sh").read_text().replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("exec torchrun")]
+    values = {"$NODES": "2", "${DEVICES:-1}": "1", "$RENDEZVOUS": "a:1", "${JOB:-train}": "x", "${RESTARTS:-0}": "0"}
+    words = [values.get(word, word) for word in shlex.split(line)[2:]]
+    parsed: argparse.Namespace = get_args_parser().parse_args(words)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.training_script) == ("2", "1", "lightning-megatron-rl")
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
+def test_manifests_fit_the_schemas_of_kubernetes(manifest):
+    kubernetes_validate.validate(manifest, "1.32", strict=True)
+
+
+def test_a_wrong_manifest_does_not():
+    (job,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "Job"]
+    wrong = {**job, "spec": {**job["spec"], "completion": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.32", strict=True)
+
+
+def test_commands_of_the_page_parse():
+    lines = [line for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
+    for line in lines:
+        program, command, *arguments = shlex.split(line)
+        assert (program, command) == ("lightning-megatron-rl", "serve")
+        assert make_parser().parse_args(arguments).model

@@ -1,0 +1,66 @@
+"""Training on two hosts: the numbers of one host, whoever starts it, and a checkpoint that moves between them."""
+
+import pytest
+
+from tests.cluster.hosts import Cluster
+from tests.cluster.runs import ClusterRun
+from tests.selection import by_default
+from tests.strategy.test_megatron import RELATIVE
+from tests.training import fit_sft, frozen_sequences
+
+SCRIPT = ("-m", "tests.strategy.launch_script", "--devices", "1", "--num-nodes", "2")
+
+
+@pytest.fixture(scope="module")
+def expected(worker_pool, qwen3_dir) -> list[dict[str, float]]:
+    """The same run on two ranks of one host."""
+    return worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False)[0].steps
+
+
+@pytest.mark.parametrize("launcher", by_default(["slurm"], ["slurm", "torchrun"]))
+def test_two_hosts_give_the_run_of_one(make_hosts, tmp_path, qwen3_dir, expected, launcher):
+    run = ClusterRun(make_hosts(2), tmp_path / "out")
+    run.start(launcher, *SCRIPT, "--model", str(qwen3_dir), "--out", str(run.out))
+    assert run.wait() == [0, 0], run.output()
+    for steps in run.results():
+        assert len(steps) == len(expected)
+        for mine, theirs in zip(steps, expected, strict=True):
+            for name, value in mine.items():
+                assert value == pytest.approx(theirs[name], rel=RELATIVE), name
+    output = run.output()
+    assert "hosts: ranks, and the ranks of their groups" in output
+    assert "node-0" in output
+    assert "node-1" in output
+
+
+@pytest.mark.slow
+def test_names_that_do_not_resolve_need_no_setting(make_hosts, tmp_path, qwen3_dir):
+    """gloo takes what a host's own name resolves to, the loopback interface if nothing, unless it is told better."""
+    hosts = make_hosts(2, names_resolve=False)
+    run = ClusterRun(hosts, tmp_path / "out")
+    address = hosts.hosts[0].address
+    run.start("slurm", *SCRIPT, "--model", str(qwen3_dir), "--out", str(run.out), MASTER_ADDR=address)
+    assert run.wait() == [0, 0], run.output()
+
+
+@pytest.mark.slow
+def test_a_run_moves_from_two_hosts_to_one_and_back(make_hosts, tmp_path, worker_pool, qwen3_dir):
+    """Three steps on two hosts, one more on one host, two more on two: the losses of six on one.
+
+    Each epoch is one batch: the plain loader of the script has no position to resume from.
+    """
+    options = {"steps": 6, "sequences": frozen_sequences(4)}
+    expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False, **options)[0].steps
+    hosts = make_hosts(2)
+    checkpoints = tmp_path / "checkpoints"
+    script = ["--model", str(qwen3_dir), "--checkpoints", str(checkpoints)]
+    losses = []
+    for number, (count, steps) in enumerate(((2, 3), (1, 4), (2, 6))):
+        some = Cluster(hosts.hosts[:count], hosts.switch)
+        run = ClusterRun(some, tmp_path / f"out-{number}")
+        own = ["--num-nodes", str(count), "--steps", str(steps), "--out", str(run.out), "--rows", "4"]
+        resume = ["--resume"] if number else []
+        run.start("slurm", "-m", "tests.strategy.launch_script", "--devices", "1", *script, *own, *resume)
+        assert run.wait() == [0] * count, run.output()
+        losses += [step["policy/loss"] for step in run.results()[0]]
+    assert losses == pytest.approx([step["policy/loss"] for step in expected], rel=RELATIVE)

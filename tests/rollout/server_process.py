@@ -1,0 +1,114 @@
+"""Starts ``lightning-megatron-rl serve``, and small servers with the same guard."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvicorn
+
+from lightning_megatron_rl.rollout.servers.guard import Guard, token_digest
+from tests.distributed import ROOT, free_port
+
+TOKEN = "0123456789abcdef-of-a-test"
+START_S = 120.0
+
+
+def serve_command(model: Path, port: int, host: str = "127.0.0.1") -> list[str]:
+    """The command line of a small server."""
+    sizes = ["--max-model-len", "512", "--kv-cache-memory-gb", "0.25", "--num-threads", "1"]
+    place = ["--host", host, "--port", str(port)]
+    return [sys.executable, "-m", "lightning_megatron_rl", "serve", str(model), *place, *sizes]
+
+
+def ask(url: str, path: str, token: str | None = TOKEN, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Status and answer of one request."""
+    known = {} if token is None else {"Authorization": f"Bearer {token}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json", **known, **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class ServerProcess:
+    """One `serve` on this machine."""
+
+    def __init__(self, model: Path, log: Path, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._model = model
+        self.start()
+
+    def start(self) -> None:
+        variables = {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                serve_command(self._model, self.port),
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+            )
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(OSError):
+                if ask(self.url, "/health")[0] == 200:
+                    return
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.2)
+
+    def family(self) -> list[int]:
+        """Ids of all processes below it, the API server first."""
+        return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def stop(self) -> int:
+        """End it as a launcher does; returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextmanager
+def guarded(about: dict[str, Any], **answers: Any) -> Iterator[str]:
+    """A server with the real guard, and behind it one that answers by path; yields its URL."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = json.dumps(answers.get(scope["path"].strip("/"), {})).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    guard = Guard(app, {"digest": token_digest(TOKEN), "about": about})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(guard, lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,266 @@
+"""vLLM servers as an engine: the samples of a local one, updates in the middle, and servers that are no use."""
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron_rl.rollout.protocol import (
+    GenerationRequest,
+    SamplingParams,
+    StreamMode,
+    StreamRequest,
+    WeightsLostError,
+)
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.weights.source import source_of
+from tests.policing import keep_process, leaked_memory, shared_memory
+from tests.rollout.conftest import Harness, is_running, make_requests, max_logprob_error, random_weights
+from tests.rollout.server_process import TOKEN, ServerProcess, ask
+from tests.rollout.test_streaming import EXACT, Collected, drawn, requests
+
+EIGHT = SamplingParams(max_tokens=40)
+
+
+def connect(*servers: ServerProcess, **settings: object) -> VLLMServers:
+    options = {"max_model_len": 512, "start_timeout_s": 20.0, "call_timeout_s": 60.0, "token": TOKEN, **settings}
+    return VLLMServers([server.url for server in servers], **options)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir, tmp_path_factory) -> Iterator[ServerProcess]:
+    """A running server; nothing of it is left at the end."""
+    started = ServerProcess(model_dir, tmp_path_factory.mktemp("server") / "log")
+    keep_process(started.process.pid)
+    started.wait()
+    family = started.family()
+    yield started
+    assert started.stop() == 128 + signal.SIGTERM
+    assert not any(map(is_running, family))
+
+
+@pytest.fixture
+def remote(server, model_dir) -> Iterator[Harness]:
+    """An engine on the server, and the model with the weights that it has after the first push."""
+    engine = connect(server)
+    engine.stream_mode = StreamMode(background=True)
+    engine.start(model_dir)
+    harness = Harness(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
+    harness.push_random_weights(1)
+    yield harness
+    engine.close()
+
+
+def test_samples_are_those_of_a_local_engine_after_each_update(harness, remote):
+    """The same tokens for the same seeds, and log-probs of the weights that were pushed last."""
+    local = Harness(harness.engine, copy.deepcopy(remote.model), harness.version)
+    asked = make_requests(6, 4)
+    for seed in range(40, 44):
+        remote.push_random_weights(seed)
+        local.push_random_weights(seed)
+        mine, theirs = (engine.generate(asked, EIGHT) for engine in (remote.engine, local.engine))
+        assert [[g.token_ids for g in group] for group in mine] == [[g.token_ids for g in group] for group in theirs]
+        assert [[g.finish_reason for g in group] for group in mine] == [
+            [g.finish_reason for g in group] for group in theirs
+        ]
+        assert max_logprob_error(remote.model, asked, mine) < EXACT
+
+
+def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):
+    old, asked, collected = copy.deepcopy(remote.model), requests(6, 400), Collected(remote)
+    remote.engine.submit(asked, SamplingParams(max_tokens=400, ignore_eos=True))
+    collected.until(lambda: collected.shortest >= 5 and len(collected.responses) == 6)
+    before = remote.version
+    remote.push_random_weights(22)
+    collected.until(lambda: collected.are_complete)
+    for request in asked:
+        response = collected.responses[request.name]
+        (first, num_old), (second, num_new) = response.segments
+        assert (first, second) == (before, before + 1)
+        assert num_old + num_new == len(response.token_ids) == 400
+        found = torch.tensor(response.logprobs)
+        under_old = drawn(old, request.token_ids, response.token_ids)
+        under_new = drawn(remote.model, request.token_ids, response.token_ids)
+        assert (found - under_old)[:num_old].abs().max() < EXACT
+        assert (found - under_new)[num_old:].abs().max() < EXACT
+        assert (under_old - under_new).abs().max() > 0.1
+
+
+def test_what_is_withdrawn_goes_on_from_its_tokens(remote):
+    asked, collected = requests(3, 300), Collected(remote)
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+    remote.engine.submit(asked, params)
+    collected.until(lambda: collected.shortest >= 5 and len(collected.responses) == 3)
+    collected.add(remote.engine.withdraw())
+    assert remote.engine.collect(0.0, everything=True) == []
+    known = {name: len(response.token_ids) for name, response in collected.responses.items()}
+    rest = [
+        StreamRequest(r.name, r.token_ids + collected.responses[r.name].token_ids, r.seed + 1, 300 - known[r.name])
+        for r in asked
+    ]
+    remote.engine.submit(rest, params)
+    collected.until(lambda: collected.are_complete)
+    for request in asked:
+        response = collected.responses[request.name]
+        assert len(response.token_ids) == 300
+        expected = drawn(remote.model, request.token_ids, response.token_ids)
+        assert (torch.tensor(response.logprobs) - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (GenerationRequest([5, 128], 1), "token id 128 at position 1 is outside the vocabulary of 128"),
+        (GenerationRequest([5] * 500, 1), r"prompt \(500\) \+ max_tokens \(40\) = 540 > max_model_len \(512\)"),
+        (GenerationRequest([], 1), "the prompt is empty"),
+    ],
+)
+def test_bad_requests_are_not_sent(remote, request_, words):
+    """A token beyond the vocabulary would kill the server."""
+    with pytest.raises(ValueError, match=words):
+        remote.engine.generate([request_], EIGHT)
+    assert remote.engine.generate(make_requests(1), EIGHT)
+
+
+def test_weights_of_another_shape_are_refused_and_change_nothing(remote):
+    name, tensor = random_weights(remote.model, 7)[0]
+    with pytest.raises(ValueError, match="has shape"):
+        remote.engine.update_weights(source_of([(name, tensor[:-1])]), 99)
+    remote.push_random_weights(8)
+    asked = make_requests(2)
+    assert max_logprob_error(remote.model, asked, remote.engine.generate(asked, EIGHT)) < EXACT
+
+
+def test_two_trainers_at_one_server_are_refused(remote, server, model_dir):
+    other = connect(server, start_timeout_s=1.0)
+    with pytest.raises(ValueError, match=rf"another trainer's: \S+, process {os.getpid()}\."):
+        other.start(model_dir)
+
+
+def test_weights_of_an_earlier_trainer_are_not_sampled_with(remote, server, model_dir):
+    remote.engine.close()
+    engine = connect(server)
+    engine.start(model_dir)
+    with pytest.raises(WeightsLostError, match="no server has the weights of version 0"):
+        engine.generate(make_requests(1), EIGHT)
+    engine.close()
+
+
+def test_another_model_is_refused(server, tied_model_dir):
+    with pytest.raises(ValueError, match=r"has another model, \S+ \(\w+\), than the trainer's"):
+        connect(server).start(tied_model_dir)
+
+
+def test_more_tokens_than_the_server_takes_are_refused(server, model_dir):
+    with pytest.raises(ValueError, match=r"takes prompt and response of 512 tokens together.*--max-model-len 600"):
+        connect(server, max_model_len=600).start(model_dir)
+
+
+def test_no_route_of_the_server_is_open(server):
+    for path in ("/health", "/metrics", "/about", "/pause", "/collective_rpc", "/v1/models", "/docs", "/openapi.json"):
+        assert ask(server.url, path, token=None)[0] == 401, path
+        assert ask(server.url, path, token="wrong-token-0123456789")[0] == 401, path
+    for path in ("/v1/models", "/is_paused", "/docs", "/openapi.json", "/server_info", "/v1/chat/completions"):
+        assert ask(server.url, path)[0] == 404, path
+    for path in ("/pause", "/collective_rpc", "/inference/v1/generate"):
+        assert ask(server.url, path, body={"method": "leave_trainer"})[0] == 409, path
+
+
+# ---- servers that go, and come back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["serve", "api server"])
+def test_nothing_is_left_of_a_killed_server(model_dir, tmp_path, victim):
+    """vLLM's own leaves its engine core and workers as orphans."""
+    before = shared_memory()
+    started = ServerProcess(model_dir, tmp_path / "log")
+    started.wait()
+    family = started.family()
+    assert len(family) >= 3
+    os.kill(started.process.pid if victim == "serve" else family[0], signal.SIGKILL)
+    started.process.wait(30)
+    deadline = time.monotonic() + 15
+    while any(map(is_running, family)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert leaked_memory(before) == []
+
+
+def describe(engine: VLLMServers) -> list[tuple[str, int]]:
+    return [(server.state, server.load) for server in engine.connections.servers]
+
+
+@pytest.mark.slow
+def test_responses_of_a_lost_server_go_on_elsewhere_and_it_comes_back(model_dir, tmp_path):
+    """Killed with responses on both: none is lost, each token is of the weights that were pushed."""
+    servers = [ServerProcess(model_dir, tmp_path / f"{number}.log") for number in range(2)]
+    for server in servers:
+        server.wait()
+    engine = connect(*servers)
+    engine.stream_mode = StreamMode(background=True)
+    engine.start(model_dir)
+    harness = Harness(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
+    try:
+        harness.push_random_weights(1)
+        params, asked, collected = (
+            SamplingParams(max_tokens=450, ignore_eos=True),
+            requests(12, 450),
+            Collected(harness),
+        )
+        engine.submit(asked, params)
+        collected.until(lambda: collected.shortest >= 20 and len(collected.responses) == 12)
+        assert [server.load > 0 for server in engine.connections.servers] == [True, True], describe(engine)
+        servers[1].process.kill()
+        killed = time.monotonic()
+        collected.until(lambda: engine.num_restarts == 1)
+        print(f"noticed after {time.monotonic() - killed:.2f} s")
+        collected.until(lambda: collected.are_complete)
+        for request in asked:
+            response = collected.responses[request.name]
+            assert len(response.token_ids) == 450
+            expected = drawn(harness.model, request.token_ids, response.token_ids)
+            assert (torch.tensor(response.logprobs) - expected).abs().max() < EXACT
+        servers[1].process.wait(30)
+        servers[1].start()
+        servers[1].wait()
+        deadline = time.monotonic() + 30
+        while engine.connections.servers[1].state != "without weights":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        harness.push_random_weights(2)
+        assert [server.state for server in engine.connections.servers] == ["ready", "ready"]
+        many = make_requests(24)
+        assert max_logprob_error(harness.model, many, engine.generate(many, EIGHT)) < EXACT
+    finally:
+        engine.close()
+        for server in servers:
+            server.stop()
+
+
+@pytest.mark.slow
+def test_the_only_server_comes_back_without_weights(model_dir, tmp_path):
+    """A batch is asked for again when the server has the newest weights."""
+    server = ServerProcess(model_dir, tmp_path / "log")
+    server.wait()
+    engine = connect(server, call_timeout_s=120.0)
+    engine.start(model_dir)
+    harness = Harness(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
+    try:
+        harness.push_random_weights(1)
+        server.process.kill()
+        server.process.wait(30)
+        server.start()
+        asked = make_requests(2)
+        with pytest.raises(WeightsLostError, match="call update_weights with a full set"):
+            engine.generate(asked, EIGHT)
+        harness.push_random_weights(2)
+        assert max_logprob_error(harness.model, asked, engine.generate(asked, EIGHT)) < EXACT
+    finally:
+        engine.close()
+        server.stop()

@@ -1,0 +1,63 @@
+"""What `serve` refuses before anything is loaded; real servers are in tests/rollout/test_servers.py."""
+
+import os
+
+import pytest
+
+from lightning_megatron_rl.serve.command import choose_address, main, read_token
+from lightning_megatron_rl.serve.process_group import members, shared_files
+from tests.rollout.server_process import TOKEN
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_all_interfaces_must_be_said(host):
+    with pytest.raises(ValueError, match=r"listens on all interfaces of this machine.*--interface eth0"):
+        choose_address(host, None, everywhere=False)
+    assert choose_address(host, None, everywhere=True) == host
+
+
+def test_interface_gives_its_address():
+    assert choose_address("", "lo", everywhere=False) == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"--interface nosuch0 has no IPv4 address here; there are .*lo"):
+        choose_address("", "nosuch0", everywhere=False)
+
+
+def test_token_is_needed_long_and_private(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("short\n")
+    file.chmod(0o600)
+    with pytest.raises(ValueError, match="has 5 characters: at least 16"):
+        read_token(str(file), {})
+    file.write_text(f"{TOKEN}\n")
+    assert read_token(str(file), {}) == TOKEN
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match=r"can be read by others: chmod 600"):
+        read_token(str(file), {})
+    with pytest.raises(ValueError, match=r"no token in LIGHTNING_MEGATRON_RL_TOKEN: without one anybody could"):
+        read_token(None, {})
+    assert read_token(None, {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN}) == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-directory"], "no-such-directory is no Hugging Face model directory"),
+        (["MODEL", "--port", "70000"], "--port 70000 must be in [0, 65535]"),
+        (["MODEL", "--max-num-seqs", "0"], "engine.max_num_seqs=0 must be at least 1"),
+        (["MODEL", "--host", "0.0.0.0"], "listens on all interfaces"),
+        (["MODEL", "--vllm-args", '{"model": "x"}'], "model"),
+        (["MODEL", "--token-file", "no-such-file"], "no-such-file: no such file"),
+    ],
+)
+def test_bad_input_ends_with_2_and_a_line(arguments, words, qwen3_dir, capsys, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
+    assert main([str(qwen3_dir) if it == "MODEL" else it for it in arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("lightning-megatron-rl serve: error: ")
+    assert words in printed
+
+
+def test_members_of_a_group_are_its_processes():
+
+    assert os.getpid() in set(members(os.getpgid(0)))
+    assert all(path.parent.name == "shm" for path in shared_files(os.getpgid(0)))
