@@ -101,8 +101,8 @@ def join(
             raise
         raise RuntimeError(
             f"the rendezvous port of this run is in use: {address}:{port}. Another run on this machine may hold it:"
-            " unset MASTER_PORT so that a free one is chosen, or set it to another port. Original error:"
-            f" {error}"
+            " set MASTER_PORT to another port; if you set it yourself on a single machine, unset MASTER_PORT, so that a"
+            f" free one is chosen. Original error: {error}"
         ) from error
     if backend == "nccl":
         atexit.register(_leave)
