@@ -26,7 +26,8 @@ def test_names_of_secrets(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "max_tokens", "tokenizer", "max_tokens_per_microbatch", "eos_token", "pad_token_id", "token_ids", "prompt_token_id", "TOKENIZERS_PARALLELISM",
+        "max_tokens", "tokenizer", "max_tokens_per_microbatch", "eos_token", "pad_token_id", "token_ids",
+        "prompt_token_id", "TOKENIZERS_PARALLELISM",
         "add_special_tokens", "answer_key", "monitor", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL", "PATH", "author",
         "bypass", "SSH_AUTH_SOCK", "KEYBOARD",
     ],
