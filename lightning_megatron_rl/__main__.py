@@ -16,6 +16,7 @@ commands:
   validate       run the validation loop once
   test           run the test loop once
   predict        run the predict loop once
+  report         write what a run has logged as one HTML file: curves, checks, samples (report --help)
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
   convert        Hugging Face models to distributed checkpoints and back (convert --help)
   doctor         say what this machine has, what it lacks, and what helps (doctor --help)
@@ -77,6 +78,10 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.serve.command import main as serve
 
         sys.exit(serve(arguments[1:]))
+    if arguments[0] == "report":
+        from lightning_megatron_rl.report.command import main as report
+
+        sys.exit(report(arguments[1:]))
     if arguments[0] == "schema":
         from lightning_megatron_rl.schema.command import main as schema
 

@@ -25,6 +25,7 @@ from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunLog, RunProgress
+from lightning_megatron_rl.callbacks.run_report import RunReport
 from lightning_megatron_rl.callbacks.timeline import Timeline
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
@@ -59,6 +60,7 @@ _CALLBACKS = (
     PredictionFiles,
     RolloutSamples,
     RunProgress,
+    RunReport,
     Timeline,
     WeightAverage,
     WeightSync,
@@ -211,13 +213,15 @@ class CommandLine(LightningCLI):
             self._fail(f"trainer.accelerator={trainer['accelerator']}: {error}")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add the console's progress, unless the config has a progress bar or wants none."""
+        """Add the console's progress, unless the config has a progress bar or wants none, and the report."""
         settings = self._get(self.config_init, "trainer")
         given = settings["callbacks"] or []
         callbacks = [*given] if isinstance(given, list) else [given]
         has_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks)
         if settings["enable_progress_bar"] is not False and not has_bar:
             callbacks.append(RunProgress())
+        if not any(isinstance(callback, RunReport) for callback in callbacks):
+            callbacks.append(RunReport())
         return super().instantiate_trainer(**{"callbacks": [*callbacks, RunLog()], **kwargs})
 
     def instantiate_classes(self) -> None:

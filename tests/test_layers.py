@@ -12,7 +12,7 @@ ROOT = Path(lightning_megatron_rl.__file__).parent
 LAYERS = (  # from the lowest; a folder imports from lower layers only, and none of its own layer
     ("sample", "utilities", "compat"),
     ("algorithms", "rewards", "parallel"),
-    ("environments", "planner", "weights"),
+    ("environments", "planner", "weights", "report"),
     ("devices", "checkpoints"),
     ("strategy", "models"),
     ("data", "rollout"),
@@ -33,6 +33,7 @@ FORBIDDEN = {  # folders and third-party packages that a folder knows nothing of
     "environments": {"algorithms"} | HEAVY,
     "planner": HEAVY | {"torch"},
     "devices": HEAVY,
+    "report": HEAVY | {"torch"},
     "weights": {"transformers"},
     "parallel": {"transformers", "vllm"},
     "checkpoints": {"algorithms", "rewards", "transformers", "vllm"},

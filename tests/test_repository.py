@@ -32,6 +32,7 @@ QUICK_FOLDERS = {
     "verify",
     "doctor",
     "devices",
+    "report",
     "utilities",
     "planner",
     "parallel",
@@ -39,7 +40,9 @@ QUICK_FOLDERS = {
     "schema",
 }  # imported for the command line's --help
 VLLM_ALONE = ("transports.receiver", "vllm.local_worker")  # vLLM's workers import them by their names, nobody else does
-SLOW_PACKAGES = {"megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib"}
+SLOW_PACKAGES = {
+    "megatron", "vllm", "transformers", "datasets", "math_verify", "transformer_engine", "matplotlib", "plotly",
+}  # fmt: skip
 COME_WITH = {  # declared by a package that is declared here
     "numpy": "transformers",
     "safetensors": "transformers",
@@ -48,6 +51,8 @@ COME_WITH = {  # declared by a package that is declared here
     "lightning_utilities": "lightning",
     "shtab": "jsonargparse",
     "jinja2": "torch",
+    "markupsafe": "torch",
+    "tokenizers": "transformers",
     "triton": "torch",
     "packaging": "lightning",
 }

@@ -1,4 +1,4 @@
-"""`RolloutSamples`: samples of the policy on the console and in files."""
+"""`RolloutSamples`: samples of the policy on the console, in loggers and in files."""
 
 import sys
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
+from lightning_megatron_rl.callbacks.sample_tables import log_samples
 from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.rollout.record import Origin, record_line
@@ -27,12 +28,14 @@ _CONSOLE_WIDTH = 200  # characters of a prompt or response that the console show
 class RolloutSamples(Callback):
     """Show a few samples of a step on the console and keep samples, those of validation too, as JSON lines.
 
+    What the console shows goes to loggers that take tables, too: Weights & Biases, MLflow, TensorBoard (as text).
+
     Each run has files of its own: a resumed run continues them, another run in the same directory writes
     ``rollouts-dp0-2.jsonl`` and so on (see `RecordFile`). Steps are `global_step`, as in the metrics and the names of
     checkpoints.
 
     Args:
-        num_samples: Samples per shown step on the console; 0 shows none.
+        num_samples: Samples per shown step on the console and in tables of loggers; 0 shows none.
         every_n_steps: Steps between two shows; files get every step.
         dirpath: Directory of the files, one per model replica; ``samples`` in the logger's directory if not given.
         max_samples_per_step: Most samples of a step, and of a validation, that a replica's file gets: those of the
@@ -93,6 +96,7 @@ class RolloutSamples(Callback):
             self._append(self._rollouts, samples, trainer.global_step)
         if self.num_samples and (trainer.global_step - 1) % self.every_n_steps == 0:
             _show(samples[: self.num_samples], trainer.global_step)
+            log_samples(trainer.loggers, samples[: self.num_samples], trainer.global_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Write the samples of the validation, all sets together."""

@@ -30,6 +30,7 @@ from lightning_megatron_rl.modules.start import check_gpu
 from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
+from lightning_megatron_rl.planner.moments import MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.watch import Watched
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
@@ -85,6 +86,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         self._hf_model: HFModel | None = None
         self.report = StepReport(self)
         self.planned_views = PlannedViews()
+        self._memory_plan: MemoryPlan | None = None
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
 
@@ -149,7 +151,9 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
-            check_gpu(self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies)
+            self._memory_plan = check_gpu(
+                self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies
+            )
 
     @property
     def logprob_chunk_size(self) -> int:
@@ -293,6 +297,11 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
     def watched(self) -> Watched:
         """Return what this rank can be watched by, for timelines."""
         return Watched()
+
+    def start_facts(self) -> dict[str, Any]:
+        """Return the table at start and the memory plan of this rank's GPU, if it has one, as plain data."""
+        plan = self._memory_plan
+        return {"table": self.report.table, "memory_plan": None if plan is None else plan.record()}
 
     def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:
         """Log values that are already equal on every rank (which is why Lightning's hint at sync_dist is silenced)."""

@@ -33,7 +33,7 @@ class StepReport:
         self.num_tokens = 0  # this replica's, in the updates of the current step
         self._setup_began = self._step_began = time.monotonic()
         self._sync_seconds = 0.0  # of the current step, before its clock started
-        self._described = False  # whether the table at start was printed
+        self.table: list[tuple[str, str]] = []  # at start, once it was printed
         self._others = OthersLoad()  # until then
         self._checked_monitors = False  # whether the first step of the fit has been logged
 
@@ -59,9 +59,9 @@ class StepReport:
 
     def begin_step(self, batch: Any) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
-        if not self._described:
-            self._described = True
-            print_table("run", self._describe(batch))
+        if not self.table:
+            self.table = self._describe(batch)
+            print_table("run", self.table)
         # the sync before the rollout belongs to the step, but callbacks run before this module's clock starts
         self._sync_seconds = sum(self.phase_seconds.get(name, 0.0) for name in SYNC_PHASES)
         self._step_began = time.monotonic()

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 def check_gpu(
     module: "ModelModule", *, training: bool, engine: RolloutEngine | None = None, frozen_copies: int = 0
-) -> None:
+) -> MemoryPlan | None:
     """Refuse a run that this rank's GPU, or one of its samplers, cannot do or cannot hold; a CPU refuses nothing.
+
+    Returns the plan of the rank's GPU; None on a CPU, where nothing is planned.
 
     Args:
         module: The module that is about to load its weights.
@@ -53,7 +55,7 @@ def check_gpu(
     strategy = module.strategy
     device = strategy.root_device
     if device.type != "cuda":
-        return
+        return None
     precision = strategy.precision_plugin
     gpu = measure_gpu(device.index)
     facts = DeviceFacts(
@@ -100,6 +102,7 @@ def check_gpu(
             found.check()
 
     run_on_all_ranks(check)  # a GPU that is fuller than the others must not leave their ranks waiting
+    return plan
 
 
 def make_plan(

