@@ -214,7 +214,8 @@ def test_responses_of_a_lost_server_go_on_elsewhere_and_it_comes_back(model_dir,
             Collected(harness),
         )
         engine.submit(asked, params)
-        collected.until(lambda: collected.shortest >= 20 and len(collected.responses) == 12)
+        # how they are shared out is the engine's affair; one server may have finished while the other is half through
+        collected.until(lambda: len(collected.responses) >= 6)
         assert [server.load > 0 for server in engine.connections.servers] == [True, True], describe(engine)
         servers[1].process.kill()
         killed = time.monotonic()
