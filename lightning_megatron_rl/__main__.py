@@ -16,6 +16,7 @@ commands:
   validate       run the validation loop once
   test           run the test loop once
   predict        run the predict loop once
+  plan           say whether a config fits GPUs that need not be here, and how long a step takes (plan --help)
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
   convert        Hugging Face models to distributed checkpoints and back (convert --help)
   doctor         say what this machine has, what it lacks, and what helps (doctor --help)
@@ -60,6 +61,10 @@ def main(args: list[str] | None = None) -> None:
     if args is None:  # this process is the command's own, and has not loaded OpenMP yet
         os.environ.update(openmp_defaults())
         allow_interrupt()
+    if arguments[0] == "plan":
+        from lightning_megatron_rl.plan.command import main as plan
+
+        sys.exit(plan(arguments[1:]))
     if arguments[0] == "verify-layout":
         from lightning_megatron_rl.verify.command import main as verify_layout
 

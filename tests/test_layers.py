@@ -19,7 +19,7 @@ LAYERS = (  # from the lowest; a folder imports from lower layers only, and none
     ("callbacks",),
     ("modules",),
     ("cli",),
-    ("convert", "doctor", "schema", "verify"),
+    ("convert", "doctor", "plan", "schema", "verify"),
     ("__init__",),
     ("__main__",),
 )
