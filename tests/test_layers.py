@@ -20,6 +20,7 @@ LAYERS = (  # from the lowest; a folder imports from lower layers only, and none
     ("modules",),
     ("cli",),
     ("convert", "doctor", "plan", "schema", "verify"),
+    ("recipes",),
     ("__init__",),
     ("__main__",),
 )

@@ -41,6 +41,7 @@ class FromConfig(CommandLine):
         trainer = self._get(self.config, "trainer")
         self.devices, self.nodes = trainer["devices"], int(trainer["num_nodes"])
         self.precision: Any = trainer["precision"] or GPU_PRECISION
+        self.written_callbacks, self.written_logger = _plain(trainer["callbacks"]), _plain(trainer["logger"])
         trainer["callbacks"], trainer["logger"], trainer["plugins"], trainer["profiler"] = None, False, None, None
         if not isinstance(trainer["strategy"], Namespace):
             path = f"{MegatronStrategy.__module__}.{MegatronStrategy.__qualname__}"
@@ -90,6 +91,13 @@ class FromConfig(CommandLine):
             world=devices * (nodes or self.nodes),
             lengths=lengths,
         )
+
+
+def _plain(value: Any) -> Any:
+    """Settings as plain data."""
+    if isinstance(value, Namespace):
+        return value.as_dict()
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def describe_model(name: str) -> Model:

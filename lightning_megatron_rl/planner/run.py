@@ -320,6 +320,7 @@ class Run:
             weight_bytes=self.element,
             recompute=self.recompute,
             adapters=bool(self.adapter_parameters),
+            stage_layers=tuple(self.layers()),
         )
 
     def seconds(self) -> list[Phase]:

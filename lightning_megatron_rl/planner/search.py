@@ -6,10 +6,12 @@ from itertools import product
 from typing import Any
 
 from lightning_megatron_rl.parallel.layout import ParallelLayout
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.planner.run import Run, Sampling
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16)
+MARGIN = 0.97  # of the free memory that a proposal takes at most: allocators round up
 _LONG = 16_384  # tokens of a sequence from which context parallelism is tried
 
 
@@ -79,7 +81,7 @@ def search(run: Run, *, count: int = 3) -> list[Candidate]:
         except ValueError:
             continue
         plan = candidate.memory()
-        if plan.needed > plan.free:
+        if plan.needed > MARGIN * plan.free:
             if nearest is None or plan.needed < nearest[0]:
                 nearest = plan.needed, candidate
             continue
@@ -112,6 +114,7 @@ def _runs(run: Run) -> Iterator[Run]:
             yield replace(
                 run,
                 layout=layout,
+                pipeline_split=_stages(run, layout),
                 microbatch_tokens=tokens,
                 recompute=recompute,
                 sampling=sampling,
@@ -136,6 +139,13 @@ def _layouts(run: Run) -> Iterator[ParallelLayout]:
             expert_tensor_parallel_size=1 if experts is not None and tp > 1 else None,
             sequence_parallel=tp > 1,
         )
+
+
+def _stages(run: Run, layout: ParallelLayout) -> PipelineSplit:
+    """Fewer layers for the last stage, which has the output layer, where they do not divide."""
+    layers, stages = run.size.layers, layout.pipeline_model_parallel_size
+    last = layers - (stages - 1) * -(-layers // stages)
+    return PipelineSplit(num_layers_in_last_pipeline_stage=last) if layers % stages and last > 0 else PipelineSplit()
 
 
 def _samplings(run: Run) -> list[tuple[Sampling | None, tuple[str, ...]]]:

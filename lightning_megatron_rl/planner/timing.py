@@ -105,6 +105,7 @@ class Training:
     weight_bytes: int = 2
     recompute: bool = False
     adapters: bool = False
+    stage_layers: tuple[int, ...] = ()  # of each pipeline stage; (): equal shares
 
     @property
     def data_parallel(self) -> int:
@@ -171,9 +172,11 @@ class Training:
         bubble = (stages - 1) / (self.microbatches * self.split.chunks)
         size = self.size
         output = 2.0 * size.vocabulary * size.hidden
-        layers = (size.linear_flops - output) / stages
-        last = (layers + output) / (size.linear_flops / stages)
-        return (1 + bubble) * last - 1
+        shares = [count / size.layers for count in self.stage_layers] or [1 / stages] * stages
+        work = [share * (size.linear_flops - output) for share in shares]
+        work[-1] += output
+        slowest = max(work) / (size.linear_flops / stages)
+        return (1 + bubble) * slowest - 1
 
     def travel(self) -> list[Traffic]:
         """Return what a GPU sends in the forward and backward passes and steps of all updates."""

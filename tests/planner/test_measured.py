@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,8 +127,8 @@ def stated() -> dict[str, dict[str, Any]]:
         if path.name.startswith(tuple(WITHOUT_LENGTHS)):
             continue
         result = json.loads(path.read_text())
-        sides = {"": row for row in result.get("rows", [])} | {side: result.get(side) for side in ("ours", "asleep")}
-        for side, row in sides.items():
+        sides = [("rows", row) for row in result.get("rows", [])]
+        for side, row in [*sides, *((side, result.get(side)) for side in ("ours", "asleep"))]:
             if not isinstance(row, dict) or row.get("peak_memory_gib") is None:
                 continue
             # weight_sync_*.json repeats the run of the grpo_step_*.json that measured both
