@@ -63,6 +63,10 @@ def main(args: list[str] | None = None) -> None:
     if args is None:  # this process is the command's own, and has not loaded OpenMP yet
         os.environ.update(openmp_defaults())
         allow_interrupt()
+    if arguments[0] in ("init", "plan"):
+        from lightning_megatron_rl.utilities import console
+
+        console.begin()  # before libraries are imported, which warn of each other
     if arguments[0] == "init":
         from lightning_megatron_rl.recipes.init import main as init
 

@@ -57,9 +57,6 @@ def main(args: list[str]) -> int:
     if options.out is not None and not options.search:
         parser.error(f"--out {options.out} without --search: only its overlays are written")
 
-    from lightning_megatron_rl.utilities import console
-
-    console.begin()  # before libraries are imported, which warn of each other
     from lightning_megatron_rl.cli import explain
     from lightning_megatron_rl.modules.planning import Lengths
     from lightning_megatron_rl.plan.config import FromConfig

@@ -45,9 +45,6 @@ def main(args: list[str]) -> int:
     if options.out is not None and Path(options.out).exists():
         parser.error(f"--out {options.out}: there is such a file; remove it or take another name")
 
-    from lightning_megatron_rl.utilities import console
-
-    console.begin()  # before libraries are imported, which warn of each other
     from lightning_megatron_rl.plan.config import describe_model
     from lightning_megatron_rl.recipes.choose import choose
     from lightning_megatron_rl.recipes.datasets import find_dataset

@@ -25,6 +25,7 @@ STEPS = 2
 ROWS = 16
 PROMPT_BYTES, RESPONSE_TOKENS = 480, 8  # a byte is a token
 VOCABULARY = 320
+_TILE = 32  # of vLLM's kernel for experts on a CPU: their width is a multiple
 _SPECIAL = ["<pad>", "<eos>", "<bos>"]
 _SIZES = (
     "tensor_model_parallel_size",
@@ -169,6 +170,9 @@ def small_config(name: str, layers: int) -> dict[str, Any]:
     small |= {"num_hidden_layers": layers, "dtype": "float32"}
     if isinstance(raw.get("layer_types"), list):
         small["layer_types"] = raw["layer_types"][:layers]
+    experts = FAMILIES[config.model_type].experts
+    if experts is not None and small[experts.width] % _TILE:
+        small[experts.width] = 5 * _TILE  # related to no other size
     dense = FAMILIES[config.model_type].dense_layers
     if dense and small.get(dense):
         small[dense] = 1

@@ -1,4 +1,4 @@
-"""Every recipe parses, fits the GPUs of its header, and has a reason beside each setting; its data set's columns map."""
+"""Every recipe parses, fits the GPUs of its header, has a reason beside each setting; its data set maps."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.models.hf.size import config_shapes, model_size
 from lightning_megatron_rl.models.published import read_config, recipe_names, stated_parameters
-from lightning_megatron_rl.recipes.datasets import DATASETS, DAPO, GSM8K, MATH_500, ULTRACHAT, Dataset, find_dataset
+from lightning_megatron_rl.recipes.datasets import DAPO, DATASETS, GSM8K, MATH_500, ULTRACHAT, Dataset, find_dataset
 from lightning_megatron_rl.recipes.shrink import shrink_layout, write_model
 from lightning_megatron_rl.recipes.text import MARK, METHODS
 from lightning_megatron_rl.rewards import math_equal
@@ -77,6 +77,7 @@ def written(dataset: Dataset, directory: Path) -> str:
     return str(file)
 
 
+@pytest.mark.usefixtures("math_worker")
 @pytest.mark.parametrize("dataset", [GSM8K, MATH_500, DAPO], ids=lambda dataset: dataset.path)
 def test_columns_of_prompts_map_and_the_reward_knows_the_answers(dataset: Dataset, tokenizer: str, tmp_path: Path):
     columns = {name: value for name, (value, _) in dataset.prompts.items()}
