@@ -103,8 +103,11 @@ def main() -> None:
     if not options.table:
         files = {name_of(path): path for path in recipe_files()}
         for name in options.names or [name for name in files if name not in results]:
-            results[name] = try_recipe(files[name])
-            print(name, results[name], flush=True)
+            found = try_recipe(files[name])
+            print(name, found, flush=True)
+            results = (json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}) | {
+                name: found
+            }  # others write, too
             RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     write_table(results)
 

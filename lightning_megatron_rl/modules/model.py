@@ -168,8 +168,8 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
 
     def describe_plan(self) -> list[tuple[str, str]]:
         """Return a row for the table at start: planned memory, expected seconds of a step; none on a CPU."""
-        device = self.strategy.root_device
-        return describe_plan(self, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+        device, data = self.strategy.root_device, self.trainer.datamodule  # type: ignore[attr-defined]
+        return describe_plan(self, data, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""

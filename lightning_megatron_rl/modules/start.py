@@ -3,10 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts
 from lightning_megatron_rl.devices.measure import (
@@ -151,15 +152,16 @@ def plan_sampler(module: "ModelModule", engine: RolloutEngine, number: int, gpu:
     return MemoryPlan((), sampler, free=gpu.free_bytes, apart=apart, gpu=f"a GPU (number {number}, the sampler's)")
 
 
-def describe_plan(module: "ModelModule", gpu: str | None) -> list[tuple[str, str]]:
+def describe_plan(module: "ModelModule", data: Any, gpu: str | None) -> list[tuple[str, str]]:
     """Return a row for the table at start: the memory that was planned, and what a step is expected to take.
 
     Args:
         module: That has been set up.
-        gpu: Its GPU as the driver names it; None on a CPU. There is no row for a GPU that the planner does not know.
+        data: The run's data module.
+        gpu: Its GPU as the driver names it; None on a CPU. There is no row for one that the planner does not know.
     """
     kind = None if gpu is None else recognise(gpu)
-    if kind is None:
+    if kind is None or not isinstance(data, RowDataModule):  # nothing is known of what a step does
         return []
     checkpoint = CheckpointLayout.read(module.hf_model.path)
     config, strategy = module.hf_model.config, module.strategy
@@ -170,7 +172,6 @@ def describe_plan(module: "ModelModule", gpu: str | None) -> list[tuple[str, str
         checkpoint.dtype,
         getattr(config, "hidden_act", "") == "silu",
     )
-    data = module.trainer.datamodule  # type: ignore[attr-defined]
     run = describe_run(
         module,
         data,

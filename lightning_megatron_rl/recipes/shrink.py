@@ -244,6 +244,8 @@ def _shrink_sampling(model: dict[str, Any], raw: dict[str, Any]) -> None:
         "tensor_parallel_size": 1,  # one process is enough for a CPU
         "sleep_level": 0,
     }
+    if raw["model_type"] == "gpt_oss":  # vLLM's attention with sinks is for bf16 alone on a CPU
+        model["engine"]["init_args"]["dtype"] = "bfloat16"
     if raw.get("kv_lora_rank"):  # on a CPU vLLM has latent attention in its plain form alone
         own = model["engine"]["init_args"].get("env") or {}
         model["engine"]["init_args"]["env"] = {**own, "VLLM_MLA_DISABLE": "1"}
