@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.divisibility import PipelineSplit
+from lightning_megatron_rl.planner.hardware import GIB
 from lightning_megatron_rl.planner.run import Run, Sampling
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16)
 MARGIN = 0.97  # of the free memory that a proposal takes at most: allocators round up
+_FACTORS = (2, 4, 8, 16, 32, 64)  # times as many GPUs, that a refusal tries
 _LONG = 16_384  # tokens of a sequence from which context parallelism is tried
 
 
@@ -73,6 +75,14 @@ def search(run: Run, *, count: int = 3) -> list[Candidate]:
     Raises:
         ValueError: None fits, with the smallest need.
     """
+    best, nearest = _fitting(run)
+    if not best:
+        _refuse(run, nearest)
+    return sorted(best.values(), key=lambda found: found.seconds)[:count]
+
+
+def _fitting(run: Run) -> tuple[dict[ParallelLayout, Candidate], tuple[float, Run] | None]:
+    """The fastest run of each layout that fits, and, of those that do not, the one that needs least with its bytes."""
     best: dict[ParallelLayout, Candidate] = {}
     nearest: tuple[float, Run] | None = None
     for candidate in _runs(run):
@@ -89,20 +99,27 @@ def search(run: Run, *, count: int = 3) -> list[Candidate]:
         known = best.get(candidate.layout)
         if known is None or seconds < known.seconds:
             best[candidate.layout] = Candidate(candidate, seconds)
-    if not best:
-        if nearest is None:
-            raise ValueError(
-                f"no layout divides {run.model}, its batch and {run.world} GPUs: change the GPUs or batch_size"
-            )
-        needed, closest = nearest
-        change = closest.smallest_change()
+    return best, nearest
+
+
+def _refuse(run: Run, nearest: tuple[float, Run] | None) -> NoReturn:
+    """Say what comes nearest, and how many times as many GPUs would do."""
+    if nearest is None:
         raise ValueError(
-            f"{run.model} does not fit {run.world} x {run.kind.name} in any layout:"
-            f" {closest.layout.describe(run.world)}"
-            f" needs least, {needed / 2**30:.1f} of {run.kind.free / 2**30:.1f} GiB."
-            + (f" Smallest change that fits: {change}" if change else "")
+            f"no layout divides {run.model}, its batch and {run.world} GPUs: change the number of GPUs, or batch_size"
         )
-    return sorted(best.values(), key=lambda found: found.seconds)[:count]
+    needed, closest = nearest
+    text = (
+        f"{run.model} does not fit {run.world} x {run.kind.name} in any layout: {closest.layout.describe(run.world)}"
+        f" needs least, {needed / GIB:.1f} of {run.kind.free / GIB:.1f} GiB."
+    )
+    for factor in _FACTORS:
+        fitting = _fitting(replace(run, world=run.world * factor))[0]
+        if fitting:
+            layout = min(fitting.values(), key=lambda found: found.seconds).run.layout
+            text += f" Smallest change that fits: {run.world * factor} GPUs, {layout.describe(run.world * factor)}"
+            break
+    raise ValueError(text)
 
 
 def _runs(run: Run) -> Iterator[Run]:

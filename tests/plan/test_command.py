@@ -1,9 +1,12 @@
 """The command `plan` on configs of the repository: what it says, what it refuses, and that its overlays are right."""
 
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -12,6 +15,13 @@ from lightning_megatron_rl.plan.command import main
 from tests.command_line import ROOT, changed
 
 GRPO = ROOT / "configs" / "recipes" / "qwen3-8b" / "grpo.yaml"
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Lightning sets variables when it is imported."""
+    with patch.dict(os.environ):
+        yield
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, dict[str, Any]]:

@@ -1,8 +1,11 @@
 """The command `init`: a recipe that parses and fits, and what it refuses."""
 
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -11,6 +14,13 @@ from lightning_megatron_rl.models.published import raw_config
 from lightning_megatron_rl.plan.command import main as plan
 from lightning_megatron_rl.recipes.init import main
 from lightning_megatron_rl.recipes.text import MARK
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Lightning sets variables when it is imported."""
+    with patch.dict(os.environ):
+        yield
 
 
 def test_recipe_fits_the_gpus_that_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
