@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from lightning_megatron_rl import __version__
 from lightning_megatron_rl.utilities.cpus import openmp_defaults
@@ -92,7 +93,7 @@ def main(args: list[str] | None = None) -> None:
 
         sys.exit(schema(arguments[1:]))
     if arguments[0] == "fit" and "--shrink" in arguments:
-        arguments = _shrunk(arguments)
+        _run_shrunk(arguments)
     from lightning_megatron_rl.utilities import console
     from lightning_megatron_rl.utilities.config_files import check_configs, shipped_configs
 
@@ -107,8 +108,8 @@ def main(args: list[str] | None = None) -> None:
     run(args)
 
 
-def _shrunk(arguments: list[str]) -> list[str]:
-    """Return the command line of the small run, which the other ranks are started with, too."""
+def _run_shrunk(arguments: list[str]) -> NoReturn:
+    """Write the small run's files, and become that run: a fresh process, as any `fit`, which starts its other ranks."""
     from lightning_megatron_rl.utilities import console
     from lightning_megatron_rl.utilities.config_files import check_configs, shipped_configs
 
@@ -121,8 +122,9 @@ def _shrunk(arguments: list[str]) -> list[str]:
         small = shrink_arguments(own)
     except ValueError as error:
         sys.exit(_refuse(f"lightning-megatron-rl fit {FLAG}: error: {error}"))
-    sys.argv[1:] = small
-    return small
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lightning_megatron_rl", *small])
 
 
 def _refuse(message: str) -> int:
