@@ -108,7 +108,9 @@ def main() -> None:
             results = (json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}) | {
                 name: found
             }  # others write, too
-            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+            partial = RESULTS.with_suffix(".partial")
+            partial.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+            partial.replace(RESULTS)
     write_table(results)
 
 

@@ -57,6 +57,7 @@ def describe_run(
     kind: Hardware,
     world: int,
     lengths: Lengths = Lengths(),
+    averages: int = 0,
 ) -> Run:
     """Return the run that a module, its data and a strategy make on so many GPUs.
 
@@ -69,6 +70,7 @@ def describe_run(
         kind: The GPUs.
         world: Their number.
         lengths: Of prompts and responses.
+        averages: Of the weights, that are kept beside the optimizer's state.
     """
     settings: TrainingSettings = module.train_settings
     from lightning_megatron_rl.strategy.megatron_configs import resolve_ddp_config
@@ -80,8 +82,7 @@ def describe_run(
         device=torch.device("cuda"),
     )
     state = state_size(precision, ddp_config, settings.optimizer, fused=True)
-    if (averages := _averages(module)) > 0:
-        state = replace(state, optimizer=state.optimizer + averages * torch.float32.itemsize)
+    state = replace(state, optimizer=state.optimizer + averages * torch.float32.itemsize)
     fields = settings.model_config
     lora = settings.lora
     return Run(
@@ -141,10 +142,6 @@ def adapter_parameters(size: ModelSize, rank: int) -> int:
     each = 2 * size.hidden + 3 * size.ffn_width
     experts = size.experts / size.experts_met if size.experts_met else 1.0
     return int(rank * size.layers * (attention + each * experts))
-
-
-def _averages(module: "ModelModule") -> int:
-    return module.num_averages if module._trainer is not None else 0
 
 
 def _describe_sampling(module: "ModelModule") -> Sampling | None:

@@ -180,6 +180,7 @@ def describe_plan(module: "ModelModule", data: Any, gpu: str | None) -> list[tup
         precision=strategy.precision_plugin,
         kind=kind,
         world=strategy.world_size,
+        averages=module.num_averages,
     )
     return [("plan", f"{summary(run)} (docs/planning.md)")]
 
