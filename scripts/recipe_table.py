@@ -30,11 +30,11 @@ def name_of(path: Path) -> str:
     return path.relative_to(RECIPES).with_suffix("").as_posix()
 
 
-def try_recipe(path: Path) -> dict[str, Any]:
-    """What becomes of a recipe."""
+def try_recipe(path: Path, *, runs: bool = True) -> dict[str, Any]:
+    """What becomes of a recipe; without `runs` nothing is trained."""
     run = plan_of(path)  # parses, or raises
-    found: dict[str, Any] = {"parses": True, "plans": run.fits, **shrink(path)}
-    return found
+    found: dict[str, Any] = {"parses": True, "plans": run.fits}
+    return found | (shrink(path) if runs else {})
 
 
 def shrink(path: Path) -> dict[str, Any]:
@@ -97,13 +97,14 @@ def write_table(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--no-runs", action="store_true", help="parse and plan alone")
     parser.add_argument("--table", action="store_true", help="write the table alone")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     if not options.table:
         files = {name_of(path): path for path in recipe_files()}
-        for name in options.names or [name for name in files if name not in results]:
-            found = try_recipe(files[name])
+        for name in options.names or [name for name in files if "shrinks" not in results.get(name, {})]:
+            found = try_recipe(files[name], runs=not options.no_runs)
             print(name, found, flush=True)
             results = (json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}) | {
                 name: found
