@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from lightning_megatron_rl import __version__
 from lightning_megatron_rl.utilities.cpus import openmp_defaults
@@ -16,6 +17,8 @@ commands:
   validate       run the validation loop once
   test           run the test loop once
   predict        run the predict loop once
+  init           write a recipe for a model, with a layout for your GPUs (init --help)
+  plan           say whether a config fits GPUs that need not be here, and how long a step takes (plan --help)
   report         write what a run has logged as one HTML file: curves, checks, samples (report --help)
   verify-layout  prove that no parallel layout changes the numbers of your config (verify-layout --help)
   convert        Hugging Face models to distributed checkpoints and back (convert --help)
@@ -23,6 +26,7 @@ commands:
   serve          serve a model for trainers on other hosts (serve --help)
   schema         print a JSON schema of the YAML files, for editors (schema --help)
 
+`fit --shrink` trains a small model of the same family and layout for two steps on a CPU (docs/recipes.md).
 The first four take Lightning's arguments: --config FILE (repeat it for overlays, later ones win; configs/... that is
 not there is the one that came with the package), --trainer.*,
 --model.*, --data.*, --ckpt_path PATH, --print_config. `lightning-megatron-rl fit --help` lists them, and
@@ -62,6 +66,18 @@ def main(args: list[str] | None = None) -> None:
     if args is None:  # this process is the command's own, and has not loaded OpenMP yet
         os.environ.update(openmp_defaults())
         allow_interrupt()
+    if arguments[0] in ("init", "plan"):
+        from lightning_megatron_rl.utilities import console
+
+        console.begin()  # before libraries are imported, which warn of each other
+    if arguments[0] == "init":
+        from lightning_megatron_rl.recipes.init import main as init
+
+        sys.exit(init(arguments[1:]))
+    if arguments[0] == "plan":
+        from lightning_megatron_rl.plan.command import main as plan
+
+        sys.exit(plan(arguments[1:]))
     if arguments[0] == "verify-layout":
         from lightning_megatron_rl.verify.command import main as verify_layout
 
@@ -86,6 +102,8 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.schema.command import main as schema
 
         sys.exit(schema(arguments[1:]))
+    if arguments[0] == "fit" and "--shrink" in arguments:
+        _run_shrunk(arguments)
     from lightning_megatron_rl.utilities import console
     from lightning_megatron_rl.utilities.config_files import check_configs, shipped_configs
 
@@ -98,6 +116,25 @@ def main(args: list[str] | None = None) -> None:
 
     console.begin()  # their loggers have handlers by now
     run(args)
+
+
+def _run_shrunk(arguments: list[str]) -> NoReturn:
+    """Write the small run's files, and become that run: a fresh process, as any `fit`, which starts its other ranks."""
+    from lightning_megatron_rl.utilities import console
+    from lightning_megatron_rl.utilities.config_files import check_configs, shipped_configs
+
+    console.begin()
+    from lightning_megatron_rl.recipes.shrink import FLAG, shrink_arguments
+
+    own = [argument for argument in arguments[1:] if argument != FLAG]
+    try:
+        check_configs(shipped_configs(own), os.environ)
+        small = shrink_arguments(own)
+    except ValueError as error:
+        sys.exit(_refuse(f"lightning-megatron-rl fit {FLAG}: error: {error}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lightning_megatron_rl", *small])
 
 
 def _refuse(message: str) -> int:

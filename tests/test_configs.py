@@ -20,11 +20,12 @@ LORA = ROOT / "configs" / "lora.yaml"
 DISTILLATION = ROOT / "configs" / "distillation.yaml"
 ALGORITHMS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
 STREAMING = sorted((ROOT / "configs" / "streaming").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*/*.yaml"))  # tests/recipes
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 
 
 def test_all_configs_are_known_here():
-    known = [*DEMO, GPU, *LAYOUTS, *ALGORITHMS, *STREAMING, LORA, DISTILLATION]
+    known = [*DEMO, GPU, *LAYOUTS, *ALGORITHMS, *STREAMING, *RECIPES, LORA, DISTILLATION]
     assert sorted((ROOT / "configs").rglob("*.y*ml")) == sorted(known)
     assert len(DEMO) >= 2
     assert len(LAYOUTS) >= 3

@@ -19,7 +19,8 @@ LAYERS = (  # from the lowest; a folder imports from lower layers only, and none
     ("callbacks",),
     ("modules",),
     ("cli",),
-    ("convert", "doctor", "schema", "serve", "verify"),
+    ("convert", "doctor", "plan", "schema", "serve", "verify"),
+    ("recipes",),
     ("__init__",),
     ("__main__",),
 )

@@ -26,7 +26,7 @@ from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
-from lightning_megatron_rl.modules.start import check_gpu
+from lightning_megatron_rl.modules.start import check_gpu, describe_plan
 from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
@@ -169,6 +169,11 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
     def num_averages(self) -> int:
         """Averages of the weights that a fit keeps beside the optimizer's state."""
         return sum(isinstance(callback, WeightAverage) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def describe_plan(self) -> list[tuple[str, str]]:
+        """Return a row for the table at start: planned memory, expected seconds of a step; none on a CPU."""
+        device, data = self.strategy.root_device, self.trainer.datamodule  # type: ignore[attr-defined]
+        return describe_plan(self, data, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""

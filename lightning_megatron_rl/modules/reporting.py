@@ -121,6 +121,7 @@ class StepReport:
             ("precision", f"{strategy.precision_plugin.precision}{products}, {optimizer}"),
             *([] if lora is None else [("LoRA", f"{lora.describe()}; {trained:,} parameters are trained")]),
             *module.describe_batch(batch),
+            *module.describe_plan(),
             *(module.routers.describe() if module.routers is not None else []),
             *self._describe_cpus(),
         ]

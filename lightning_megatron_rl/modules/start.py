@@ -3,10 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.devices import checks
 from lightning_megatron_rl.devices.facts import GPU, DeviceFacts
 from lightning_megatron_rl.devices.measure import (
@@ -17,12 +18,17 @@ from lightning_megatron_rl.devices.measure import (
     measure_unused_gpu,
     parse_version,
 )
+from lightning_megatron_rl.models.families.check import divided_sizes
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
+from lightning_megatron_rl.modules.planning import Model, describe_run
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
-from lightning_megatron_rl.planner.memory import Split, StateBytes, trainer_parts
+from lightning_megatron_rl.planner.hardware import recognise
+from lightning_megatron_rl.planner.memory import StateBytes, trainer_parts
 from lightning_megatron_rl.planner.moments import MemoryPlan
 from lightning_megatron_rl.planner.needs import EngineNeeds
+from lightning_megatron_rl.planner.report import summary
+from lightning_megatron_rl.planner.run import make_split
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.vllm.installation import check_for_gpu, installed_packages
@@ -118,7 +124,7 @@ def make_plan(
     size = model_size(module.hf_model.config, checkpoint.shapes)
     parts = trainer_parts(
         size,
-        _split(strategy),
+        make_split(strategy.layout, strategy.world_size, sharded=strategy.use_distributed_optimizer),
         precision=strategy.precision_plugin.precision,
         tokens=module.train_settings.max_tokens_per_microbatch,
         logprob_chunk=module.logprob_chunk_size,
@@ -149,6 +155,39 @@ def plan_sampler(module: "ModelModule", engine: RolloutEngine, number: int, gpu:
     return MemoryPlan((), sampler, free=gpu.free_bytes, apart=apart, gpu=f"a GPU (number {number}, the sampler's)")
 
 
+def describe_plan(module: "ModelModule", data: Any, gpu: str | None) -> list[tuple[str, str]]:
+    """Return a row for the table at start: the memory that was planned, and what a step is expected to take.
+
+    Args:
+        module: That has been set up.
+        data: The run's data module.
+        gpu: Its GPU as the driver names it; None on a CPU. There is no row for one that the planner does not know.
+    """
+    kind = None if gpu is None else recognise(gpu)
+    if kind is None or not isinstance(data, RowDataModule):  # nothing is known of what a step does
+        return []
+    checkpoint = CheckpointLayout.read(module.hf_model.path)
+    config, strategy = module.hf_model.config, module.strategy
+    model = Model(
+        module.model_path,
+        model_size(config, checkpoint.shapes),
+        divided_sizes(config),
+        checkpoint.dtype,
+        getattr(config, "hidden_act", "") == "silu",
+    )
+    run = describe_run(
+        module,
+        data,
+        strategy,
+        model=model,
+        precision=strategy.precision_plugin,
+        kind=kind,
+        world=strategy.world_size,
+        averages=module.num_averages,
+    )
+    return [("plan", f"{summary(run)} (docs/planning.md)")]
+
+
 def _needs_of(engine: RolloutEngine | None) -> EngineNeeds | None:
     return None if engine is None else engine.describe_needs()
 
@@ -159,23 +198,6 @@ def _puts_together(module: "ModelModule", engine: RolloutEngine | None) -> bool:
         return False
     needs = _needs_of(engine)
     return needs is not None and needs.on_gpu
-
-
-def _split(strategy: "MegatronStrategy") -> Split:
-    layout, world = strategy.layout, strategy.world_size
-    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    expert, expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size or tensor
-    return Split(
-        tensor=tensor,
-        pipeline=pipeline,
-        chunks=layout.virtual_pipeline_model_parallel_size or 1,
-        context=layout.context_parallel_size,
-        expert=expert,
-        expert_tensor=expert_tensor,
-        replicas=layout.data_parallel_size(world) * layout.context_parallel_size,
-        expert_replicas=world // (pipeline * expert * expert_tensor),
-        sharded=strategy.use_distributed_optimizer,
-    )
 
 
 def _state_size(module: "ModelModule") -> StateBytes:

@@ -43,6 +43,30 @@ class ModelSize:
     ffn_width: int  # of the MLPs that one token meets: of a mixture, of the experts it is routed to
     vocabulary: int
     routed_width: int = 0  # of what one token sends to its experts: the hidden width times their number
+    experts_met: int = 0  # parameters of the experts that one token meets, in all layers
+    cache_width: int = 0  # numbers that a token keeps in the sampler's cache, per layer; 0: `key_value_width`
+    score_width: int = 0  # heads times (key + value), by which scores cost; 0: twice `query_width`
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.dense + self.experts + self.embeddings
+
+    @property
+    def linear_flops(self) -> float:
+        """Operations of a forward pass for one token, attention's scores left out: two for each weight it meets."""
+        return 2.0 * (self.dense + self.experts_met + self.vocabulary * self.hidden)
+
+    @property
+    def quadratic_flops(self) -> float:
+        """Operations per squared token of a sequence: half of the scores of causal attention, and their products."""
+        return float(self.layers * (self.score_width or 2 * self.query_width))
+
+    def activation_width(self, split: "Split", *, fused: bool = True) -> float:
+        """Return the numbers that one token leaves for the backward pass in one layer, per GPU."""
+        wide = 3 * self.query_width + 2 * self.key_value_width + (3 if fused else 5) * self.ffn_width
+        routed = self.routed_width * split.expert_tensor / split.tensor  # an experts' part is sent the tokens of all
+        return 4 * self.hidden / split.sequence + wide / split.tensor + routed
 
 
 @dataclass(frozen=True)
@@ -58,6 +82,12 @@ class Split:
     replicas: int = 1  # over which optimizer state is sharded: data-parallel times context-parallel
     expert_replicas: int = 1  # the same of experts: world / (pipeline times expert times expert-tensor)
     sharded: bool = True  # the distributed optimizer
+    sequence_parallel: bool = False  # norms and residuals are split over the tensor-parallel ranks, too
+
+    @property
+    def sequence(self) -> int:
+        """GPUs that share what is as wide as the hidden state."""
+        return self.tensor if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True)
@@ -139,17 +169,17 @@ def activation_bytes(
     scores): four vectors of the hidden width (inputs of the two norms, and what they give), queries, keys and values
     before and after their rotation, attention's output, and three vectors of the MLP's width, five where its gate is
     not computed by one kernel. With full recompute one vector of the hidden width, and one layer's whole. Tensor
-    parallelism divides what is as wide as heads and MLP. Of a mixture each layer keeps the vectors that went to
-    experts, and one layer has four more of them: before and after they travel, on both ways.
-    A pipeline keeps as many micro-batches on its first stage as it has stages, each of 1/stages of the layers.
+    parallelism divides what is as wide as heads and MLP, with sequence parallelism the rest as well. Of a mixture each
+    layer keeps the vectors that went to experts, and one layer has four more of them: before and after they travel, on
+    both ways. A pipeline keeps as many micro-batches on its first stage as it has stages, each of 1/stages of the
+    layers.
 
     Example:
         Hidden 1024, 16 heads of 128, 8 groups, MLP 3072, 28 layers, 8192 tokens in bf16: 11.4 GiB.
     """
-    wide = 3 * size.query_width + 2 * size.key_value_width + (3 if fused_activation else 5) * size.ffn_width
-    routed = size.routed_width * split.expert_tensor / split.tensor  # an expert that is split is sent the tokens of all
-    per_layer = 4 * size.hidden + wide / split.tensor + routed
-    kept = size.layers * size.hidden + per_layer if recompute else size.layers * per_layer
+    routed = size.routed_width * split.expert_tensor / split.tensor
+    per_layer = size.activation_width(split, fused=fused_activation)
+    kept = size.layers * size.hidden / split.sequence + per_layer if recompute else size.layers * per_layer
     kept += 4 * routed
     return kept * element_bytes * tokens / split.context
 

@@ -58,7 +58,11 @@ class MemoryPlan:
         every = [COMPUTING, *(_MOMENTARY[part.name] for part in self.trainer if part.name in _MOMENTARY)]
         if self.apart and self.sampler:  # otherwise both have least when the trainer waits
             every += [PUSHING, SAMPLING]
-        return {moment: self._trainer_at(moment) | self._sampler_at(moment) for moment in every}
+        return {moment: self.at(moment) for moment in every}
+
+    def at(self, moment: str) -> dict[Part, float]:
+        """Return bytes of each part at one moment; of a sampler that never sleeps all is there at each."""
+        return self._trainer_at(moment) | self._sampler_at(moment)
 
     def _trainer_at(self, moment: str) -> dict[Part, float]:
         away = {name for name, only in _MOMENTARY.items() if only != moment}

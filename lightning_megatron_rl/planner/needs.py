@@ -52,7 +52,9 @@ class EngineNeeds:
         if self.kv_cache_memory_gb is None:
             return None
         element_bytes = 4 if self.dtype_of(stored) == "float32" else 2
-        bytes_per_token = size.layers * size.key_value_width * element_bytes / self.tensor_parallel_size
+        cache = size.cache_width  # of latent attention: each GPU has all of it
+        width = cache or size.key_value_width / self.tensor_parallel_size
+        bytes_per_token = size.layers * width * element_bytes
         return int(self.kv_cache_memory_gb * 2**30 / bytes_per_token)
 
     def engines_on(self, trainers: Sequence[int], firsts: Iterable[int]) -> Counter[int]:

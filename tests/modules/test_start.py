@@ -1,6 +1,7 @@
 """The memory plan of a module as it is configured, and what refuses a run for a GPU that is made up."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
+from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.devices.facts import GPU, Extension
 from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.reference import ReferenceSettings
@@ -52,6 +54,9 @@ class Plans(pl.Callback):
             self.found[name] = {part.name: part.size for part in (*plan.trainer, *plan.sampler)}
             self.moments[name] = set(plan.totals)
             assert plan.offloads == pl_module.strategy.offloads
+        data = PromptDataModule("rows.jsonl", tokenizer=pl_module.model_path, batch_size=8)
+        self.found["row"] = start.describe_plan(pl_module, data, "NVIDIA H200")
+        assert start.describe_plan(pl_module, data, None) == start.describe_plan(pl_module, data, "a new GPU") == []
         pushed: Any = pl_module.weights_to_push()
         if not pl_module.strategy.layout.is_whole:
             assert len(list(pushed.buckets())) > 0
@@ -108,6 +113,9 @@ def test_plan_counts_what_the_module_holds(worker_pool, qwen3_dir, world_size, s
     assert here["trainer: gradients"] == here["trainer: weights"] == here["trainer: reference"]
     assert here["trainer: optimizer state"] == 2 * here["trainer: weights"] / replicas
     assert not [name for name in here if name.startswith("sampler")]  # recorded samples take no memory
+    ((name, row),) = found["row"]
+    assert name == "plan"
+    assert re.match(r"1\.0 of 139\.2 GiB per GPU; [\d.]+ s per step, ", row), row  # a context, and a tiny model
     assert found["vllm"]["sampler: key/value cache"] == 2 * GIB
     assert found["vllm"]["sampler: weights"] == here["trainer: weights"] * shards / 2  # whole, in 16 bits
     assert found["auto"]["sampler: weights"] == here["trainer: weights"] * shards  # as in the checkpoint, which is fp32

@@ -1,0 +1,159 @@
+"""A module and its data as the planner sees them: before a run from their settings alone, at its start on its GPUs."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_megatron_rl.data.base import RowDataModule
+from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.planner.divisibility import DividedSizes, PipelineSplit
+from lightning_megatron_rl.planner.hardware import Hardware
+from lightning_megatron_rl.planner.memory import ModelSize
+from lightning_megatron_rl.planner.run import Run, Sampling
+from lightning_megatron_rl.planner.timing import Work
+from lightning_megatron_rl.strategy.state_size import state_size
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.modules.model import ModelModule
+    from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+    from lightning_megatron_rl.strategy.precision import MegatronPrecision
+
+PROMPT_TOKENS = 256  # of a prompt, where nobody says how long they are
+SEQUENCE_TOKENS = 1024  # of a supervised sequence, the same
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long sequences are taken to be; None: a prompt of at most 256 tokens, responses as long as they may be.
+
+    Args:
+        prompt: Tokens of a prompt.
+        response: Tokens of a response.
+    """
+
+    prompt: int | None = None
+    response: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its config describes it."""
+
+    name: str
+    size: ModelSize
+    divided: DividedSizes
+    dtype: str = "bfloat16"
+    gated_by_silu: bool = True
+
+
+def describe_run(
+    module: "ModelModule",
+    data: Any,
+    strategy: "MegatronStrategy",
+    *,
+    model: Model,
+    precision: "MegatronPrecision",
+    kind: Hardware,
+    world: int,
+    lengths: Lengths = Lengths(),
+    averages: int = 0,
+) -> Run:
+    """Return the run that a module, its data and a strategy make on so many GPUs.
+
+    Args:
+        module: Need not have been set up.
+        data: A data module of this package, or another one, of which nothing is known.
+        strategy: Need not have been set up, either.
+        model: Of `module.model_path`.
+        precision: The Trainer's.
+        kind: The GPUs.
+        world: Their number.
+        lengths: Of prompts and responses.
+        averages: Of the weights, that are kept beside the optimizer's state.
+    """
+    settings: TrainingSettings = module.train_settings
+    from lightning_megatron_rl.strategy.megatron_configs import resolve_ddp_config
+
+    ddp_config = resolve_ddp_config(
+        strategy.ddp_config,
+        precision=precision.precision,
+        use_distributed_optimizer=strategy.use_distributed_optimizer,
+        device=torch.device("cuda"),
+    )
+    state = state_size(precision, ddp_config, settings.optimizer, fused=True)
+    state = replace(state, optimizer=state.optimizer + averages * torch.float32.itemsize)
+    fields = settings.model_config
+    lora = settings.lora
+    return Run(
+        model=model.name,
+        size=model.size,
+        divided=model.divided,
+        layout=strategy.layout,
+        kind=kind,
+        world=world,
+        work=describe_work(module, data, lengths),
+        precision=precision.precision,
+        state=state,
+        sharded=strategy.use_distributed_optimizer,
+        pipeline_split=PipelineSplit.from_overrides(fields),
+        microbatch_tokens=settings.max_tokens_per_microbatch,
+        logprob_chunk=module.logprob_chunk_size,
+        recompute=fields.get("recompute_granularity") == "full",
+        fused_activation=bool(fields.get("bias_activation_fusion", model.gated_by_silu)),
+        adapter_parameters=0 if lora is None else adapter_parameters(model.size, lora.rank),
+        frozen_copies=module.frozen_copies,
+        sampling=_describe_sampling(module),
+        offloads=tuple(strategy.offloads),
+        stored=model.dtype,
+    )
+
+
+def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
+    """Return what a step of a module does: a rollout with its passes, or a batch of sequences."""
+    batch = data.batch_size if isinstance(data, RowDataModule) else 1
+    sampling = getattr(module, "sampling", None)
+    if sampling is None or module.engine is None:
+        longest = getattr(data, "max_length", SEQUENCE_TOKENS)
+        tokens = min((lengths.prompt or 0) + (lengths.response or SEQUENCE_TOKENS), longest)
+        return Work(sequences=batch, tokens=tokens)
+    response = min(lengths.response or sampling.max_tokens, sampling.max_tokens)
+    room = max(1, module.engine.max_model_len - sampling.max_tokens)
+    prompt = min(lengths.prompt or PROMPT_TOKENS, room)
+    reference = module.reference is not None and module.reference.kind != "none"
+    return Work(
+        sequences=batch * module.num_generations,
+        tokens=prompt + response,
+        prompts=batch,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        updates=module.updates_per_rollout,
+        scored=int(module.has_old_logprobs) + int(reference),
+    )
+
+
+def adapter_parameters(size: ModelSize, rank: int) -> int:
+    """Return roughly how many numbers adapters on all linear layers have; of experts each has its own.
+
+    Example:
+        An MLP of width f in a hidden width h adds ``rank * ((h + 2 * f) + (f + h))`` in each layer.
+    """
+    attention = 2 * (size.hidden + size.query_width) + size.key_value_width
+    each = 2 * size.hidden + 3 * size.ffn_width
+    experts = size.experts / size.experts_met if size.experts_met else 1.0
+    return int(rank * size.layers * (attention + each * experts))
+
+
+def _describe_sampling(module: "ModelModule") -> Sampling | None:
+    engine = module.engine
+    if engine is None:
+        return None
+    needs = engine.describe_needs()
+    if needs is None or not needs.on_gpu:
+        return None
+    return Sampling(
+        needs=needs,
+        sequences=getattr(engine, "max_num_seqs", 256),
+        tokens=engine.max_model_len,
+        sleeps=engine.sleep_level > 0,
+    )

@@ -1,0 +1,108 @@
+"""The command `plan`: arguments, output and exit code."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+from lightning_megatron_rl.planner.hardware import HARDWARE, find_hardware
+from lightning_megatron_rl.planner.report import as_data, as_text, summary
+from lightning_megatron_rl.planner.run import Run
+from lightning_megatron_rl.planner.search import search
+from lightning_megatron_rl.utilities.arguments import new_parser
+
+PROGRAM = "lightning-megatron-rl plan"
+_DESCRIPTION = """Say whether a config fits GPUs that need not be here, how long a step takes, and what to change first.
+
+All other arguments are those of `fit`: --config FILE (repeat it for overlays), --model.*, --trainer.*, and so on.
+Of the model only its config.json is read; those of the models with a recipe come with the package."""
+_EPILOG = """exit code: 0 if it fits, 1 if it does not, 2 for arguments or a config that cannot be.
+
+examples:
+  lightning-megatron-rl plan --config configs/recipes/qwen3-8b/grpo.yaml
+  lightning-megatron-rl plan --config configs/recipes/qwen3-8b/grpo.yaml --device h100 --devices 8 --search
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own arguments."""
+    parser = new_parser(PROGRAM, _DESCRIPTION, _EPILOG, usage=f"{PROGRAM} --config FILE [options]")
+    parser.add_argument("--device", default="h100", metavar="KIND", help=f"{', '.join(HARDWARE)} (default h100)")
+    parser.add_argument("--devices", type=int, metavar="N", help="GPUs of a node; default: trainer.devices")
+    parser.add_argument("--nodes", type=int, metavar="M", help="nodes; default: trainer.num_nodes")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of a prompt (default: at most 256)")
+    parser.add_argument(
+        "--response-tokens", type=int, metavar="N", help="of a response (default: the most it may have)"
+    )
+    parser.add_argument("--search", action="store_true", help="propose the fastest layouts of these GPUs, as overlays")
+    parser.add_argument("--out", metavar="DIR", help="write the overlays of --search there, as layout-1.yaml, ...")
+    parser.add_argument("--json", action="store_true", help="print plain data instead of tables")
+    return parser
+
+
+def main(args: list[str]) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        args: Arguments after `plan`.
+    """
+    parser = make_parser()
+    options, fit_args = parser.parse_known_args(args)
+    for name in ("devices", "nodes", "prompt_tokens", "response_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: it is a number, at least 1")
+    if options.out is not None and not options.search:
+        parser.error(f"--out {options.out} without --search: only its overlays are written")
+
+    from lightning_megatron_rl.cli import explain
+    from lightning_megatron_rl.modules.planning import Lengths
+    from lightning_megatron_rl.plan.config import FromConfig
+    from lightning_megatron_rl.utilities.config_files import check_configs, shipped_configs
+
+    try:
+        kind = find_hardware(options.device)
+        check_configs(shipped_configs(fit_args), {})
+        lengths = Lengths(options.prompt_tokens, options.response_tokens)
+        built = FromConfig(fit_args)
+        run = built.describe(kind, devices=options.devices, nodes=options.nodes, lengths=lengths)
+        if options.search:
+            return _search(run, options)
+        run.check()
+    except ValueError as error:
+        parser.error(explain(str(error)))
+    print(json.dumps(as_data(run), indent=1) if options.json else as_text(run))
+    if run.fits:
+        return 0
+    if not options.json:
+        print(f"{PROGRAM}: {_refusal(run)}", file=sys.stderr)
+    return 1
+
+
+def _refusal(run: Run) -> str:
+    try:
+        run.require()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _search(run: Run, options: argparse.Namespace) -> int:
+    found = search(run)
+    per_node = options.devices or run.kind.per_node
+    overlays = [candidate.overlay(per_node) for candidate in found]
+    if options.json:
+        print(json.dumps([{**as_data(c.run), "overlay": o} for c, o in zip(found, overlays, strict=True)], indent=1))
+    for number, (candidate, overlay) in enumerate(zip(found, overlays, strict=True), 1):
+        layout = candidate.run.layout.describe(candidate.run.world)
+        text = f"# {number}. {layout} on {run.world} x {run.kind.name}: {summary(candidate.run)}\n"
+        text += yaml.safe_dump(overlay, sort_keys=False)
+        if not options.json:
+            print(text)
+        if options.out is not None:
+            directory = Path(options.out)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"layout-{number}.yaml").write_text(text)
+    return 0

@@ -1,0 +1,307 @@
+"""Seconds of each phase of a step, what it waits for, and what travels over which link, by arithmetic.
+
+A kernel's time is operations over what products reach plus bytes over what memory reaches. The shares below were fitted
+once to the rows of benchmarks/results (docs/planning.md lists every row with its error); they hold for all devices.
+"""
+
+from dataclasses import dataclass
+
+from lightning_megatron_rl.planner.hardware import Hardware
+from lightning_megatron_rl.planner.memory import ModelSize, Split
+
+PRODUCTS = 0.77  # of the data sheet's operations: a product of 8192 x 8192 in benchmarks/results has 0.74 to 0.81
+EXPERT_PRODUCTS = 0.4  # the same for grouped products of experts: they are small, and weight gradients are smaller
+MEMORY = 0.88  # of the data sheet's bytes per second: a copy in benchmarks/results
+LINK = 0.7  # of a link's: transfers to experts on another GPU, profile_h200_30b_24_layers.txt
+CACHE_READ = 0.6  # of MEMORY: attention of one new token reads keys and values in pages
+BYTES_PER_NUMBER = 10.0  # that a forward pass moves for each number that it keeps: written once, read some four times
+BACKWARD_BYTES = 2.4  # times as many move in the backward pass
+STEP_OF_SAMPLER_S = 3.3e-3  # of vLLM's Python for one token of all sequences
+ALL_REDUCE_S = 8e-6  # of a small message within a machine; a layer of the sampler has two
+LAUNCH_S = 4e-4  # of Python for the kernels of one layer, forward; the backward pass takes as long again
+PUSH_S = 1.5e-3  # of messages of a push of a whole model
+BUCKET_S = 2.8e-3  # of one bucket of a split model
+BUCKET = 2**28  # bytes
+HOST_BYTES_PER_S = 55e9  # PCIe 5 to pinned memory
+DISK_BYTES_PER_S = 2e9  # of a node, written beside training
+SHARE_OF_REST = 0.04  # of a step: rewards' Python, packing, metrics, logs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step (one rollout, or one batch of supervised sequences) does, over all ranks.
+
+    Example:
+        32 prompts of 128 tokens with 8 responses of 512: ``Work(256, 640, 32, 128, 512)``.
+    """
+
+    sequences: int  # that are trained on
+    tokens: int  # of each, prompt and response
+    prompts: int = 0  # that are sampled from; 0: nothing is
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    updates: int = 1  # optimizer steps
+    scored: int = 0  # passes for log-probs before the updates: the old policy's, and the reference's
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there is a rollout."""
+        return self.prompts > 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a phase, and what they are made of."""
+
+    name: str
+    parts: tuple[tuple[str, float], ...]  # what it does or waits for, seconds
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(seconds for _, seconds in self.parts)
+
+    @property
+    def bound(self) -> str:
+        """What takes most of it."""
+        return max(self.parts, key=lambda part: part[1])[0]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one GPU sends in a step."""
+
+    what: str
+    link: str
+    size: float  # bytes
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of a run, and how many of them are in one machine."""
+
+    kind: Hardware
+    world: int
+
+    def link(self, stretch: int) -> tuple[str, float]:
+        """Return name and bytes per second of the link between ranks of a group that spans `stretch` ranks."""
+        if self.world == 1 or stretch <= self.kind.per_node:
+            return "GPUs of a machine", self.kind.link_bytes_per_s * LINK
+        return "network", self.kind.network_bytes_per_s * LINK
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as time depends on it."""
+
+    size: ModelSize
+    split: Split
+    cluster: Cluster
+    work: Work
+    microbatch_tokens: int  # of one data-parallel replica
+    gradient_bytes: float
+    optimizer_bytes: float  # that an optimizer step moves, per parameter
+    weight_bytes: int = 2
+    recompute: bool = False
+    adapters: bool = False
+    stage_layers: tuple[int, ...] = ()  # of each pipeline stage; (): equal shares
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the model."""
+        return self.split.replicas // self.split.context
+
+    @property
+    def replica_tokens(self) -> float:
+        """Tokens of a replica in one update."""
+        return self.work.sequences * self.work.tokens / self.data_parallel / self.work.updates
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of an update, per replica."""
+        return max(1, -(-int(self.replica_tokens) // max(self.microbatch_tokens, 1)))
+
+    def scoring(self, name: str) -> Phase:
+        """Log-probs of all sequences, once."""
+        return Phase(name, self._passes(forward=1, backward=0, updates=self.work.updates))
+
+    def update(self) -> Phase:
+        """All updates of a step: forward, backward, gradients over replicas, optimizer."""
+        forward = 2 if self.recompute else 1
+        parts = list(self._passes(forward, backward=1, updates=self.work.updates))
+        if not self.adapters:
+            parts += self._step()
+        return Phase("update", tuple(parts))
+
+    def _passes(self, forward: int, backward: int, updates: int) -> tuple[tuple[str, float], ...]:
+        """Seconds of passes over all micro-batches; a backward pass has twice the products of a forward pass."""
+        size, split, kind, work = self.size, self.split, self.cluster.kind, self.work
+        tokens = self.replica_tokens * updates / split.context
+        shared = split.tensor * split.pipeline
+        products = forward + backward * (1 if self.adapters else 2)
+        moves = forward + backward * BACKWARD_BYTES
+        met = 2.0 * size.experts_met
+        dense = (size.linear_flops - met) * tokens + size.quadratic_flops * work.tokens * tokens
+        reached = kind.tensor_flops * PRODUCTS
+        seconds = products * dense / shared / reached
+        experts = products * met * tokens / shared / (kind.tensor_flops * EXPERT_PRODUCTS)
+        numbers = size.layers * size.activation_width(split) / split.pipeline
+        moved = moves * BYTES_PER_NUMBER * numbers * tokens * self.weight_bytes / 2 / (kind.memory_bytes_per_s * MEMORY)
+        travel = self._travel(tokens, forward, backward)
+        sent = sum(item.seconds for item in travel)
+        busy = seconds + experts + moved + sent
+        launched = (forward + backward) * LAUNCH_S * size.layers / split.pipeline * self.microbatches * updates
+        waits = max(0.0, launched - busy)
+        idle = self._idle() * (busy + waits)
+        found = [("products with weights", seconds), ("memory of the GPU", moved)]
+        if experts:
+            found.insert(1, ("products with experts", experts))
+        found += [(item.what, item.seconds) for item in travel]
+        found += [("kernels' launch in Python", waits), ("stages that wait in the pipeline", idle)]
+        return tuple((name, value) for name, value in found if value > 0)
+
+    def _idle(self) -> float:
+        """Time of the pipeline beyond that of an average stage, as a share of it.
+
+        Stages wait for the first and last micro-batch, and for the stage with the output layer.
+        """
+        stages = self.split.pipeline
+        if stages == 1:
+            return 0.0
+        bubble = (stages - 1) / (self.microbatches * self.split.chunks)
+        size = self.size
+        output = 2.0 * size.vocabulary * size.hidden
+        shares = [count / size.layers for count in self.stage_layers] or [1 / stages] * stages
+        work = [share * (size.linear_flops - output) for share in shares]
+        work[-1] += output
+        slowest = max(work) / (size.linear_flops / stages)
+        return (1 + bubble) * slowest - 1
+
+    def travel(self) -> list[Traffic]:
+        """Return what a GPU sends in the forward and backward passes and steps of all updates."""
+        tokens = self.replica_tokens * self.work.updates / self.split.context
+        passes = self._travel(tokens, 2 if self.recompute else 1, 1)
+        return [*passes, *([] if self.adapters else self._gradients())]
+
+    def _travel(self, tokens: float, forward: int, backward: int) -> list[Traffic]:
+        size, split, element = self.size, self.split, self.weight_bytes
+        layers = size.layers / split.pipeline
+        found = []
+
+        def add(what: str, stretch: int, count: float) -> None:
+            link, rate = self.cluster.link(stretch)
+            found.append(Traffic(what, link, count, count / rate))
+
+        directions = forward + backward
+        if split.tensor > 1:
+            part = (split.tensor - 1) / split.tensor
+            # gathered before and scattered behind attention and MLP, and gathered once more for weight gradients
+            times = 4 * forward + 6 * backward
+            add("tensor parallelism", split.tensor, times * layers * tokens * size.hidden * element * part)
+        if split.context > 1:
+            part = (split.context - 1) * size.key_value_width / split.tensor
+            add("context parallelism", split.tensor * split.context, directions * layers * tokens * part * element)
+        if split.expert > 1:
+            part = (split.expert - 1) / split.expert
+            sent = 2 * directions * layers * tokens / split.tensor * size.routed_width * element * part
+            add("tokens to experts", split.expert * split.expert_tensor, sent)
+        if split.pipeline > 1:
+            stretch = split.tensor * split.replicas * 2
+            sent = directions * split.chunks * tokens * size.hidden / split.sequence * element
+            add("pipeline", stretch, sent)
+        return found
+
+    def _gradients(self) -> list[Traffic]:
+        """Gradients are scattered over replicas, parameters gathered, once per update."""
+        size, split = self.size, self.split
+        shared = split.tensor * split.pipeline
+        found = []
+        for what, count, replicas in (
+            ("gradients and parameters", (size.dense + size.embeddings) / shared, split.replicas),
+            (
+                "gradients and parameters of experts",
+                size.experts / (split.pipeline * split.expert * split.expert_tensor),
+                split.expert_replicas,
+            ),
+        ):
+            if replicas > 1 and count:
+                sent = count * (self.gradient_bytes + self.weight_bytes) * (replicas - 1) / replicas
+                link, rate = self.cluster.link(split.tensor * split.replicas)
+                found.append(Traffic(what, link, sent * self.work.updates, sent * self.work.updates / rate))
+        return found
+
+    def _step(self) -> list[tuple[str, float]]:
+        size, split = self.size, self.split
+        dense = (size.dense + size.embeddings) / (split.tensor * split.pipeline) / split.replicas
+        experts = size.experts / (split.pipeline * split.expert * split.expert_tensor) / max(split.expert_replicas, 1)
+        moved = (dense + experts) * self.optimizer_bytes * self.work.updates
+        seconds = moved / (self.cluster.kind.memory_bytes_per_s * MEMORY)
+        return [("optimizer", seconds), *((item.what, item.seconds) for item in self._gradients())]
+
+
+def rollout(
+    size: ModelSize, work: Work, kind: Hardware, *, engines: int, tensor: int, sequences: int, element: int
+) -> Phase:
+    """Sampling of all responses; engines work beside each other on equal shares.
+
+    For each token an engine reads its weights and the cache of all its sequences, or computes, whichever takes longer;
+    vLLM's Python comes on top.
+
+    Args:
+        size: The model's.
+        work: Of a step.
+        kind: The GPUs.
+        engines: That share the prompts.
+        tensor: GPUs of each.
+        sequences: Most that one samples at a time.
+        element: Bytes of a weight.
+    """
+    samples = work.sequences / engines
+    at_once = max(1.0, min(samples, sequences))
+    rounds = samples / at_once
+    reached = kind.tensor_flops * PRODUCTS * tensor
+    memory = kind.memory_bytes_per_s * MEMORY
+    context = work.prompt_tokens + work.response_tokens / 2
+    touched = size.experts * min(1.0, at_once * size.experts_met / size.experts) if size.experts else 0.0
+    weights = (size.dense + touched + size.vocabulary * size.hidden) * element / tensor / memory
+    per_token = size.layers * element * (size.cache_width or size.key_value_width / tensor)
+    cache = at_once * context * per_token / memory / CACHE_READ
+    computed = at_once * (size.linear_flops + 2 * size.quadratic_flops * context) / reached
+    steps = rounds * work.response_tokens
+    python = STEP_OF_SAMPLER_S + (2 * size.layers * ALL_REDUCE_S if tensor > 1 else 0.0)
+    prefill = work.prompts / engines * size.linear_flops * work.prompt_tokens / reached
+    parts = [("vLLM's Python and messages", python * steps), ("prompts", prefill)]
+    if computed > weights + cache:
+        parts.append(("products of the sampler", computed * steps))
+    else:
+        parts += [("reading weights", weights * steps), ("reading the cache", cache * steps)]
+    return Phase("rollout", tuple(parts))
+
+
+def weight_sync(
+    size: ModelSize, split: Split, cluster: Cluster, *, tensor: int, element: int, in_place: bool, trained: int | None
+) -> tuple[Phase, list[Traffic]]:
+    """Weights from the trainer to the samplers.
+
+    Args:
+        size: The model's.
+        split: The trainer's.
+        cluster: The GPUs.
+        tensor: GPUs of each sampler.
+        element: Bytes of a weight.
+        in_place: Whether one engine is on all GPUs of a replica, and its workers read weights where they lie.
+        trained: Parameters that are sent, if not all: adapters'.
+    """
+    kind = cluster.kind
+    whole = split.tensor * split.pipeline * split.expert == 1
+    size_bytes = (size.parameters if trained is None else trained) * element
+    copies = 2 * size_bytes / tensor / (kind.memory_bytes_per_s * MEMORY)
+    if whole:
+        return Phase("weight_sync", (("copies", copies), ("messages", PUSH_S))), []
+    ranks = split.tensor * split.pipeline * split.context
+    away = size_bytes / tensor * (ranks - 1) / ranks
+    link, rate = cluster.link(split.tensor * split.pipeline * split.replicas if split.pipeline > 1 else ranks)
+    sent = Traffic("weights to samplers", link, away, away / rate)
+    messages = 3 * PUSH_S if in_place else -(-size_bytes // BUCKET) * BUCKET_S
+    return Phase("weight_sync", (("copies", copies), (f"link: {link}", sent.seconds), ("messages", messages))), [sent]

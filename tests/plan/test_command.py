@@ -1,0 +1,119 @@
+"""The command `plan` on configs of the repository: what it says, what it refuses, and that its overlays are right."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from lightning_megatron_rl.plan.command import main
+from tests.command_line import ROOT, changed
+
+GRPO = ROOT / "configs" / "recipes" / "qwen3-8b" / "grpo.yaml"
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Lightning sets variables when it is imported."""
+    with patch.dict(os.environ):
+        yield
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main([*map(str, arguments)])
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_plan_says_what_each_phase_holds_and_takes(capsys):
+    code, found = plan(capsys, "--config", GRPO)
+    assert code == 0
+    assert found["fits"]
+    (stage,) = found["stages"]
+    phases = stage["phases"]
+    assert list(phases) == ["sampling", "sync", "log-probs", "update", "save"]
+    assert phases["sampling"]["gradients"] == phases["sampling"]["activations"] == 0  # offloaded; nothing is computed
+    assert phases["update"]["cache"] == 0  # it sleeps
+    assert phases["update"]["activations"] > phases["log-probs"]["activations"] > 0
+    # 8.19e9 parameters over TP 2: 2 bytes of weights, 4 of gradients, 12 / 4 of optimizer state
+    half = 8_190_735_360 / 2 / 2**30
+    assert phases["update"]["parameters"] == pytest.approx(2 * half, rel=1e-6)
+    assert phases["update"]["gradients"] == pytest.approx(4 * half, rel=1e-6)
+    assert phases["update"]["optimizer"] == pytest.approx(3 * half, rel=1e-6)
+    for row in phases.values():
+        assert sum(row.values()) == pytest.approx(found["free_gib"], rel=1e-6)
+    assert found["step_seconds"] == pytest.approx(sum(item["seconds"] for item in found["seconds"]))
+    assert {item["link"] for item in found["traffic"]} == {"GPUs of a machine", "host memory"}
+    assert any("num_attention_heads 32 / tp 2 = 16" in line for line in found["divisibility"])
+
+
+def test_more_nodes_send_gradients_over_the_network(capsys):
+    _, found = plan(capsys, "--config", GRPO, "--nodes", "2")
+    links = {item["what"]: item["link"] for item in found["traffic"]}
+    assert links["gradients and parameters"] == "network"
+    assert links["tensor parallelism"] == "GPUs of a machine"
+
+
+def test_plan_that_does_not_fit_names_the_smallest_change(capsys, tmp_path: Path):
+    config = changed(GRPO, tmp_path / "grpo.yaml", "model.init_args.train.max_tokens_per_microbatch", 32_768)
+    code, found = plan(capsys, "--config", config)
+    assert code == 1
+    assert not found["fits"]
+    change = found["change"]
+    assert change.startswith("train.max_tokens_per_microbatch=")
+    value = int(change.partition("=")[2])
+    assert plan(capsys, "--config", config, "--model.train.max_tokens_per_microbatch", str(value))[0] == 0
+    assert plan(capsys, "--config", config, "--model.train.max_tokens_per_microbatch", str(2 * value))[0] == 1
+    assert main(["--config", str(config)]) == 1
+    said = capsys.readouterr()
+    assert "Does not fit" in said.out
+    assert "What lowers it, the largest part first" in said.err
+    assert f"The smallest change that fits: {change}" in said.err
+
+
+def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path: Path):
+    assert main(["--config", str(GRPO), "--device", "h200", "--search", "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [item["step_seconds"] for item in found]
+    assert seconds == sorted(seconds)
+    assert len({item["layout"] for item in found}) == 3
+    for number, item in enumerate(found, 1):
+        overlay = tmp_path / f"layout-{number}.yaml"
+        assert yaml.safe_load(overlay.read_text()) == item["overlay"]
+        code, again = plan(capsys, "--config", GRPO, "--config", overlay, "--device", "h200")
+        assert code == 0
+        assert again["layout"] == item["layout"]
+        assert again["step_seconds"] == pytest.approx(item["step_seconds"])
+        assert again["needed_gib"] == pytest.approx(item["needed_gib"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h10"], "unknown device 'h10'; nearest: h100"),
+        (["--model.model", "Qwen/Qwen3-9B"], "unknown model 'Qwen/Qwen3-9B'.*nearest: .*Qwen/Qwen3-"),
+        (["--devices", "0"], "--devices 0: it is a number, at least 1"),
+        (["--out", "x"], "--out x without --search"),
+        (["--devices", "5"], r"tp\(2\) x pp\(1\) x cp\(1\) = 2 does not divide the world size 5"),
+        (["--data.batch_size", "63"], "data.batch_size=63 over 4 data-parallel replicas: 63 % 4 = 3"),
+        (["--model.train.max_tokens_per_microbatch", "1024"], "holds no sequence of 4352 tokens"),
+        (["--model.engine.gpu_memory_utilization", "0.1"], "cache holds 4249 tokens, engine.max_model_len"),
+        (["--trainer.strategy.sequence_parallel", "true", "--trainer.strategy.tensor_model_parallel_size", "1"],
+         "sequence_parallel=True with tensor_model_parallel_size=1"),
+    ],
+)  # fmt: skip
+def test_bad_input(arguments: list[str], message: str, capsys):
+    said = refused(capsys, "--config", GRPO, *arguments)
+    assert re.search(message, said), said
+    assert len(said.splitlines()) <= 3

@@ -1,0 +1,68 @@
+"""The command `init`: a recipe that parses and fits, and what it refuses."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from lightning_megatron_rl.models.published import raw_config
+from lightning_megatron_rl.plan.command import main as plan
+from lightning_megatron_rl.recipes.init import main
+from lightning_megatron_rl.recipes.text import MARK
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Lightning sets variables when it is imported."""
+    with patch.dict(os.environ):
+        yield
+
+
+def test_recipe_fits_the_gpus_that_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of a model that is a directory, with a data set that is named."""
+    model, file = tmp_path / "own-model", tmp_path / "recipe.yaml"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(raw_config("qwen3-4b")))
+    arguments = ["--model", str(model), "--data", "gsm8k", "--device", "h200", "--devices", "2", "--out", str(file)]
+    assert main([*arguments, "--method", "grpo_lora"]) == 0
+    written = yaml.safe_load(file.read_text())
+    assert written["trainer"]["devices"] == 2
+    assert written["model"]["init_args"]["model"] == written["data"]["init_args"]["tokenizer"] == str(model)
+    assert written["model"]["init_args"]["train"]["lora"]["rank"] == 16
+    assert written["data"]["init_args"]["train"]["path"] == "openai/gsm8k"
+    capsys.readouterr()
+    assert plan(["--config", str(file), "--device", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (stated,) = re.findall(rf"^{MARK}([\d.]+) of [\d.]+ GiB", file.read_text(), re.MULTILINE)
+    assert found["needed_gib"] == pytest.approx(float(stated), abs=0.06)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "there is such a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen3-8c"], "unknown model 'qwen3-8c'.*nearest: qwen3-8b"),
+        (["--model", "qwen3-8b", "--data", "gsm9k"], "unknown data set 'gsm9k'; nearest: gsm8k"),
+        (["--model", "qwen3-8b", "--device", "h300"], "unknown device 'h300'; nearest: h[12]00"),
+        (["--model", "qwen3-8b", "--data", "ultrachat-200k"], "ultrachat_200k is not for grpo: it has no answers"),
+        (["--model", "qwen3-8b", "--nodes", "0"], "--nodes 0: it is a number, at least 1"),
+        (
+            ["--model", "llama-3.1-70b", "--method", "sft", "--devices", "1"],
+            r"does not fit 1 x h100 in any layout: .* Smallest change that fits: ",
+        ),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said), said

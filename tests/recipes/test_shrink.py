@@ -1,0 +1,76 @@
+"""`fit --shrink` as the command line runs it: two steps with a gradient, in the smallest faithful layout."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.command_line import ROOT
+from tests.selection import by_default
+
+sys.path.insert(0, str(ROOT / "scripts"))
+recipes: Any = importlib.import_module("write_recipes")
+tables: Any = importlib.import_module("recipe_table")
+FILES = recipes.recipe_files()
+QUICK = [recipes.RECIPES / "qwen3-30b-a3b" / "sft.yaml"]  # a mixture on two ranks that share its experts
+
+
+@pytest.mark.deadline(430)
+@pytest.mark.parametrize("path", by_default(QUICK, FILES), ids=tables.name_of)
+def test_recipe_trains_two_steps(path: Path):
+    found = tables.shrink(path)
+    assert found["shrinks"], found
+    assert found["ranks"] >= (2 if "num_nodes" in path.read_text() else 1)
+
+
+@pytest.mark.slow
+def test_shrunk_config_keeps_what_is_not_a_size(tmp_path: Path):
+    """Layout in kind, precision, adapters and method stay; sizes, lengths, device and data change."""
+    path = recipes.RECIPES / "llama-3.1-70b" / "grpo_lora.yaml"
+    code = (
+        "from lightning_megatron_rl.recipes.shrink import shrink_arguments;"
+        f"print(shrink_arguments(['--config', {str(path)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("shrunk.yaml")
+    small, whole = yaml.safe_load(file.read_text()), yaml.safe_load(path.read_text())
+    strategy = small["trainer"]["strategy"]["init_args"]
+    assert strategy["tensor_model_parallel_size"] == strategy["pipeline_model_parallel_size"] == 2
+    assert strategy["sequence_parallel"] is True
+    assert small["trainer"]["precision"] == whole["trainer"]["precision"] == "bf16-mixed"
+    assert small["trainer"]["accelerator"] == "cpu"
+    ours, theirs = small["model"]["init_args"], whole["model"]["init_args"]
+    assert ours["train"]["lora"]["target_modules"] == theirs["train"]["lora"]["target_modules"]
+    assert ours["loss"]["clip_high"] == theirs["loss"]["clip_high"]
+    config = json.loads((file.parent / "model" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["num_attention_heads"] // config["num_key_value_heads"] == 8  # as in the released model
+    assert config["num_hidden_layers"] == 4
+
+
+@pytest.mark.slow
+def test_family_that_is_refused_cannot_be_shrunk(tmp_path: Path):
+    """A directory with a config.json of a supported family, one part of which is not."""
+    model = tmp_path / "model"
+    model.mkdir()
+    raw = {
+        **json.loads((ROOT / "lightning_megatron_rl" / "models" / "published.json").read_text())["qwen3-0.6b"][
+            "config"
+        ],
+        "attention_bias": True,
+    }
+    (model / "config.json").write_text(json.dumps(raw))
+    path = recipes.RECIPES / "qwen3-0.6b" / "sft.yaml"
+    command = [sys.executable, "-m", "lightning_megatron_rl", "fit", "--config", str(path), "--shrink"]
+    command += ["--model.model", str(model)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "cannot be shrunk, since it is refused at full size: qwen3 with attention_bias" in done.stderr
