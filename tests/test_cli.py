@@ -409,6 +409,7 @@ def test_a_config_is_saved_beside_those_of_other_runs(tmp_path):
 def test_predict_writes_its_predictions():
     """Without a callback of the user's: the command has no other way to give them."""
     callbacks = build("validate", "--config", SFT).trainer.callbacks
+    assert [type(it).__name__ for it in callbacks].count("RunReport") == 1
     assert [type(it).__name__ for it in callbacks].count("PredictionFiles") == 1
 
 

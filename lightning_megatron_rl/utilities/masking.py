@@ -71,8 +71,9 @@ def mask_text(text: str) -> str:
     """
 
     def mask(found: re.Match[str]) -> str:
-        quote, name, between, opening, _ = found.groups()
-        return f"{quote}{name}{quote}{between}{opening}{MASK}{opening}" if is_secret_name(name) else found[0]
+        quote, name, between, opening, value = found.groups()
+        shown = MASK if is_secret_name(name) else _ASSIGNMENT.sub(mask, value)  # "module: HF_TOKEN=abc"
+        return f"{quote}{name}{quote}{between}{opening}{shown}{opening}"
 
     return _URL_PASSWORD.sub(rf"\g<1>{MASK}", _SECRET_VALUE.sub(MASK, _ASSIGNMENT.sub(mask, text)))
 

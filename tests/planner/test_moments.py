@@ -46,6 +46,14 @@ def test_sampler_that_sleeps_counts_only_while_it_is_awake():
     plan.check()
 
 
+def test_a_plan_as_plain_data_has_the_trainer_s_own_most():
+    plan = MemoryPlan(TRAINER, SAMPLER, free=80 * GIB, apart=True, offloads=("optimizer", "gradients"))
+    found = plan.record()
+    assert found["trainer_gib"] == 86  # all five parts, while it computes; the process of the sampler is not its own
+    assert (found["needed_gib"], found["free_gib"], found["moment"]) == (87, 80, COMPUTING)
+    assert found["text"] == plan.describe()
+
+
 def test_sampler_that_never_sleeps_is_there_while_the_trainer_computes():
     plan = MemoryPlan(TRAINER, SAMPLER, free=80 * GIB, offloads=("optimizer", "gradients", "parameters"))
     assert totals(plan) == {COMPUTING: 86 + 41}  # what the trainer moves away lowers no peak

@@ -63,6 +63,7 @@ def test_nested_settings_and_messages():
     assert mask_text("expected int, got {'HF_TOKEN': 'abc', 'A': 'b'} password=hunter2") == (
         f"expected int, got {{'HF_TOKEN': '{MASK}', 'A': 'b'}} password={MASK}"
     )
+    assert mask_text("module: HF_TOKEN=abc, a=b") == f"module: HF_TOKEN={MASK}, a=b"  # a name before the secret's
 
 
 def test_written_configs_hold_no_secret_and_the_run_has_it(tmp_path, capsys):
