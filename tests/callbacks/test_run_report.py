@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -15,6 +15,7 @@ from lightning_megatron_rl.utilities.notices import RunFailedError
 from tests.command_line import ROOT, build
 from tests.modules.runs import fit_grpo
 from tests.notices import collected, informed
+from tests.report.runs import write_run
 from tests.strategy.test_megatron import LAYOUTS
 
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
@@ -53,7 +54,7 @@ def fit(model: Path, directory: Path, world_size: int, strategy: Any, *callbacks
                 strategy,
                 world_size,
                 steps=3,
-                callbacks=[RolloutSamples(0), *own, *others],
+                callbacks=[RolloutSamples(0, dirpath=str(directory / "samples")), *own, *others],
                 trainer={"logger": logger, "log_every_n_steps": 1},
             )
         except (ValueError, RunFailedError, SIGTERMException) as caught:
@@ -143,12 +144,13 @@ def test_it_can_be_switched_off(worker_pool, qwen3_dir, tmp_path):
 def test_a_fit_that_is_refused_early_leaves_the_directory_of_another_run_alone(tmp_path):
     """Before the strategy has chosen the directory it may be an earlier run's."""
 
-    class Trainer:
-        is_global_zero = True
-        loggers = (CSVLogger(tmp_path, name="", version=""),)
-
-    RunReport().on_exception(Trainer(), None, ValueError("refused"))  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
+    write_run(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.loggers = [CSVLogger(tmp_path, name="", version="")]
+    RunReport().on_exception(trainer, LightningModule(), ValueError("refused"))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("own", [True, False])
