@@ -465,9 +465,9 @@ def test_simulation_by_hand():
     assert beside[0] == pytest.approx(2 * 1.5 + 10)
     assert beside[1] == pytest.approx(10.0)
     assert sum(beside) < sum(shared) < 16 + 40
-    # what was drawn before an update is computed again: two tokens, at two seconds each
+    # a prompt and what was drawn before an update are computed again: three tokens, at two seconds each
     again = simulated(lengths, 1, 1, separate=False, prefill=0.5)
-    assert again[1] == pytest.approx(shared[1] + 4)
+    assert again[1] == pytest.approx(shared[1] + 6)
 
 
 def test_goals_of_a_long_tail_by_hand():

@@ -84,9 +84,11 @@ class Run:
 
 def make_trainer(strategy: dict[str, Any], world_size: int, **trainer: Any) -> pl.Trainer:
     """A Trainer for `world_size` CPU processes that are there already."""
+    from lightning_megatron_rl.parallel.nodes import NodeSettings
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
     devices, num_nodes = trainer_size(world_size)
+    nodes = NodeSettings(tensor_parallel_across_nodes=True)  # those of a test are one machine
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,
@@ -99,7 +101,9 @@ def make_trainer(strategy: dict[str, Any], world_size: int, **trainer: Any) -> p
         "use_distributed_sampler": False,  # `SequenceDataModule` shards by itself, in order
     }
     return pl.Trainer(
-        strategy=MegatronStrategy(**{"timeout_s": 60.0, "cluster_environment": WorkerEnvironment(), **strategy}),
+        strategy=MegatronStrategy(
+            **{"timeout_s": 60.0, "cluster_environment": WorkerEnvironment(), "nodes": nodes, **strategy}
+        ),
         **{**options, **trainer},
     )
 

@@ -32,6 +32,8 @@ REQUIRED = {
     "math-verify": ">=0.8",
     "rich": ">=13",
     "jsonschema": ">=4.23",
+    "aiohttp": ">=3.13",
+    "plotly": ">=6.3",
 }
 _COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
 VLLM = "==0.26.0"
