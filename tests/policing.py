@@ -28,6 +28,8 @@ import pytest
 DEADLINE = 400.0  # seconds per test, unless it is marked with `deadline(seconds)`
 LAST_RESORT = 60.0  # seconds after which a test that did not react to its deadline ends the run
 GRACE = 3.0  # seconds for processes and threads that were told to end
+# for shared memory: Python's resource tracker of a server that another test has killed removes its semaphores
+MEMORY_GRACE = 12.0
 # Python's, POSIX semaphores (but joblib's, which it makes when it is imported), torch's, NCCL's, vLLM's on a CPU
 SHARED_MEMORY = re.compile(r"psm_|sem\.(?!loky-)|torch_|nccl-|.*-cpushm_|cuda\.shm\.")
 CUDA_DRIVER = re.compile(r"cuda\.shm\.[0-9a-f]+\.([0-9a-f]+)\.")  # with its process's id; there while that lives
@@ -194,11 +196,11 @@ def _belongs_to_living(name: str) -> bool:
 
 
 def leaked_memory(before: frozenset[str]) -> list[str]:
-    """Names that are not in `before` and do not go within `GRACE`.
+    """Names that are not in `before` and do not go within `MEMORY_GRACE`.
 
     Those of another run, such as the one beside this, may be there for an instant before anybody has them open.
     """
-    patience = time.monotonic() + GRACE
+    patience = time.monotonic() + MEMORY_GRACE
     while (names := shared_memory() - before) and time.monotonic() < patience:
         time.sleep(0.05)
     return sorted(names)

@@ -12,7 +12,7 @@ from pathlib import Path
 _NAMED = re.compile(r"/dev/shm/(?:psm_\w+|\S+-cpushm_\d+)")
 # the process of Python's that removes what others have left, semaphores too, when all of them have ended
 _TRACKER = b"multiprocessing.resource_tracker"
-TRACKER_S = 3.0  # for that
+TRACKER_S = 10.0  # for that, on a busy machine
 LOOK_S = 0.05
 
 
