@@ -24,6 +24,8 @@ VERSIONS = {
     "math-verify": "0.9.0",
     "rich": "14.0.0",
     "jsonschema": "4.25.1",
+    "aiohttp": "3.14.5",
+    "plotly": "6.3.0",
 }
 SYSTEM = SystemFacts(
     python="3.12.3",
