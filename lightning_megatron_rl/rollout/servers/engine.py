@@ -1,14 +1,12 @@
 """`VLLMServers`: an engine made of vLLM servers that somebody else has started, on any host."""
 
 import asyncio
-import functools
 import logging
 import os
+import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate
 
 from lightning_megatron_rl.parallel.distributed import replica_share
 from lightning_megatron_rl.planner.needs import EngineNeeds
@@ -36,6 +34,7 @@ from lightning_megatron_rl.rollout.servers.client import (
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.flights import Flight, choose_server
 from lightning_megatron_rl.rollout.servers.push import meet, send
+from lightning_megatron_rl.rollout.turns import one_at_a_time
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, Range, check_ranges
 from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.utilities.text_files import text_file
@@ -47,19 +46,6 @@ POLL_S = 0.05
 _MIB = 2**20
 
 log = logging.getLogger(__name__)
-
-
-def one_at_a_time[**P, R](
-    method: Callable[Concatenate["VLLMServers", P], R],
-) -> Callable[Concatenate["VLLMServers", P], R]:
-    """Let only one thread at a time change what is under way: a stream of rollouts has a thread of its own."""
-
-    @functools.wraps(method)
-    def locked(engine: "VLLMServers", *args: P.args, **kwargs: P.kwargs) -> R:
-        with engine.connections.lock:
-            return method(engine, *args, **kwargs)
-
-    return locked
 
 
 class VLLMServers(StreamingEngine):
@@ -278,6 +264,11 @@ class VLLMServers(StreamingEngine):
         for task in tasks:
             task.cancel()  # which closes its connection, so that the server drops the response
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def call_lock(self) -> threading.RLock:
+        """Who has it may change what is under way."""
+        return self.connections.lock
 
     @one_at_a_time
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Concatenate, TypeVar
+from typing import Any, TypeVar
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import (
@@ -24,6 +24,7 @@ from lightning_megatron_rl.rollout.protocol import (
     check_sleep,
     note_sleep,
 )
+from lightning_megatron_rl.rollout.turns import one_at_a_time
 from lightning_megatron_rl.rollout.vllm.process import (
     EngineCallError,
     EngineDiedError,
@@ -48,21 +49,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def one_at_a_time[**P, R](
-    method: Callable[Concatenate["SupervisedEngine", P], R],
-) -> Callable[Concatenate["SupervisedEngine", P], R]:
-    """Let only one thread at a time talk to the process: a stream of rollouts has a thread of its own."""
-
-    @functools.wraps(method)
-    def locked(engine: "SupervisedEngine", *args: P.args, **kwargs: P.kwargs) -> R:
-        if engine._lock is None:  # by the first call: an engine that was never used can be copied
-            engine._lock = threading.RLock()
-        with engine._lock:
-            return method(engine, *args, **kwargs)
-
-    return locked
-
-
 class SupervisedEngine(StreamingEngine):
     """vLLM in a child process; `VLLMEngine` says what it is started with."""
 
@@ -77,6 +63,13 @@ class SupervisedEngine(StreamingEngine):
     activity: SpanLog
     stream_mode: StreamMode | None = None
     _lock: "threading.RLock | None" = None
+
+    @property
+    def call_lock(self) -> "threading.RLock":
+        """Who has it may talk to the process."""
+        if self._lock is None:  # by the first call: an engine that was never used can be copied
+            self._lock = threading.RLock()
+        return self._lock
 
     def _forget(self) -> None:
         self._stream_worker: WorkerProcess | None = None  # which has responses under way
