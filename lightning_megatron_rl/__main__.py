@@ -3,11 +3,22 @@
 import os
 import signal
 import sys
+from importlib import import_module
 from typing import NoReturn
 
 from lightning_megatron_rl import __version__
 from lightning_megatron_rl.utilities.cpus import openmp_defaults
 
+_TOOLS = {  # by command: where its `main` is
+    "init": "lightning_megatron_rl.recipes.init",
+    "plan": "lightning_megatron_rl.plan.command",
+    "verify-layout": "lightning_megatron_rl.verify.command",
+    "convert": "lightning_megatron_rl.convert.command",
+    "doctor": "lightning_megatron_rl.doctor.command",
+    "serve": "lightning_megatron_rl.serve.command",
+    "report": "lightning_megatron_rl.report.command",
+    "schema": "lightning_megatron_rl.schema.command",
+}
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
 Reinforcement-learning post-training of language models at Megatron scale, from a plain Lightning Trainer.
@@ -70,38 +81,8 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.utilities import console
 
         console.begin()  # before libraries are imported, which warn of each other
-    if arguments[0] == "init":
-        from lightning_megatron_rl.recipes.init import main as init
-
-        sys.exit(init(arguments[1:]))
-    if arguments[0] == "plan":
-        from lightning_megatron_rl.plan.command import main as plan
-
-        sys.exit(plan(arguments[1:]))
-    if arguments[0] == "verify-layout":
-        from lightning_megatron_rl.verify.command import main as verify_layout
-
-        sys.exit(verify_layout(arguments[1:]))
-    if arguments[0] == "convert":
-        from lightning_megatron_rl.convert.command import main as convert
-
-        sys.exit(convert(arguments[1:]))
-    if arguments[0] == "doctor":
-        from lightning_megatron_rl.doctor.command import main as doctor
-
-        sys.exit(doctor(arguments[1:]))
-    if arguments[0] == "serve":
-        from lightning_megatron_rl.serve.command import main as serve
-
-        sys.exit(serve(arguments[1:]))
-    if arguments[0] == "report":
-        from lightning_megatron_rl.report.command import main as report
-
-        sys.exit(report(arguments[1:]))
-    if arguments[0] == "schema":
-        from lightning_megatron_rl.schema.command import main as schema
-
-        sys.exit(schema(arguments[1:]))
+    if arguments[0] in _TOOLS:
+        sys.exit(import_module(_TOOLS[arguments[0]]).main(arguments[1:]))
     if arguments[0] == "fit" and "--shrink" in arguments:
         _run_shrunk(arguments)
     from lightning_megatron_rl.utilities import console

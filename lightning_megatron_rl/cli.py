@@ -3,12 +3,13 @@
 import argparse
 import difflib
 import inspect
+import logging
 import os
 import pydoc
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,7 +50,7 @@ from lightning_megatron_rl.utilities.config_files import check_configs, check_st
 from lightning_megatron_rl.utilities.files import numbered
 from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
 
-__all__ = ["CommandLine", "Parser", "explain", "run"]
+__all__ = ["Built", "CommandLine", "Parser", "explain", "run"]
 
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
@@ -290,6 +291,63 @@ def run(args: list[str] | None = None) -> LightningCLI:
 
 def _is_debugging() -> bool:
     return os.environ.get(_DEBUG, "").lower() == "true"
+
+
+class Built(CommandLine):
+    """`fit` up to the built module, data and strategy; nothing is loaded, written or asked of devices.
+
+    Args:
+        args: Arguments of `fit`.
+        purpose: Ends the error of a strategy that is none of Megatron's: what is built is for what?
+        change: Gets the Trainer's settings, with those of a `MegatronStrategy`, before anything is left out of them.
+
+    Raises:
+        ValueError: A class refuses its settings, or the strategy is another one.
+        SystemExit: The parser refuses the config, as in `fit`.
+    """
+
+    strategy: MegatronStrategy
+
+    def __init__(self, args: Sequence[str], purpose: str, change: Callable[[Namespace], None]) -> None:
+        self._purpose, self._change = purpose, change
+        environment = dict(os.environ)
+        disabled = logging.root.manager.disable
+        logging.disable(logging.INFO)  # what a Trainer tells about itself, for one that is not used
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+                super().__init__(["fit", *args])
+        finally:  # seed_everything leaves variables
+            logging.disable(disabled)
+            os.environ.clear()
+            os.environ.update(environment)
+
+    def before_instantiate_classes(self) -> None:
+        """Change the Trainer's settings, and leave out whatever writes files or asks for devices."""
+        trainer = self._get(self.config, "trainer")
+        strategy = trainer["strategy"]
+        if not isinstance(strategy, Namespace):
+            if strategy not in ("megatron", "auto"):
+                raise ValueError(f"trainer.strategy={strategy}: {self._purpose}")
+            path = f"{MegatronStrategy.__module__}.{MegatronStrategy.__qualname__}"
+            trainer["strategy"] = Namespace(class_path=path, init_args=Namespace())
+        self._change(trainer)
+        trainer["callbacks"], trainer["logger"], trainer["plugins"], trainer["profiler"] = None, False, None, None
+
+    def instantiate_classes(self) -> None:
+        """Build; what a class refuses is an error of whoever builds."""
+        LightningCLI.instantiate_classes(self)
+        strategy = self._get(self.config_init, "trainer")["strategy"]
+        if not isinstance(strategy, MegatronStrategy):
+            raise ValueError(f"trainer.strategy is {type(strategy).__name__}: {self._purpose}")
+        self.strategy = strategy
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Return a Trainer that is not used."""
+        return pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=False)
+
+    def fit(self, **_: Any) -> None:
+        """Do not train."""
 
 
 def explain(message: str, known: Iterable[str] = ()) -> str:

@@ -11,7 +11,7 @@ from lightning_megatron_rl.planner.hardware import HARDWARE, find_hardware
 from lightning_megatron_rl.planner.report import as_data, as_text, summary
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.planner.search import search
-from lightning_megatron_rl.utilities.arguments import new_parser
+from lightning_megatron_rl.utilities.arguments import check_counts, new_parser
 
 PROGRAM = "lightning-megatron-rl plan"
 _DESCRIPTION = """Say whether a config fits GPUs that need not be here, how long a step takes, and what to change first.
@@ -50,10 +50,7 @@ def main(args: list[str]) -> int:
     """
     parser = make_parser()
     options, fit_args = parser.parse_known_args(args)
-    for name in ("devices", "nodes", "prompt_tokens", "response_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: it is a number, at least 1")
+    check_counts(parser, options, "devices", "nodes", "prompt_tokens", "response_tokens")
     if options.out is not None and not options.search:
         parser.error(f"--out {options.out} without --search: only its overlays are written")
 

@@ -1,68 +1,50 @@
 """Builds module, data and strategy of the YAML files of `fit`, without devices, and describes them to the planner."""
 
-import logging
-import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
+import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningCLI
 
-from lightning_megatron_rl.cli import GPU_PRECISION, CommandLine
+from lightning_megatron_rl.cli import GPU_PRECISION, Built
 from lightning_megatron_rl.models.published import read_config
 from lightning_megatron_rl.modules.model import ModelModule
 from lightning_megatron_rl.modules.planning import Lengths, Model, describe_run
 from lightning_megatron_rl.planner.hardware import Hardware
 from lightning_megatron_rl.planner.run import Run
-from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 
 
-class FromConfig(CommandLine):
-    """`fit` up to the built module, data and strategy; nothing is loaded, written or asked of devices."""
+class FromConfig:
+    """Module, data and strategy of a config of `fit`, and what else a plan needs of it.
+
+    Args:
+        args: Arguments of `fit`.
+
+    Raises:
+        ValueError: A class refuses its settings; or module or strategy are none of this package.
+        SystemExit: The parser refuses the config, as in `fit`.
+    """
 
     def __init__(self, args: Sequence[str]) -> None:
-        environment = dict(os.environ)
-        disabled = logging.root.manager.disable
-        logging.disable(logging.INFO)  # what a Trainer tells about itself, for one that is not used
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-                super().__init__(["fit", *args])
-        finally:  # seed_everything leaves variables
-            logging.disable(disabled)
-            os.environ.clear()
-            os.environ.update(environment)
+        built = Built(args, "plans are for MegatronStrategy.", self._keep)
+        if not isinstance(built.model, ModelModule):
+            raise ValueError(f"model is {type(built.model).__name__}: plans are for the modules of this package.")
+        self.model, self.datamodule, self.strategy = built.model, built.datamodule, built.strategy
+        self._built = built
 
-    def before_instantiate_classes(self) -> None:
-        """Keep what a plan needs of the Trainer's settings, and leave out whatever writes files or asks for devices."""
-        trainer = self._get(self.config, "trainer")
+    def _keep(self, trainer: Namespace) -> None:
+        """Keep what is left out of the Trainer's settings."""
         self.devices, self.nodes = trainer["devices"], int(trainer["num_nodes"])
         self.precision: Any = trainer["precision"] or GPU_PRECISION
-        self.written_callbacks, self.written_logger = _plain(trainer["callbacks"]), _plain(trainer["logger"])
-        trainer["callbacks"], trainer["logger"], trainer["plugins"], trainer["profiler"] = None, False, None, None
-        if not isinstance(trainer["strategy"], Namespace):
-            path = f"{MegatronStrategy.__module__}.{MegatronStrategy.__qualname__}"
-            trainer["strategy"] = Namespace(class_path=path, init_args=Namespace())
+        self._callbacks, self._logger = _plain(trainer["callbacks"]), _plain(trainer["logger"])
 
-    def instantiate_classes(self) -> None:
-        """Build; what a class refuses is an error of the command."""
-        LightningCLI.instantiate_classes(self)
-        strategy = self._get(self.config_init, "trainer")["strategy"]
-        if not isinstance(strategy, MegatronStrategy):
-            raise ValueError(f"trainer.strategy is {type(strategy).__name__}: plans are for MegatronStrategy.")
-        if not isinstance(self.model, ModelModule):
-            raise ValueError(f"model is {type(self.model).__name__}: plans are for the modules of this package.")
-        self.strategy: MegatronStrategy = strategy
-
-    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Return a Trainer that is not used."""
-        return pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=False)
-
-    def fit(self, **_: Any) -> None:
-        """Do not train."""
+    def settings(self) -> dict[str, Any]:
+        """Return all settings of `fit` as plain data, as ``config.yaml`` has them."""
+        written = self._built.parser.dump(self._built.config, skip_none=False, skip_check=True)
+        found: dict[str, Any] = yaml.safe_load(written)["fit"]
+        found["trainer"]["callbacks"], found["trainer"]["logger"] = self._callbacks, self._logger
+        return found
 
     def describe(self, kind: Hardware, *, devices: int | None, nodes: int | None, lengths: Lengths) -> Run:
         """Return the run on GPUs of a kind.

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lightning_megatron_rl.planner.hardware import HARDWARE, find_hardware
-from lightning_megatron_rl.utilities.arguments import new_parser
+from lightning_megatron_rl.utilities.arguments import check_counts, new_parser
 
 PROGRAM = "lightning-megatron-rl init"
 _DESCRIPTION = """Write a recipe: a config for `fit` with a layout, samplers and micro-batches that fit your GPUs.
@@ -39,9 +39,7 @@ def main(args: list[str]) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(args)
-    for name in ("devices", "nodes"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: it is a number, at least 1")
+    check_counts(parser, options, "devices", "nodes")
     if options.out is not None and Path(options.out).exists():
         parser.error(f"--out {options.out}: there is such a file; remove it or take another name")
 

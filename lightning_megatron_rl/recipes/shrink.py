@@ -49,8 +49,7 @@ def shrink_arguments(arguments: Sequence[str]) -> list[str]:
     """
     own = [argument for argument in arguments if argument != FLAG]
     built = FromConfig(own)
-    config = yaml.safe_load(built.parser.dump(built.config, skip_none=False, skip_check=True))["fit"]
-    config["trainer"]["callbacks"], config["trainer"]["logger"] = built.written_callbacks, built.written_logger
+    config = built.settings()
     name = built.model.model_path
     lora = "-lora" if built.model.train_settings.lora is not None else ""
     directory = DIRECTORY / f"{short_name(name) or Path(name).name}-{type(built.model).__name__.lower()}{lora}"
