@@ -104,6 +104,7 @@ def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path
         (["--device", "h10"], "unknown device 'h10'; nearest: h100"),
         (["--model.model", "Qwen/Qwen3-9B"], "unknown model 'Qwen/Qwen3-9B'.*nearest: .*Qwen/Qwen3-"),
         (["--devices", "0"], "--devices 0: it is a number, at least 1"),
+        (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: plans are for MegatronStrategy"),
         (["--out", "x"], "--out x without --search"),
         (["--devices", "5"], r"tp\(2\) x pp\(1\) x cp\(1\) = 2 does not divide the world size 5"),
         (["--data.batch_size", "63"], "data.batch_size=63 over 4 data-parallel replicas: 63 % 4 = 3"),
