@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -173,20 +173,25 @@ def _leaked_processes(before: Snapshot, keep: set[int]) -> list[psutil.Process]:
 
 
 def shared_memory() -> frozenset[str]:
-    """Names in /dev/shm of the kinds that Python and torch make, without those that other process trees have open."""
-    names = {name for name in os.listdir("/dev/shm") if SHARED_MEMORY.match(name) and not _belongs_to_living(name)}
-    if not names:
+    """Names in /dev/shm of the kinds that Python and torch make, without those that other process trees have open.
+
+    Compared by inode: who makes a semaphore has it mapped under a name that glibc removes again.
+    """
+    inodes = {}
+    for name in os.listdir("/dev/shm"):
+        if SHARED_MEMORY.match(name) and not _belongs_to_living(name):
+            with suppress(FileNotFoundError):  # gone since
+                inodes[name] = os.stat(f"/dev/shm/{name}").st_ino
+    if not inodes:
         return frozenset()
     ours = {os.getpid(), *(process.pid for process in _processes())}
+    others = set()
     for process in psutil.process_iter():
-        if process.pid in ours:
-            continue
-        try:
-            mapped = Path(f"/proc/{process.pid}/maps").read_text()
-        except OSError:  # ended, or another user's
-            continue
-        names = {name for name in names if f"/dev/shm/{name}" not in mapped}
-    return frozenset(names)
+        if process.pid not in ours:
+            with suppress(OSError):  # ended, or another user's
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                others |= {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
+    return frozenset(name for name, inode in inodes.items() if inode not in others)
 
 
 def _belongs_to_living(name: str) -> bool:

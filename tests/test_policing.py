@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.policing import clean_up, take_snapshot
+from tests.policing import MARKER, clean_up, shared_memory, take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,6 +58,22 @@ def test_shared_memory_left_behind_is_seen():
     finally:
         memory.close()
         memory.unlink()
+    assert clean_up(before, set()) == []
+
+
+def test_shared_memory_of_another_run_is_not_held_against_a_test():
+    """A semaphore, whose maker has it mapped under a name that is gone."""
+    before = take_snapshot()
+    code = "import multiprocessing as m; x = m.get_context('spawn').Lock(); print(x._semlock.name, flush=True); input()"
+    orphan = ["setsid", "--fork", sys.executable, "-c", code]
+    environment = {name: value for name, value in os.environ.items() if name != MARKER}
+    with subprocess.Popen(orphan, stdin=-1, stdout=-1, text=True, env=environment) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        name = f"sem.{other.stdout.readline().strip().lstrip('/')}"
+        assert Path("/dev/shm", name).exists()
+        assert name not in shared_memory()
+        other.communicate("end\n", timeout=60)  # until the orphan has closed its output
     assert clean_up(before, set()) == []
 
 
