@@ -428,7 +428,7 @@ class GRPOModule(PolicyModule):
     # ---- validation, test, prediction ------------------------------------------------------------------------------
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_samples`; reward them."""
+        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_generations`; reward them."""
         for params, count in self.evaluation.settings.passes(self.validation_sampling, self.sampling):
             samples = self.sampler.generate(prompts, params, count)
             self.sampler.reward(samples)
