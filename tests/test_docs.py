@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron_rl import GRPOModule, PromptDataModule, VLLMEngine
+import lightning_megatron_rl
+from lightning_megatron_rl import GRPOModule, PromptDataModule, Sample, VLLMEngine
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rollout.protocol import SamplingParams
@@ -143,3 +144,18 @@ def test_trl_has_the_settings_of_its_table():
     named |= set(re.findall(r"(\w+)=", example))
     assert len(named) > 30
     assert named <= theirs, sorted(named - theirs)
+
+
+def test_api_page_has_every_public_name():
+    written = set(re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert set(lightning_megatron_rl.__all__) <= written
+
+
+def test_callbacks_page_names_attributes_that_samples_have():
+    text = (DOCS / "callbacks.md").read_text()
+    table = text[text.index("| attribute of `Sample`") : text.index("Read them")]
+    first = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    names = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+    assert len(names) > 10
+    has = {field.name for field in dataclasses.fields(Sample)} | {"response_mask"}
+    assert names <= has, sorted(names - has)
