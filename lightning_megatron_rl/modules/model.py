@@ -21,6 +21,7 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatte
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
+from lightning_megatron_rl.modules.budget import Budget
 from lightning_megatron_rl.modules.exporting import PlannedViews, no_single_file, no_whole_model
 from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import StepReport
@@ -85,6 +86,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         self.init_from = init_from
         self._hf_model: HFModel | None = None
         self.report = StepReport(self)
+        self.budget = Budget(self)
         self.planned_views = PlannedViews()
         self._memory_plan: MemoryPlan | None = None
 
@@ -125,6 +127,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             )
         if self._hf_model is None:
             self._hf_model = self.find_model()
+        self.budget.settle(training=stage == "fit")
         self.moe_in_force = resolve_moe_settings(
             self.train_settings.moe,
             self._hf_model.config,
@@ -171,9 +174,10 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         return sum(isinstance(callback, WeightAverage) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def describe_plan(self) -> list[tuple[str, str]]:
-        """Return a row for the table at start: planned memory, expected seconds of a step; none on a CPU."""
+        """Return rows for the table at start: what "auto" chose, planned memory, expected seconds of a step."""
         device, data = self.strategy.root_device, self.trainer.datamodule  # type: ignore[attr-defined]
-        return describe_plan(self, data, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+        planned = describe_plan(self, data, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+        return [*self.budget.describe(), *planned]
 
     def find_model(self) -> "HFModel":
         """Return the Hugging Face side of `model_path`."""
@@ -238,6 +242,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is known only after the optimizer step."""
         self.report.end_step()
+        self.budget.end_step()
 
     def teardown(self, stage: str) -> None:
         """Give the memory of pushes back, and repeat what was lost in this run.
@@ -514,7 +519,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         config = get_model_config(self.model[0])
         return share_sequences(
             sequences,
-            self.train_settings.max_tokens_per_microbatch,
+            self.train_settings.token_budget,
             self.strategy.layout,
             self.strategy.root_device,
             packed=self.train_settings.packing,

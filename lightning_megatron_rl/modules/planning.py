@@ -97,9 +97,9 @@ def describe_run(
         state=state,
         sharded=strategy.use_distributed_optimizer,
         pipeline_split=PipelineSplit.from_overrides(fields),
-        microbatch_tokens=settings.max_tokens_per_microbatch,
+        microbatch_tokens=settings.token_budget,
         logprob_chunk=module.logprob_chunk_size,
-        recompute=fields.get("recompute_granularity") == "full",
+        recompute=settings.recomputes,
         fused_activation=bool(fields.get("bias_activation_fusion", model.gated_by_silu)),
         adapter_parameters=0 if lora is None else adapter_parameters(model.size, lora.rank),
         frozen_copies=module.frozen_copies,
@@ -129,6 +129,24 @@ def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
         response_tokens=response,
         updates=module.updates_per_rollout,
         scored=int(module.has_old_logprobs) + int(reference),
+    )
+
+
+def longest_sequence(module: Any, data: Any) -> int:
+    """Return the most tokens of a sequence that a run can have: what a micro-batch must hold if `auto` chooses it.
+
+    Raises:
+        ValueError: Nobody says it: no sampler, and a data module without `max_length`.
+    """
+    if module.engine is not None:
+        return int(module.engine.max_model_len)
+    if isinstance(data, RowDataModule) and hasattr(data, "max_length"):
+        return int(data.max_length)
+    raise ValueError(
+        f"train.max_tokens_per_microbatch={module.train_settings.max_tokens_per_microbatch!r},"
+        f" train.recompute={module.train_settings.recompute!r} with {type(data).__name__}: the planner does not know"
+        " how long its sequences are; give a number of tokens, and recompute none or full, or use a data module of"
+        " this package"
     )
 
 

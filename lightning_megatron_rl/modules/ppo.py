@@ -64,7 +64,7 @@ class PPOModule(GRPOModule):
             run with an error; so does a whole run of such, and a `validate` or `test`. Null never ends it.
 
     Raises:
-        ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary.
+        ValueError: As `GRPOModule`; a critic that is a mixture of experts, or of another vocabulary; "auto" in `train`.
     """
 
     compares_groups = False
@@ -112,6 +112,12 @@ class PPOModule(GRPOModule):
             init_from=init_from,
             max_failed_rollouts=max_failed_rollouts,
         )
+        if self.train_settings.is_open:
+            raise ValueError(
+                f"train.max_tokens_per_microbatch={self.train_settings.max_tokens_per_microbatch!r},"
+                f" train.recompute={self.train_settings.recompute!r}: the planner does not know what a critic takes;"
+                " give PPOModule a number of tokens, and recompute none or full"
+            )
         self.critic_settings = critic or CriticSettings()
         if init_from is not None and self.critic_settings.model is None and self.critic_settings.init_from is None:
             raise ValueError(

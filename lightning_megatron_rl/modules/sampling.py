@@ -297,7 +297,7 @@ def check_engine(
         )
     if engine.replays_run:
         return
-    limit, budget = engine.max_model_len, policy.train_settings.max_tokens_per_microbatch
+    limit, budget = engine.max_model_len, policy.train_settings.token_budget
     if limit > budget:
         raise ValueError(
             f"train.max_tokens_per_microbatch={budget} < engine.max_model_len={limit}: a sampled sequence may not"

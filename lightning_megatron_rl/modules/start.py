@@ -22,13 +22,14 @@ from lightning_megatron_rl.models.families.check import divided_sizes
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
 from lightning_megatron_rl.modules.planning import Model, describe_run
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
-from lightning_megatron_rl.planner.hardware import recognise
+from lightning_megatron_rl.planner.hardware import Hardware, recognise
 from lightning_megatron_rl.planner.memory import StateBytes, trainer_parts
 from lightning_megatron_rl.planner.moments import MemoryPlan
 from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.planner.report import summary
-from lightning_megatron_rl.planner.run import make_split
+from lightning_megatron_rl.planner.run import Run, make_split
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.vllm.installation import check_for_gpu, installed_packages
@@ -112,23 +113,30 @@ def check_gpu(
 
 
 def make_plan(
-    module: "ModelModule", *, training: bool, engine: RolloutEngine | None, frozen_copies: int, free: int, total: int
+    module: "ModelModule",
+    *,
+    training: bool,
+    engine: RolloutEngine | None,
+    frozen_copies: int,
+    free: int,
+    total: int,
+    settings: TrainingSettings | None = None,
 ) -> MemoryPlan:
     """Return what `module` and its engine take of a GPU with so many bytes in `total`, `free` before they start.
 
     Of the engine that is what it takes of this rank's GPU, and so do those of other replicas: nothing if all are on
-    other GPUs, whose memory `plan_sampler` plans.
+    other GPUs, whose memory `plan_sampler` plans. `settings` stand in for the module's own.
     """
-    strategy = module.strategy
+    strategy, settings = module.strategy, settings or module.train_settings
     checkpoint = CheckpointLayout.read(module.hf_model.path)
     size = model_size(module.hf_model.config, checkpoint.shapes)
     parts = trainer_parts(
         size,
         make_split(strategy.layout, strategy.world_size, sharded=strategy.use_distributed_optimizer),
         precision=strategy.precision_plugin.precision,
-        tokens=module.train_settings.max_tokens_per_microbatch,
+        tokens=settings.token_budget,
         logprob_chunk=module.logprob_chunk_size,
-        recompute=module.train_settings.model_config.get("recompute_granularity") == "full",
+        recompute=settings.recomputes,
         fused_activation=_fuses_activation(module),
         frozen_copies=frozen_copies,
         training=training,
@@ -166,6 +174,11 @@ def describe_plan(module: "ModelModule", data: Any, gpu: str | None) -> list[tup
     kind = None if gpu is None else recognise(gpu)
     if kind is None or not isinstance(data, RowDataModule):  # nothing is known of what a step does
         return []
+    return [("plan", f"{summary(plan_run(module, data, kind))} (docs/planning.md)")]
+
+
+def plan_run(module: "ModelModule", data: Any, kind: Hardware) -> Run:
+    """Return the run of a module that has its model's config, on GPUs of a kind."""
     checkpoint = CheckpointLayout.read(module.hf_model.path)
     config, strategy = module.hf_model.config, module.strategy
     model = Model(
@@ -175,7 +188,7 @@ def describe_plan(module: "ModelModule", data: Any, gpu: str | None) -> list[tup
         checkpoint.dtype,
         getattr(config, "hidden_act", "") == "silu",
     )
-    run = describe_run(
+    return describe_run(
         module,
         data,
         strategy,
@@ -185,7 +198,6 @@ def describe_plan(module: "ModelModule", data: Any, gpu: str | None) -> list[tup
         world=strategy.world_size,
         averages=module.num_averages,
     )
-    return [("plan", f"{summary(run)} (docs/planning.md)")]
 
 
 def _needs_of(engine: RolloutEngine | None) -> EngineNeeds | None:

@@ -1,22 +1,27 @@
 """`TrainingSettings`: how a model is built and trained, the same for every module."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional, get_args
 
 from lightning.pytorch.cli import LRSchedulerCallable
 
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode
+from lightning_megatron_rl.planner.budget import WITHOUT_GPU
 from lightning_megatron_rl.strategy.megatron_configs import check_optimizer_numbers
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
+AUTO = "auto"
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+Recompute = Literal["none", "full", "auto"]
 _TOKENS = COUNT.called("it is a number of tokens")
+_BUDGET = COUNT.called('it is a number of tokens, or "auto"')
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,13 @@ class TrainingSettings:
     Args:
         optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
         lr_scheduler: Called with the optimizer; stepped once per `global_step`.
-        max_tokens_per_microbatch: Token budget of one micro-batch, padding included.
+        max_tokens_per_microbatch: Token budget of one micro-batch, padding included; "auto" takes the one with which
+            the planner expects the fastest update of those that fit the GPU (docs/planning.md).
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"recompute_granularity": "full"}``.
+        recompute: "full" computes the activations of all layers again in the backward pass, "auto" does so if the
+            planner expects a faster update from it or nothing else fits; "none" leaves it to `model_config`.
+        model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"moe_grouped_gemm": True}``.
         verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
             "always" does so anyway, "never" refuses models without a proof; docs/models.md.
         logprob_chunk_size: Tokens whose logits exist at one time; a reward model has none.
@@ -37,12 +45,14 @@ class TrainingSettings:
         lora: Train low-rank adapters and leave the model's own weights as they are.
 
     Raises:
-        ValueError: A number out of range, an unknown `verify_model`, or a `model_config` that is no mapping.
+        ValueError: A number out of range, an unknown word, a `model_config` that is no mapping, or one that says
+            something else of recomputation.
     """
 
     optimizer: Optional["OptimizerConfig"] = None
     lr_scheduler: LRSchedulerCallable | None = None
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: int | Literal["auto"] = 8192
+    recompute: Recompute = "none"
     packing: bool = True
     layer_backend: Literal["auto", "torch", "transformer_engine"] = "auto"
     model_config: dict[str, Any] = field(default_factory=dict)
@@ -52,18 +62,57 @@ class TrainingSettings:
     lora: LoRASettings | None = None
 
     def __post_init__(self) -> None:
-        check_ranges({"max_tokens_per_microbatch": _TOKENS, "logprob_chunk_size": _TOKENS}, vars(self), "train.")
+        numbers = {"max_tokens_per_microbatch": _BUDGET, "logprob_chunk_size": _TOKENS}
+        if self.max_tokens_per_microbatch == AUTO:
+            del numbers["max_tokens_per_microbatch"]
+        check_ranges(numbers, vars(self), "train.")
         check_optimizer_numbers(self.optimizer, "train.optimizer.")
         check_mode(self.verify_model)
         if not isinstance(self.model_config, Mapping):
             raise ValueError(
                 f"train.model_config: {self.model_config!r} is no mapping of fields to values; {{}} changes none"
             )
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(f"train.recompute={self.recompute!r}: choose one of {', '.join(get_args(Recompute))}")
+        if self.recompute != "none":
+            fields = {name: value for name, value in self.model_config.items() if name.startswith("recompute_")}
+            if fields and (self.recompute == AUTO or fields != FULL_RECOMPUTE):
+                raise ValueError(
+                    f"train.recompute={self.recompute!r} with train.model_config={fields}: both say what is"
+                    " recomputed; leave one of them out"
+                )
+        if self.recompute == "full":
+            object.__setattr__(self, "model_config", {**self.model_config, **FULL_RECOMPUTE})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the planner has to choose something."""
+        return AUTO in (self.max_tokens_per_microbatch, self.recompute)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one micro-batch; where nothing was planned, those of a run on a CPU."""
+        tokens = self.max_tokens_per_microbatch
+        return tokens if isinstance(tokens, int) else WITHOUT_GPU
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether all activations are computed again."""
+        return self.model_config.get("recompute_granularity") == "full"
+
+    def settle(self, tokens: int, *, recompute: bool) -> "TrainingSettings":
+        """Return these settings with what is chosen in the place of "auto"."""
+        chosen = self
+        if self.max_tokens_per_microbatch == AUTO:
+            chosen = replace(chosen, max_tokens_per_microbatch=tokens)
+        if self.recompute == AUTO:
+            chosen = replace(chosen, recompute="full" if recompute else "none")
+        return chosen
 
     def describe_microbatch(self) -> tuple[str, str]:
         """Return a row for the table at start: the token budget."""
         layout = "packed" if self.packing else "padded"
-        return "tokens per micro-batch", f"at most {self.max_tokens_per_microbatch}, {layout}"
+        return "tokens per micro-batch", f"at most {self.token_budget}, {layout}"
 
 
 MOVED = {name: f"train.{name}" for name in signature(TrainingSettings).parameters}

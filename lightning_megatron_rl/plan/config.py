@@ -9,7 +9,9 @@ from jsonargparse import Namespace
 from lightning_megatron_rl.cli import GPU_PRECISION, Built
 from lightning_megatron_rl.models.published import read_config
 from lightning_megatron_rl.modules.model import ModelModule
-from lightning_megatron_rl.modules.planning import Lengths, Model, describe_run
+from lightning_megatron_rl.modules.planning import Lengths, Model, describe_run, longest_sequence
+from lightning_megatron_rl.modules.training import AUTO
+from lightning_megatron_rl.planner.budget import choose
 from lightning_megatron_rl.planner.hardware import Hardware
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
@@ -63,7 +65,7 @@ class FromConfig:
                 raise ValueError(f"trainer.devices={self.devices}: say how many GPUs a node has, as --devices 8")
             devices = int(self.devices)
         model = self.model.model_path
-        return describe_run(
+        run = describe_run(
             self.model,
             self.datamodule,
             self.strategy,
@@ -72,6 +74,15 @@ class FromConfig:
             kind=kind,
             world=devices * (nodes or self.nodes),
             lengths=lengths,
+        )
+        settings = self.model.train_settings
+        if not settings.is_open:
+            return run
+        return choose(
+            run,
+            tokens=settings.max_tokens_per_microbatch == AUTO,
+            recompute=settings.recompute == AUTO,
+            least=longest_sequence(self.model, self.datamodule),
         )
 
 

@@ -119,7 +119,7 @@ _APART = (
     "keep the engines of several replicas on GPUs of their own: no `devices`, and a tensor_parallel_size of the engine"
     " of at most the trainer's tensor x context parallel size"
 )
-_RECOMPUTE = "train.model_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+_RECOMPUTE = "train.recompute=full"
 
 
 def parameters_per_gpu(size: ModelSize, split: Split) -> tuple[float, float]:

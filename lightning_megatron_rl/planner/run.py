@@ -408,7 +408,7 @@ class Run:
             yield f"train.max_tokens_per_microbatch={tokens}", replace(self, microbatch_tokens=tokens)
             tokens //= 2
         if not self.recompute:
-            yield f"train.model_config={{{_RECOMPUTE}}}", replace(self, recompute=True)
+            yield "train.recompute=full", replace(self, recompute=True)
         if sampling is not None and sampling.sleeps and len(self.offloads) < 3:
             every = ("optimizer", "gradients", "parameters")
             yield f"strategy.offload_while_sampling={list(every)}", replace(self, offloads=every)
@@ -465,7 +465,6 @@ class Run:
         return f"{longest.name} takes {share:.0%} of a step, most of it {bound}: {_ADVICE.get(bound, _NOTHING)}"
 
 
-_RECOMPUTE = "recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1"
 _NOTHING = "this is what the hardware takes; more GPUs (data parallel) shorten it"
 _ADVICE = {
     "vLLM's Python and messages": "sample more sequences at a time (data.batch_size, engine.max_num_seqs), or stream",

@@ -10,7 +10,6 @@ from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.planner.hardware import GIB
 from lightning_megatron_rl.planner.run import Run, Sampling
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16)
 MARGIN = 0.97  # of the free memory that a proposal takes at most: allocators round up
 _FACTORS = (2, 4, 8, 16, 32, 64)  # times as many GPUs, that a refusal tries
@@ -39,11 +38,11 @@ class Candidate:
             "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
             "sequence_parallel": layout.sequence_parallel,
         }
-        model: dict[str, Any] = {"train": {"max_tokens_per_microbatch": run.microbatch_tokens}}
-        fields: dict[str, Any] = dict(RECOMPUTE) if run.recompute else {}
+        recompute = "full" if run.recompute else "none"
+        model: dict[str, Any] = {"train": {"max_tokens_per_microbatch": run.microbatch_tokens, "recompute": recompute}}
         split = {name: value for name, value in vars(run.pipeline_split).items() if value}
-        if fields or split:
-            model["train"]["model_config"] = fields | split
+        if split:
+            model["train"]["model_config"] = split
         if run.sampling is not None:
             strategy["offload_while_sampling"] = list(run.offloads) or None
             model["engine"] = {

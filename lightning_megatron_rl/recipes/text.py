@@ -147,14 +147,7 @@ def _trainer(choices: Choices, run: Run) -> list[str]:
 def _model(choices: Choices, run: Run) -> list[str]:
     lora = choices.method == "grpo_lora"
     fields = {name: value for name, value in vars(run.pipeline_split).items() if value}
-    config = []
-    if run.recompute:
-        config += [
-            "        recompute_granularity: full  # activations would not fit, or less of them buys a better layout",
-            "        recompute_method: uniform  # Megatron asks for it beside the first",
-            "        recompute_num_layers: 1  # least memory",
-        ]
-    config += [f"        {name}: {_plain(value)}  # stages with equal work" for name, value in fields.items()]
+    config = [f"        {name}: {_plain(value)}  # stages with equal work" for name, value in fields.items()]
     learning_rate = {"sft": "1.0e-5", "grpo": "1.0e-6", "grpo_lora": "1.0e-5"}[choices.method]
     why = {
         "sft": "usual for a whole model",
@@ -164,6 +157,11 @@ def _model(choices: Choices, run: Run) -> list[str]:
     train = [
         "    train:",
         f"      max_tokens_per_microbatch: {run.microbatch_tokens}  # memory alone: it changes no number",
+        *(
+            ["      recompute: full  # activations would not fit, or less of them buys a better layout"]
+            if run.recompute
+            else []
+        ),
         f"      optimizer: {{lr: {learning_rate}, weight_decay: 0.0, adam_beta2: 0.98}}  # {why}",
         *(["      model_config:", *config] if config else []),
     ]

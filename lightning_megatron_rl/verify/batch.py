@@ -65,7 +65,7 @@ def make_batch(module: PolicyModule, recorded: str | Path | None, *, processes: 
     config = HFModel(module.model_path).config
     tokens = torch.arange(config.vocab_size)  # padding, too: its gradient is a matter of the layout
     generator = torch.Generator().manual_seed(seed)
-    budget = module.train_settings.max_tokens_per_microbatch
+    budget = module.train_settings.token_budget
     max_prompt, max_response = min(_MAX_PROMPT, budget // 2), min(_MAX_RESPONSE, budget // 2)
     if isinstance(module, GRPOModule):
         max_response = min(max_response, module.sampling.max_tokens)
@@ -162,7 +162,7 @@ def _recorded_batch(module: PolicyModule, path: str | Path) -> FrozenBatch:
                 f" {vocab_size}: the rollout was recorded with another model."
             )
     batch = FrozenBatch(f"rollout recorded in {path}", [to_sequence(sample) for sample in samples], samples)
-    budget = module.train_settings.max_tokens_per_microbatch
+    budget = module.train_settings.token_budget
     if batch.longest > budget:
         raise ValueError(
             f"{path}: a sequence of {batch.longest} tokens > train.max_tokens_per_microbatch={budget}:"

@@ -162,7 +162,7 @@ def verification_settings(
         settings,
         optimizer=replace(config, lr=_LR, min_lr=None, adam_eps=_ADAM_EPS),
         lr_scheduler=None,
-        max_tokens_per_microbatch=max_tokens_per_microbatch or settings.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=max_tokens_per_microbatch or settings.token_budget,
         model_config=overrides,
     )
 

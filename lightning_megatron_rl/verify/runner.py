@@ -123,7 +123,7 @@ def verify_layouts(
         if reference.balance_coeff:
             report.note = _BALANCE_NOTE.format(reference.balance_coeff)
         names = [layout.name for layout in asked] or default_layouts(processes, has_experts=reference.num_experts > 1)
-        split = _split_budget(frozen, module.train_settings.max_tokens_per_microbatch, processes)
+        split = _split_budget(frozen, module.train_settings.token_budget, processes)
         for layout in (parse_layout(name) for name in names if name != _SINGLE.name):
             budget = layout.max_tokens_per_microbatch or split
             add(

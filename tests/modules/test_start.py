@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.devices.facts import GPU, Extension
 from lightning_megatron_rl.modules import start
+from lightning_megatron_rl.modules.budget import Budget
+from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
@@ -384,3 +387,70 @@ def in_bf16(model: Path, directory: Path) -> Path:
     config = {name: value for name, value in json.loads(file.read_text()).items() if name != "torch_dtype"}
     file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
     return directory / "bf16"
+
+
+class Chooses(pl.Callback):
+    """Has a module choose for a GPU that is made up, before its model is built and after it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def choose(self, module: Any, name: str, *, free: int, training: bool = True, **given: Any) -> None:
+        kept = module.train_settings
+        module.train_settings = replace(kept, **given)
+        budget = Budget(module)
+        budget._open = module.train_settings
+        gpu = GPU("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, free)
+        try:
+            budget._plan(module.train_settings, gpu, training=training)
+            chosen = module.train_settings
+            wanted = budget._trial and budget._trial.wanted.token_budget
+            self.found[name] = (chosen.token_budget, chosen.recompute, wanted)
+            self.found[f"{name} row"] = budget.describe()
+        except ValueError as error:
+            self.found[name] = str(error)
+        module.train_settings = kept
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.datamodule = PromptDataModule("rows.jsonl", tokenizer=pl_module.model_path, batch_size=64)  # type: ignore[attr-defined]
+        self.found["settled"] = pl_module.train_settings.token_budget
+        self.found["row"] = pl_module.budget.describe()
+        both: dict[str, Any] = {"max_tokens_per_microbatch": "auto", "recompute": "auto"}
+        rank = trainer.global_rank
+        self.choose(pl_module, "built", free=80 * GIB, **both)
+        model = pl_module._modules.pop("model")
+        self.choose(pl_module, "all", free=80 * GIB, **both)
+        self.choose(pl_module, "scores", free=80 * GIB, training=False, **both)
+        self.choose(pl_module, "one is full", free=80 * GIB if rank == 0 else int(1.1 * GIB), **both)
+        self.choose(pl_module, "tokens", free=80 * GIB, max_tokens_per_microbatch="auto", recompute="none")
+        self.choose(pl_module, "none", free=GIB // 2, **both)
+        pl_module._modules["model"] = model
+
+
+def choices(model: Path) -> dict[str, Any]:
+    callback = Chooses()
+    fit_grpo(model, {}, 2, steps=1, callbacks=[callback], module={"max_tokens_per_microbatch": "auto"})
+    return callback.found
+
+
+def test_auto_chooses_alike_on_all_ranks(worker_pool, qwen3_dir):
+    first, second = worker_pool.run(choices, qwen3_dir, world_size=2, init_process_group=False)
+    for name in ("settled", "row", "built", "all", "scores", "tokens"):
+        assert first[name] == second[name], name
+    assert first["settled"] == 8192  # nothing is planned on a CPU
+    assert first["row"] == [("auto", "8192 tokens per micro-batch, not recomputed: nothing is planned on a CPU")]
+    half, recompute, wanted = first["all"]
+    assert (2 * half, recompute) == (wanted, "none")  # plenty of room; the first step is measured
+    ((_, row),) = first["all row"]
+    assert f"{wanted} tokens per micro-batch, not recomputed" in row
+    assert f"the first step takes {half} and is measured" in row
+    assert first["scores"] == (wanted, "none", None)  # no step is taken
+    assert first["one is full"][0] == second["one is full"][0] < wanted  # for the fuller one
+    assert "none of" in first["none"]
+    assert "trainer: weights" in first["none"]  # the arithmetic
+
+
+def test_ppo_refuses_auto():
+    for given in ({"max_tokens_per_microbatch": "auto"}, {"recompute": "auto"}):
+        with pytest.raises(ValueError, match=r"auto'.*the planner does not know what a critic takes; give PPOModule"):
+            PPOModule("nothing", rewards=[lambda **_: [0.0]], train=TrainingSettings(**given))

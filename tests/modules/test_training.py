@@ -1,6 +1,7 @@
 """`TrainingSettings`: its ranges, and what becomes of arguments that were modules' own."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,19 @@ def test_subclass_may_have_an_argument_of_that_name():
         ({"max_tokens_per_microbatch": 0}, r"^train\.max_tokens_per_microbatch=0 must be at least 1"),
         ({"logprob_chunk_size": 0.5}, r"^train\.logprob_chunk_size=0\.5 must be a whole number"),
         ({"verify_model": "maybe"}, "verify_model='maybe' is none of"),
+        (
+            {"max_tokens_per_microbatch": "much"},
+            r"^train\.max_tokens_per_microbatch='much' must be .* or .auto",
+        ),
+        ({"recompute": "some"}, r"^train\.recompute='some': choose one of none, full, auto"),
+        (
+            {"recompute": "auto", "model_config": {"recompute_granularity": "selective"}},
+            r"^train\.recompute='auto' with train\.model_config=.*leave one of them out",
+        ),
+        (
+            {"recompute": "full", "model_config": {"recompute_granularity": "selective"}},
+            r"^train\.recompute='full' with train\.model_config=.*leave one of them out",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):
@@ -59,3 +73,27 @@ def test_settings_that_cannot_be_are_refused(options, message):
 def test_setting_that_a_reward_model_has_no_use_for_warns():
     with pytest.warns(UserWarning, match="logprob_chunk_size=64 does nothing"):
         RewardModule("nothing", train=TrainingSettings(logprob_chunk_size=64))
+
+
+def test_full_recompute_is_megatron_s_three_fields():
+    settings = TrainingSettings(recompute="full", model_config={"layernorm_epsilon": 1e-5})
+    assert settings.recomputes
+    assert settings.model_config == {
+        "layernorm_epsilon": 1e-5,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    assert replace(settings, packing=False).model_config == settings.model_config  # given twice
+    assert not TrainingSettings().recomputes
+
+
+def test_what_is_open_is_settled_and_nothing_else():
+    both = TrainingSettings(max_tokens_per_microbatch="auto", recompute="auto")
+    assert both.is_open
+    assert both.token_budget == 8192
+    chosen = both.settle(512, recompute=True)
+    assert (chosen.token_budget, chosen.recomputes, chosen.is_open) == (512, True, False)
+    tokens = TrainingSettings(max_tokens_per_microbatch="auto").settle(512, recompute=True)
+    assert (tokens.token_budget, tokens.recomputes) == (512, False)
+    assert TrainingSettings(recompute="auto").settle(512, recompute=True).token_budget == 8192

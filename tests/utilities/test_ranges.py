@@ -61,7 +61,7 @@ FOLDERS = (
 )  # fmt: skip
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
-    "Action", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment", "Lengths",
+    "Action", "AtBatch", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment", "Lengths",
     "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader", "Origin",
     "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "RankTrace", "Reply", "Response",
     "SequenceCost", "ShardedViews",

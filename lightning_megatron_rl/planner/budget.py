@@ -1,0 +1,71 @@
+"""`auto`: the tokens of a micro-batch and the recomputation with which an update is fastest, of those that fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lightning_megatron_rl.planner.moments import ACTIVATIONS, COMPUTING, MemoryPlan
+from lightning_megatron_rl.planner.run import Run
+
+MARGIN = 0.95  # of the free memory that a choice takes at most: allocators round up
+WITHOUT_GPU = 8192  # tokens of a micro-batch where nothing is planned
+_BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+
+
+def candidates(run: Run, *, tokens: bool, recompute: bool, least: int) -> Iterator[Run]:
+    """Yield the runs that `auto` chooses from, in an order that is the same on every rank.
+
+    Args:
+        run: Whose other settings stay.
+        tokens: Whether the tokens of a micro-batch are to be chosen; else those of `run` stay.
+        recompute: Whether that is.
+        least: Tokens of the longest sequence, which a micro-batch must hold.
+    """
+    least *= run.layout.context_parallel_size
+    budgets = sorted({least, *(budget for budget in _BUDGETS if budget > least)}) if tokens else [run.microbatch_tokens]
+    for again in (False, True) if recompute else (run.recompute,):
+        for budget in budgets:
+            found = replace(run, microbatch_tokens=budget, recompute=again)
+            yield found
+            if found.microbatches == 1:  # a larger budget holds no more
+                break
+
+
+def fastest(runs: Sequence[Run]) -> Run:
+    """Return the run whose update is planned to take least; of equals the one with the fewest tokens."""
+    return min(runs, key=lambda run: (run.step_seconds, run.microbatch_tokens))
+
+
+def choose(run: Run, *, tokens: bool, recompute: bool, least: int) -> Run:
+    """Return what `auto` takes on GPUs that are not there; what needs least if nothing fits.
+
+    Args:
+        run: As `candidates` has it, and all the others.
+        tokens: See there.
+        recompute: See there.
+        least: See there.
+    """
+    found = list(candidates(run, tokens=tokens, recompute=recompute, least=least))
+    fitting = [candidate for candidate in found if fits(candidate.memory())]
+    return fastest(fitting) if fitting else min(found, key=lambda candidate: candidate.memory().needed)
+
+
+def fits(plan: MemoryPlan) -> bool:
+    """Whether a plan leaves the margin."""
+    return plan.needed <= MARGIN * plan.free
+
+
+def expected_peak(measured: float, tried: MemoryPlan, wanted: MemoryPlan) -> float:
+    """Return the bytes that a step will take with the budget of `wanted`, measured with that of `tried`.
+
+    What activations took more than planned, the larger budget is taken to take more in proportion; what they took less
+    is not counted on.
+
+    Example:
+        Planned 10 of weights and 4 of activations, 8 for twice the tokens, measured 15: ``10 + 8 * 5 / 4 == 20``.
+    """
+    there = tried.at(COMPUTING)
+    activations = sum(size for part, size in there.items() if part.name == ACTIVATIONS)
+    wanted_activations = sum(size for part, size in wanted.at(COMPUTING).items() if part.name == ACTIVATIONS)
+    rest = sum(part.size for part in tried.trainer if there[part]) - activations
+    factor = max(1.0, (measured - rest) / activations)
+    return max(measured, rest + wanted_activations * factor)

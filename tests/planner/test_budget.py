@@ -1,0 +1,84 @@
+"""What `auto` chooses: among which settings, which of them, and what a measured step says of the rest."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron_rl.modules.planning import Lengths
+from lightning_megatron_rl.plan.config import FromConfig
+from lightning_megatron_rl.planner.budget import MARGIN, candidates, choose, expected_peak, fastest, fits
+from lightning_megatron_rl.planner.hardware import HARDWARE
+from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
+from lightning_megatron_rl.planner.run import Run
+from tests.command_line import ROOT
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Eight H100s, of which two hold a replica of 8B; sequences of 4,352 tokens."""
+    config: Path = ROOT / "configs" / "recipes" / "qwen3-8b" / "grpo.yaml"
+    return FromConfig(["--config", str(config)]).describe(HARDWARE["h100"], devices=8, nodes=1, lengths=Lengths())
+
+
+def test_candidates_hold_the_longest_sequence_and_end_where_all_are_in_one(run: Run):
+    found = list(candidates(run, tokens=True, recompute=True, least=5000))
+    assert [candidate.microbatch_tokens for candidate in found[:3]] == [5000, 8192, 16_384]
+    assert [candidate.recompute for candidate in found] == sorted(candidate.recompute for candidate in found)
+    kept = [candidate for candidate in found if not candidate.recompute]
+    assert [candidate.microbatches == 1 for candidate in kept[:-1]] == [False] * (len(kept) - 1)
+    layout = replace(run.layout, tensor_model_parallel_size=1, sequence_parallel=False, context_parallel_size=2)
+    two_ranks = replace(run, layout=layout)
+    assert next(candidates(two_ranks, tokens=True, recompute=False, least=5000)).microbatch_tokens == 10_000
+
+
+def test_what_is_not_open_stays(run: Run):
+    assert {found.recompute for found in candidates(run, tokens=True, recompute=False, least=1)} == {run.recompute}
+    assert {found.microbatch_tokens for found in candidates(run, tokens=False, recompute=True, least=1)} == {
+        run.microbatch_tokens
+    }
+
+
+def test_choice_is_the_fastest_of_those_that_fit(run: Run):
+    found = choose(run, tokens=True, recompute=True, least=4352)
+    every = list(candidates(run, tokens=True, recompute=True, least=4352))
+    fitting = [candidate for candidate in every if candidate.memory().needed <= MARGIN * candidate.kind.free]
+    assert 0 < len(fitting) < len(every)
+    assert found in fitting
+    assert all(found.step_seconds <= candidate.step_seconds for candidate in fitting)
+    assert not found.recompute  # which costs a forward pass
+    small = replace(run, kind=replace(run.kind, memory_gib=run.kind.memory_gib / 10))
+    nothing = choose(small, tokens=True, recompute=True, least=4352)
+    others = candidates(small, tokens=True, recompute=True, least=4352)
+    assert nothing.memory().needed == min(candidate.memory().needed for candidate in others)
+    assert not nothing.fits
+
+
+def test_of_equals_the_smaller_is_taken(run: Run):
+    twice = replace(run, microbatch_tokens=1_000_000)
+    thrice = replace(run, microbatch_tokens=1_500_000)
+    assert twice.step_seconds == thrice.step_seconds  # one micro-batch holds everything
+    assert fastest([thrice, twice]) is twice
+
+
+def plan(activations: float) -> MemoryPlan:
+    parts = {"trainer: weights": 10, "trainer: activations": activations}
+    return MemoryPlan(tuple(Part(name, size * GIB, "", "") for name, size in parts.items()), (), free=20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (14, 18),  # as planned
+        (15, 20),  # activations took 5 for 4: 10 + 8 * 5 / 4
+        (12, 18),  # less than planned is not counted on
+        (30, 50),  # 10 + 8 * 20 / 4
+    ],
+)
+def test_what_was_measured_corrects_the_plan(measured: float, expected: float):
+    assert expected_peak(measured * GIB, plan(4), plan(8)) == pytest.approx(expected * GIB)
+
+
+def test_a_choice_leaves_a_margin():
+    assert fits(plan(9))  # 19 of 20: the margin is 5 %
+    assert not fits(plan(9.01))
