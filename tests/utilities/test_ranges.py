@@ -61,10 +61,10 @@ FOLDERS = (
 )  # fmt: skip
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
-    "Action", "AtBatch", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment", "Lengths",
-    "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport", "Offloader", "Origin",
-    "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "RankTrace", "Reply", "Response",
-    "SequenceCost", "ShardedViews",
+    "Action", "AtBatch", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
+    "Lengths", "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport",
+    "Offloader", "Origin", "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "RankTrace", "Reply",
+    "Response", "SequenceCost", "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "Transcript", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
     "Flight", "HostFacts",
