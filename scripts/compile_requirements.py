@@ -55,6 +55,7 @@ def main() -> None:
     engine = ["--extra", "gpu", "--group", "transformer-engine", "--no-emit-package", SOURCE_PACKAGE]
     compile_file("gpu.txt", *shared, *engine)
     compile_file("gpu-source.txt", "--no-deps", "-", text=source_requirement())
+    compile_file("peers.txt", "--no-deps", "requirements/peers.in")
     compile_file("build.txt", "-", text="setuptools\n")
     compile_file("uv.txt", "-", text="uv\n")
 

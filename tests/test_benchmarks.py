@@ -263,33 +263,6 @@ def test_what_was_not_measured_is_called_so(monkeypatch):
     assert tables.with_tables(marks) == "<!-- real run -->\n| head |\n|---|\n| 1 |\n<!-- end of real run -->\n"
 
 
-def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
-    compare: Any = importlib.import_module("compare")
-
-    def run_child(script: str, arguments: list[str], timeout_s: float) -> dict[str, Any]:
-        if script == "trl_peer.py":
-            raise RuntimeError("trl_peer.py ended with 1")
-        return {"work": {}}
-
-    monkeypatch.setattr(compare, "run_child", run_child)
-    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name)
-    known = [dict(sides) for sides in compare.run_sides([], "auto", 1)]
-    assert known == [{"ours": {"work": {}}}, {"ours": {"work": {}}, "trl_failed": "trl_peer.py ended with 1"}]
-    with pytest.raises(RuntimeError, match="ended with 1"):
-        list(compare.run_sides([], "trl", 1))
-    assert list(compare.run_sides([], "none", 1)) == [{"ours": {"work": {}}}]
-
-
-def test_a_peer_of_one_device_is_not_compared_with_several(monkeypatch):
-    compare: Any = importlib.import_module("compare")
-    monkeypatch.setattr(compare, "run_child", lambda script, arguments, timeout_s: {"work": {}, "script": script})
-    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name)
-    assert list(compare.run_sides(["--devices=2"], "auto", 1)) == [{"ours": {"work": {}, "script": "ours.py"}}]
-    assert "trl" in list(compare.run_sides(["--devices=1"], "auto", 1))[-1]
-    with pytest.raises(ValueError, match="trl runs on one device"):
-        list(compare.run_sides(["--devices=2"], "trl", 1))
-
-
 def run_benchmark(script: str, *arguments: str, timeout: float = 240) -> str:
     """Run a benchmark in a process of its own and return what it prints."""
     done = subprocess.run(
@@ -477,14 +450,16 @@ def test_goals_of_a_long_tail_by_hand():
         {"max_staleness": 1, "placement": "shared", "devices": 1, "samples_per_s": 12.9, "speedup": 1.29},
         {"max_staleness": 2, "placement": "shared", "devices": 1, "samples_per_s": 15.0, "speedup": 1.5},
     ]
-    trl = {"samples_per_s": 8.0}
-    assert long_tail.goals(rows, "cuda", trl) == [
+    others = {"trl": {"samples_per_s": 8.0}, "verl, bound 1": {"samples_per_s": 10.0}}
+    others["verl, synchronous"] = {"failed": ""}
+    assert long_tail.goals(rows, "cuda", others) == [
         {"side": "shared, bound 1", "goal": 1.3, "reached": 1.29, "ok": False},
+        {"side": "shared, bound 1, against verl, bound 1", "goal": 1.3, "reached": 1.29, "ok": False},
         {"side": "shared, bound 2", "goal": 1.45, "reached": 1.5, "ok": True},
-        {"side": "shared, bound 2, against TRL", "goal": 1.8, "reached": 15.0 / 8.0, "ok": True},
+        {"side": "shared, bound 2, against trl", "goal": 1.8, "reached": 15.0 / 8.0, "ok": True},
     ]
-    assert long_tail.goals(rows, "cpu", None) == []
-    assert len(long_tail.goals(rows, "cuda", {"failed": "out of memory"})) == 2
+    assert long_tail.goals(rows, "cpu", {}) == []
+    assert len(long_tail.goals(rows, "cuda", {"trl": {"failed": "out of memory"}})) == 2
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_files_hold_names_versions_and_hashes_only(name: str):
 
 
 def test_no_file_is_missing_and_no_lock_file_is_there():
-    assert FILES == ["build.txt", "cpu.txt", "gpu-source.txt", "gpu.txt", "uv.txt"]
+    assert FILES == ["build.txt", "cpu.txt", "gpu-source.txt", "gpu.txt", "peers.txt", "uv.txt"]
     assert not (ROOT / "uv.lock").exists()  # it records where packages came from
 
 

@@ -1,0 +1,244 @@
+"""Peers of the benchmarks: what they are told, what is read from their runs; a failure costs no other side."""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.command_line import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))  # they import each other by their bare names
+common: Any = importlib.import_module("common")
+compare: Any = importlib.import_module("compare")
+long_tail: Any = importlib.import_module("long_tail")
+peers: Any = importlib.import_module("peers")
+verl_peer: Any = importlib.import_module("verl_peer")
+verl_worker: Any = importlib.import_module("verl_worker")
+WORK = {"samples_per_step": [4]}
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    importlib.import_module("ours").add_arguments(parser, "cpu")
+    found = parser.parse_args(["--prompts=2", "--generations=2", "--steps=1", "--warmup=1", "--prompt-tokens=3"])
+    vars(found).update({"long_tail": False, "mode": "sync", "bound": 0, "verl_variant": "plain", **changed})
+    return found
+
+
+class Children:
+    """Stands for the processes of sides: no peer runs without a GPU."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.arguments = answers, []
+
+    def __call__(self, script: str, arguments: list[str], timeout_s: float, path: Any = ()) -> dict[str, Any]:
+        self.arguments.append((script, arguments))
+        name = next((part.partition("=")[2] for part in arguments if part.startswith("--verl-variant=")), script)
+        answer = self.answers[name.removesuffix(".py")]
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return {"work": WORK, **answer}
+
+
+def side(seconds: float, **more: Any) -> dict[str, Any]:
+    return {"step_s": {"median": seconds}, **more}
+
+
+def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
+    monkeypatch.setattr(compare, "run_child", Children(ours=side(1.0), trl_peer="ended with 1", plain=side(2.0)))
+    *_, last = [dict(sides) for sides in compare.run_sides([], ["trl", "verl"], 60)]
+    assert last["ours"] == {"work": WORK, **side(1.0)}
+    assert last["trl"] == {"failed": "ended with 1"}
+    assert last["verl"]["different_work"] == []
+    assert list(compare.measured(last)) == ["verl"]
+
+
+def test_the_fastest_of_verl_s_variants_is_its_row(monkeypatch):
+    children = Children(ours=side(1.0), plain=side(3.0), awake=side(2.0, variant="awake"), fused="took more than 60 s")
+    monkeypatch.setattr(compare, "run_child", children)
+    found = compare.run_peer("verl", ["--steps=1"], 60, {"samples_per_step": [8]}, ["plain", "awake", "fused"])
+    assert found["variant"] == "awake"
+    assert found["variants"] == {"plain": 3.0, "awake": 2.0, "fused": "took more than 60 s"}
+    assert found["different_work"] == ["samples_per_step: [8] and [4]"]
+    assert children.arguments[0][1] == ["--steps=1", "--verl-variant=plain", "--deadline=30"]
+    monkeypatch.setattr(compare, "run_child", Children(fused="out of memory"))
+    found = compare.run_peer("verl", [], 60, WORK, ["fused"])
+    assert found == {"failed": "out of memory", "variants": {"fused": "out of memory"}}
+
+
+def test_peers_run_on_one_device():
+    with pytest.raises(ValueError, match=r"--devices=2 with --peer trl: peers run on one device; --peer none"):
+        next(compare.run_sides(["--devices=2"], ["trl"], 1))
+
+
+def test_a_peer_that_is_not_there_is_refused_with_the_command(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ValueError, match=r"--peer verl: it is not installed. `make peers` installs verl 0\.9\.1 into"):
+        peers.chosen("verl")
+    other = tmp_path / "trl-1.0.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.0.0\n")
+    with pytest.raises(ValueError, match=r"trl 1\.0\.0 is installed. `make peers` installs trl 1\.16\.0"):
+        peers.chosen("all")
+    assert peers.chosen("none") == ()
+
+
+def test_every_bound_has_its_side_of_verl():
+    assert long_tail.peer_sides(["trl", "verl"], [1, 4]) == {
+        "trl": [],
+        "verl, synchronous": ["--mode=sync"],
+        "verl, bound 1": ["--mode=colocate_async", "--bound=1"],
+        "verl, bound 4": ["--mode=colocate_async", "--bound=4"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"verl_variant": "awake+quick"}, r"--verl-variant awake\+quick: no quick; there are plain, awake"),
+        ({"bound": 2}, "--mode sync --bound 2: sync has 0"),
+        ({"mode": "colocate_async"}, "--mode colocate_async --bound 0: .* the other modes at least 1"),
+    ],
+)
+def test_what_verl_cannot_be_told_is_refused(changed, message, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        verl_peer.prepare(options(**changed), tmp_path)
+
+
+def test_verl_is_told_the_same_numbers(tmp_path: Path):
+    asked = options(mode="colocate_async", bound=2, verl_variant="awake+polling")
+    command, environment = verl_peer.prepare(asked, tmp_path)
+    assert "trainer.v1.sampler.max_off_policy_threshold=3" in command  # versions that a sample spans
+    assert "actor_rollout_ref.rollout.free_cache_engine=False" in command
+    assert f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={asked.max_tokens}" in command
+    assert environment[verl_worker.POLL] == "0.1"
+    import pandas
+
+    rows = pandas.read_parquet(tmp_path / "rows.parquet")
+    assert len(rows) == 2 * (1 + 1 + 2)
+    # the first of more prompts are the prompts of the other sides
+    fewer = common.TokenPrompts(4, 3, common.SHAPES["tiny"]["vocab_size"])()
+    assert [row[0]["content"] for row in rows["prompt"]][:4] == [row["prompt"] for row in fewer]
+
+
+def test_words_are_tokens(tmp_path: Path):
+    tokenizer = common.make_tokenizer(64)
+    text = "t17 t4 t0"
+    assert verl_worker.token_ids(text) == tokenizer(text)["input_ids"]
+    ids = [5, 20, 9]
+    assert verl_worker.reward("tokens", tokenizer.decode(ids), "") == common.token_reward(ids)
+
+
+def notes(step: int, place: int, tokens: int, prompt: list[int]) -> dict[str, Any]:
+    return {"kind": "sample", "index": step, "place": place, "prompt": prompt, "response_tokens": tokens}
+
+
+def test_work_of_verl_is_told_as_ours_is():
+    """Samples of prompts that were read ahead and not trained on do not count."""
+    import hashlib
+
+    asked = options(prompts=1)
+    prompts = [[4, 5, 6], [7, 8, 9], [1, 1, 1]]
+    told = [notes(index, place, 10 + index, prompts[index]) for index in (1, 0, 2) for place in (1, 0)]
+    told += [{"kind": "step"}, {"kind": "step"}, {"kind": "numbers", "compute_dtype": "bfloat16"}]
+    digest = hashlib.sha256()
+    for prompt in prompts[:2]:
+        digest.update(repr([tuple(prompt)]).encode())
+    assert verl_peer.work_done(asked, told) == {
+        "samples_per_step": [2, 2],
+        "response_tokens_per_step": [20, 22],
+        "prompt_tokens": 3,
+        "prompts_sha256": digest.hexdigest(),
+        "optimizer_steps": 2,
+        "compute_dtype": "bfloat16",
+    }
+    lengths = importlib.import_module("response_lengths")
+    found = verl_peer.work_done(options(prompts=1, long_tail=True), told)
+    assert found.items() >= lengths.work([(prompts[0], [10, 10]), (prompts[1], [11, 11])]).items()
+
+
+def test_report_reads_verl_s_own_times(tmp_path: Path):
+    steps = [
+        {"timing_s/step": 9.0, "timing_s/gen": 5.0},
+        {"timing_s/step": 4.0, "timing_s/gen": 2.5, "timing_s/update_actor": 1.0, "perf/max_memory_allocated_gb": 3.0},
+    ]
+    lines = [json.dumps({"step": number, "data": data}) for number, data in enumerate(steps, 1)]
+    (tmp_path / "steps.jsonl").write_text("\n".join([*lines, json.dumps({"step": 2, "data": {"val": 1}})]))
+    (tmp_path / "notes").mkdir()
+    found = verl_peer.report(options(), tmp_path)
+    assert found["step_s"]["median"] == 4.0
+    assert found["phases"]["rollout"]["median"] == 2.5
+    assert found["phases"]["everything else"]["median"] == 0.5
+    assert found["peak_memory_gib"] == 3.0
+    with pytest.raises(RuntimeError, match="verl logged 2 steps, 4 were asked for"):
+        verl_peer.report(options(steps=3), tmp_path)
+
+
+def test_a_peer_that_hangs_leaves_no_process(tmp_path: Path):
+    """Also one that has become nobody's child, as Ray's are when verl is gone."""
+    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    environment = {**os.environ, verl_worker.NOTES: str(tmp_path)}
+    with pytest.raises(RuntimeError, match="verl took more than 3 s"):
+        verl_peer.run([sys.executable, "-c", script], environment, tmp_path, 3.0)
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(verl_worker.NOTES) == str(tmp_path) and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+        except psutil.Error:
+            continue
+    assert left == []
+
+
+def in_verl(code: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code or the peer's script where verl is installed, without a GPU."""
+    if not (peers.FOLDER / "verl").exists():
+        pytest.skip("verl is not installed: `make peers`")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), str(peers.FOLDER)])
+    variables = {verl_worker.NOTES: str(directory), verl_worker.LONG_TAIL: "0", verl_worker.POLL: "0.1", "RANK": "0"}
+    extra = {} if arguments else {**variables, "VERL_USE_EXTERNAL_MODULES": "verl_worker"}
+    command = [sys.executable, *(arguments or ("-c", code))]
+    environment = {**os.environ, "PYTHONPATH": path, **extra}
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_verl_composes_what_it_is_told(tmp_path: Path):
+    script = str(ROOT / "benchmarks" / "verl_peer.py")
+    asked = ["--device=cpu", "--mode=colocate_async", "--bound=2", "--verl-variant=awake+fused", "--config-only"]
+    done = in_verl("", tmp_path, script, *asked)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = yaml.safe_load(done.stdout)
+    assert found["trainer"]["v1"]["trainer_mode"] == "colocate_async"
+    assert found["trainer"]["v1"]["sampler"]["max_off_policy_threshold"] == 3
+    assert found["actor_rollout_ref"]["model"]["use_fused_kernels"]
+    assert not found["actor_rollout_ref"]["rollout"]["free_cache_engine"]
+    assert found["algorithm"]["rollout_correction"]["rollout_is"] == "token"
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_verl_s_processes_load_what_they_are_given(tmp_path: Path):
+    code = (
+        "import verl, verl_worker, megatron.energon\n"
+        "from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer\n"
+        "from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer\n"
+        "print(ReplayBuffer.__init__.__qualname__, MixedPrecisionOptimizer.step.__qualname__)\n"
+        "print(verl_worker.TokensAgentLoop.__mro__[1].__name__)\n"
+    )
+    done = in_verl(code, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    hooks = "poll_more_often.<locals>.init note_numbers.<locals>.step"
+    assert done.stdout.splitlines()[-2:] == [hooks, "AgentLoopBase"]
