@@ -1,9 +1,9 @@
 """Losses and gradients of TRL's GRPOTrainer and DPOTrainer on a small random batch, which this project's must equal.
 
-    python -m pip install --no-deps trl==1.16.0 && python benchmarks/trl_losses.py
+    make peers && PYTHONPATH=.peers python benchmarks/trl_losses.py
 
 Writes results/trl_losses.json: the batch, and of each case TRL's settings, its loss and the gradient by every token's
-log-prob, all in float64. tests/modules/test_trl_losses.py computes the same with this project's settings. TRL's own
+log-prob, all in float64. tests/test_trl_losses.py computes the same with this project's settings. TRL's own
 code runs: `_compute_loss` of both trainers on objects that hold its settings and no model, and the lines of
 `_generate_and_score_completions` that make the weights against the sampler's mismatch.
 """

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib.util
 import inspect
 import re
 import shlex
@@ -128,14 +127,18 @@ def test_tables_name_settings_that_are_here(name: str):
     )
 
 
+def of_peers(package: str, file: str) -> str:
+    """Text of a file of a package that benchmarks compare with."""
+    path = ROOT / ".peers" / package / file
+    if not path.exists():
+        pytest.skip(f"{package} is not installed: `make peers`")
+    return path.read_text()
+
+
 def test_trl_has_the_settings_of_its_table():
-    found = importlib.util.find_spec("trl")
-    if found is None:
-        pytest.skip("TRL is not installed: it is no part of the project's environment")
+    tree = ast.parse(of_peers("trl", "trainer/grpo_config.py"))
     from transformers import TrainingArguments
 
-    (folder,) = found.submodule_search_locations or []
-    tree = ast.parse((Path(folder) / "trainer" / "grpo_config.py").read_text())
     theirs = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
     theirs |= {field.name for field in dataclasses.fields(TrainingArguments)}
     text = (DOCS / "migration" / "trl.md").read_text()
@@ -144,6 +147,22 @@ def test_trl_has_the_settings_of_its_table():
     named |= set(re.findall(r"(\w+)=", example))
     assert len(named) > 30
     assert named <= theirs, sorted(named - theirs)
+
+
+def test_verl_has_the_settings_of_its_table():
+    theirs = yaml.safe_load(of_peers("verl", "trainer/config/_generated_ppo_megatron_trainer.yaml"))
+    named = 0
+    for row in re.findall(r"^\| (`[^|]+) \|", (DOCS / "migration" / "verl.md").read_text(), re.MULTILINE):
+        folder = ""
+        for name in re.findall(r"`([\w.]+)", row):
+            full = name if "." in name else f"{folder}.{name}"  # the second of a row is the first's neighbour
+            folder = full.rpartition(".")[0]
+            place = theirs
+            for part in (f"actor_rollout_ref.{full}" if full.startswith(("actor.", "rollout.")) else full).split("."):
+                assert part in place, f"{name} is no setting of verl"
+                place = place[part]
+            named += 1
+    assert named > 30
 
 
 def test_api_page_has_every_public_name():
