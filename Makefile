@@ -37,7 +37,7 @@ format: setup ## Rewrite the code in the project's style
 	@$(PYTHON) -m ruff format $(SOURCES)
 
 docs: setup ## Build the documentation into site/; a broken link is an error
-	@$(PYTHON) -m mkdocs build --strict $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
 
 requirements: setup ## Compile requirements/*.txt from pyproject.toml
 	@$(PYTHON) scripts/compile_requirements.py $(ARGS)

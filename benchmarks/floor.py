@@ -1,4 +1,4 @@
-"""The physical floor of a GRPO step: what the arithmetic and the bytes alone take; formulas in docs/performance.md."""
+"""The physical floor of a GRPO step: what the arithmetic and the bytes alone take; formulas in docs/results.md."""
 
 from dataclasses import dataclass
 from typing import Any

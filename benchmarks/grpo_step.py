@@ -3,7 +3,7 @@
 256 samples of 128 + 512 tokens (on a CPU a tiny model and shorter ones): weights go to vLLM, it samples with EOS
 ignored, then rewards, old log-probs, one update. TRL's GRPOTrainer does the same work in the same run where it is
 chosen, and so does verl; whether they did is checked. With --syncs 10 the same run measures weight syncs (B1), too.
-The floor counts arithmetic and bytes alone: docs/performance.md has the formula.
+The floor counts arithmetic and bytes alone: docs/results.md has the formula.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The picture of docs/asynchronous.md: ``python benchmarks/timeline.py``.
+"""The picture of docs/timeline.md: ``python benchmarks/timeline.py``.
 
 Two GRPO runs of the tiny model on a CPU with a bound of 2, trainer and sampler with a thread each: the sampler works
 between the trainer's steps ("shared") or all the time ("separate"). `Timeline` writes what they did, from which the

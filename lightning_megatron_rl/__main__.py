@@ -9,7 +9,7 @@ from typing import NoReturn
 from lightning_megatron_rl import __version__
 from lightning_megatron_rl.utilities.cpus import openmp_defaults
 
-_TOOLS = {  # by command: where its `main` is
+TOOLS = {  # by command: where its `main` is
     "init": "lightning_megatron_rl.recipes.init",
     "plan": "lightning_megatron_rl.plan.command",
     "verify-layout": "lightning_megatron_rl.verify.command",
@@ -81,8 +81,8 @@ def main(args: list[str] | None = None) -> None:
         from lightning_megatron_rl.utilities import console
 
         console.begin()  # before libraries are imported, which warn of each other
-    if arguments[0] in _TOOLS:
-        sys.exit(import_module(_TOOLS[arguments[0]]).main(arguments[1:]))
+    if arguments[0] in TOOLS:
+        sys.exit(import_module(TOOLS[arguments[0]]).main(arguments[1:]))
     if arguments[0] == "fit" and "--shrink" in arguments:
         _run_shrunk(arguments)
     from lightning_megatron_rl.utilities import console

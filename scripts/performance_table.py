@@ -12,7 +12,7 @@ from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
 from results import RESULTS, ROOT, Result, load, share, split, spread, table
 from stream_tables import long_tail, stream_kill_drill
 
-DOCUMENTS = ("docs/performance.md", "docs/checkpoints.md", "docs/asynchronous.md", "README.md")
+DOCUMENTS = ("docs/performance.md", "docs/results.md", "docs/kill_drills.md", "docs/exports.md", "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
 CURVE_BLOCK = 25  # rollouts

@@ -1,4 +1,4 @@
-"""The tables of docs/asynchronous.md: steps with a long tail (B4), and kill drills of runs that stream."""
+"""The tables of docs/results.md and docs/kill_drills.md: steps with a long tail (B4), and kill drills of runs that stream."""
 
 from pathlib import Path
 

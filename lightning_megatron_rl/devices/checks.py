@@ -211,7 +211,7 @@ def check_transformer_engine(facts: DeviceFacts) -> None:
     if engine.error is not None:
         raise RuntimeError(
             f"Transformer Engine {engine.version} cannot be imported with torch {facts.torch}: {engine.error}\nIts"
-            " extension belongs to the torch that it was compiled with. Compile it again (docs/install.md, 'CUDA: what"
+            " extension belongs to the torch that it was compiled with. Compile it again (docs/cuda.md, 'CUDA: what"
             " is special'), or take torch's layers with train.layer_backend='torch'."
         )
 

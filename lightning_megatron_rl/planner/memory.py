@@ -1,6 +1,6 @@
 """The GPU memory that a run will take, part by part with the arithmetic, before it starts.
 
-The formulas are in docs/performance.md. They count what a run is certain to hold, so a plan that does not fit is
+The formulas are in docs/memory.md. They count what a run is certain to hold, so a plan that does not fit is
 refused with reason, and one that fits may still run out by what allocators round up.
 """
 
@@ -113,7 +113,7 @@ STATE_BYTES = {
 }
 _SPLIT = "raise tensor_model_parallel_size or pipeline_model_parallel_size"
 _ADAPTERS = "train adapters (lora)"
-_SHARD = "use_distributed_optimizer=True on more GPUs, or an optimizer with less on the GPU (docs/precision.md)"
+_SHARD = "use_distributed_optimizer=True on more GPUs, or an optimizer with less on the GPU (docs/overlap.md)"
 _SHARD_EXPERTS = "more GPUs than pipeline x expert x expert-tensor parallel size, over which experts' state is sharded"
 _APART = (
     "keep the engines of several replicas on GPUs of their own: no `devices`, and a tensor_parallel_size of the engine"
