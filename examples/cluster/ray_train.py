@@ -1,4 +1,4 @@
-"""The same run on nodes that Ray places: an actor on each runs torchrun there.
+r"""The same run on nodes that Ray places: an actor on each runs torchrun there.
 
     python examples/cluster/ray_train.py --num-nodes 2 --devices 1 --accelerator cpu -- \
         fit --config configs/demo/sft.yaml --config examples/cluster/two_nodes.yaml
@@ -93,7 +93,7 @@ def wait(ray: Any, ranks: dict[Any, int]) -> int:
     return failed
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train on nodes that Ray places.")
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--devices", type=int, default=1, help="ranks on each node")
@@ -103,7 +103,11 @@ def main() -> int:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--module", default="lightning_megatron_rl", help="what each rank runs")
     parser.add_argument("arguments", nargs="+", help="of it, after --")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = make_parser().parse_args()
     try:
         ray = connect()
         for attempt in range(options.max_restarts + 1):
