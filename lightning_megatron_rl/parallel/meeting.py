@@ -84,14 +84,15 @@ def meet(
         ValueError: The hosts cannot work together; see `compare_hosts`.
     """
     deadline = time.monotonic() + settings.rendezvous_timeout_s
-    store = _connect(place, deadline, timeout)
+    base = _connect(place, deadline, timeout)
+    store, attempt = _enter(base, place, deadline)
     if place.rank == 0:
         name = f"{MARK}{uuid.uuid4().hex[:12]}"
         marks = set_mark(directories, name)
         try:
             with _words_for_all(store, place):
                 store.set("mark", json.dumps([name, len(marks)]))
-                hosts = _collect(store, place, _facts(place, device), deadline)
+                hosts = _collect(base, attempt, place, _facts(place, device), deadline)
                 for warning in compare_hosts(
                     hosts, place.ranks_per_node, allow_different=settings.allow_different_hosts
                 ):
@@ -152,9 +153,27 @@ def _connect(place: Place, deadline: float, timeout: timedelta) -> dist.Store:
     else:
         _reach(place, deadline)
         store = dist.TCPStore(place.address, place.port, None, is_master=False, timeout=timeout)
-    # an attempt after a restart by torchrun finds the words of the last one in the same store
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"lightning-megatron-rl/attempt {attempt}", store)
+    return dist.PrefixStore("lightning-megatron-rl", store)
+
+
+def _enter(base: dist.Store, place: Place, deadline: float) -> tuple[dist.Store, str]:
+    """Return the part of the store that belongs to this attempt, and the attempt's name, which rank 0 chooses.
+
+    After a restart by torchrun the words of the last attempt are in the same store, and torchrun's own count differs
+    between nodes: only the one whose rank has failed counts it. So each rank asks under a name that nobody had before.
+    """
+    name = uuid.uuid4().hex
+    if place.rank > 0:
+        base.set(f"asks/{place.rank}", name)
+        name = _await(base, f"attempt of {name}", place, deadline).decode()
+    return dist.PrefixStore(name, base), name
+
+
+def _answer(base: dist.Store, attempt: str, ranks: Sequence[int]) -> None:
+    """Tell ranks that ask which attempt this is; those of the last one hear nothing any more."""
+    for rank in ranks:
+        if base.check([f"asks/{rank}"]):
+            base.set(f"attempt of {base.get(f'asks/{rank}').decode()}", attempt)
 
 
 def _listen(place: Place) -> socket.socket:
@@ -240,15 +259,17 @@ def _await(store: dist.Store, key: str, place: Place, deadline: float) -> bytes:
         time.sleep(LOOK_S)
 
 
-def _collect(store: dist.Store, place: Place, own: HostFacts, deadline: float) -> list[HostFacts]:
-    """Wait for the facts of all ranks.
+def _collect(base: dist.Store, attempt: str, place: Place, own: HostFacts, deadline: float) -> list[HostFacts]:
+    """Wait for the facts of all ranks of this attempt.
 
     Raises:
         RuntimeError: Not all have come in time; names those that have not.
     """
+    store = dist.PrefixStore(attempt, base)
     found: dict[int, HostFacts] = {0: replace(own, clock=0.0)}
     told = began = time.monotonic()
     while len(found) < place.world_size:
+        _answer(base, attempt, [rank for rank in range(1, place.world_size) if rank not in found])
         for rank in range(1, place.world_size):
             if rank not in found and store.check([f"host/{rank}"]):
                 facts = HostFacts(**json.loads(store.get(f"host/{rank}")))

@@ -25,13 +25,16 @@ class ClusterRun:
         self.out = out
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, launcher: str, *arguments: str, ranks: list[int] | None = None, **environment: str) -> None:
+    def start(
+        self, launcher: str, *arguments: str, ranks: list[int] | None = None, restarts: int = 0, **environment: str
+    ) -> None:
         """Start `python arguments` on each host, or as some of the ranks only.
 
         Args:
             launcher: "torchrun" or "slurm".
             arguments: Of Python.
             ranks: Those that are started; None: all.
+            restarts: By torchrun, of ranks that fail.
             environment: Variables of all processes.
         """
         hosts = self.hosts.hosts
@@ -41,7 +44,7 @@ class ClusterRun:
             if launcher == "torchrun":
                 line = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"]
                 line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:{PORT}", "--rdzv-id", "test"]
-                line += ["--local-addr", hosts[rank].address]
+                line += ["--local-addr", hosts[rank].address, "--max-restarts", str(restarts)]
                 self.processes.append(hosts[rank].python(log, *line, *arguments, **environment))
             else:
                 variables = slurm_variables(rank, len(hosts)) | environment

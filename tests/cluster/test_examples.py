@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 import shlex
 import subprocess
 
@@ -39,6 +40,15 @@ def test_torchrun_takes_the_options_of_the_script():
     words = [values.get(word, word) for word in shlex.split(line)[2:]]
     parsed: argparse.Namespace = get_args_parser().parse_args(words)
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.training_script) == ("2", "1", "lightning-megatron-rl")
+
+
+def test_command_of_the_script_for_ray_parses():
+    script = runpy.run_path(str(FOLDER / "ray_train.py"))
+    (line,) = re.findall(r"ray_train\.py (.* -- .*)", script["__doc__"].replace("\\\n", " "))
+    options = script["make_parser"]().parse_args(shlex.split(line))
+    assert (options.num_nodes, options.devices, options.arguments[0]) == (2, 1, "fit")
+    for path in options.arguments[2::2]:
+        assert (ROOT / path).is_file()
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])

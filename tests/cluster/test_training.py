@@ -64,3 +64,20 @@ def test_a_run_moves_from_two_hosts_to_one_and_back(make_hosts, tmp_path, worker
         assert run.wait() == [0] * count, run.output()
         losses += [step["policy/loss"] for step in run.results()[0]]
     assert losses == pytest.approx([step["policy/loss"] for step in expected], rel=RELATIVE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dying_rank", [0, 1])
+def test_what_torchrun_starts_again_goes_on_from_last(make_hosts, tmp_path, worker_pool, qwen3_dir, dying_rank):
+    """A rank is killed in the fifth step; no batch is lost or repeated: the losses are those of a run without that."""
+    options = {"steps": 6, "sequences": frozen_sequences(4)}
+    expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False, **options)[0].steps
+    run = ClusterRun(make_hosts(2), tmp_path / "out")
+    script = [*SCRIPT, "--model", str(qwen3_dir), "--checkpoints", str(tmp_path / "checkpoints"), "--resume"]
+    script += ["--steps", "6", "--rows", "4", "--dying-rank", str(dying_rank), "--dying-step", "4", "--dies-once"]
+    run.start("torchrun", *script, "--step-s", "1", "--out", str(run.out), restarts=1)
+    assert run.wait() == [0, 0], run.output()
+    for steps in run.results():
+        losses = [step["policy/loss"] for step in steps]
+        assert 2 <= len(losses) < 6, "it began anew"
+        assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)

@@ -16,13 +16,21 @@ from tests.training import Recorder, SequenceDataModule, frozen_sequences
 
 
 class Dies(pl.Callback):
-    """Ends one rank without a word in its second step, as the kernel does to one that took too much memory."""
+    """Ends one rank without a word in a step, as the kernel does to one that took too much memory.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: Which.
+        step: That is not finished.
+        always: Whether in a run that the launcher has started again, too.
+    """
+
+    def __init__(self, rank: int, step: int, *, always: bool) -> None:
         self.rank = rank
+        self.step = step
+        self.dies = always or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
-        if index == 1 and trainer.global_rank == self.rank:
+        if self.dies and trainer.global_step == self.step and trainer.global_rank == self.rank:
             os._exit(3)
 
 
@@ -100,6 +108,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=json.loads, default={})
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--dying-rank", type=int, default=None)
+    parser.add_argument("--dying-step", type=int, default=1)
+    parser.add_argument("--dies-once", action="store_true")
     parser.add_argument("--terminated-rank", type=int, default=None)
     parser.add_argument("--port-is-wanted", action="store_true")
     parser.add_argument("--refused-data", action="store_true")
@@ -115,7 +125,7 @@ def main() -> None:
     recorder = Recorder()
     callbacks: list[pl.Callback] = [recorder]
     if options.dying_rank is not None:
-        callbacks.append(Dies(options.dying_rank))
+        callbacks.append(Dies(options.dying_rank, options.dying_step, always=not options.dies_once))
     if options.terminated_rank is not None:
         callbacks.append(IsTerminated(options.terminated_rank, options.out))
     if options.checkpoints is not None:
