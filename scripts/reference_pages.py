@@ -56,14 +56,17 @@ SECTIONS: dict[str, dict[str, str]] = {
 }
 SETTINGS_INTRO = """# Settings
 
-Every setting of the YAML files, from the classes' signatures and docstrings; `python scripts/reference_pages.py` writes this page. `lightning-megatron-rl fit --model.help GRPOModule` says the same
-on the command line, and `lightning-megatron-rl schema` writes it for editors. `--print_config` prints a config with all defaults. Settings of Lightning's own `Trainer` are in
-[lightning.md](lightning.md#trainer-flags), those of Megatron's `OptimizerConfig` and `TransformerConfig` in Megatron-core.
+Every setting of the YAML files, from the classes' signatures and docstrings; `python scripts/reference_pages.py`
+writes this page. `lightning-megatron-rl fit --model.help GRPOModule` says the same on the command line, and
+`lightning-megatron-rl schema` writes it for editors. `--print_config` prints a config with all defaults. Settings of
+Lightning's own `Trainer` are in [lightning.md](lightning.md#trainer-flags), those of Megatron's `OptimizerConfig` and
+`TransformerConfig` in Megatron-core.
 """
 CLI_INTRO = """# Command line
 
-What each command prints with `--help`; `python scripts/reference_pages.py` writes this page. `fit`, `validate`, `test` and `predict` take `--config FILE` and every setting of [settings.md](settings.md)
-by its path, such as `--trainer.max_steps 20`.
+What each command prints with `--help`; `python scripts/reference_pages.py` writes this page. `fit`, `validate`, `test`
+and `predict` take `--config FILE` and every setting of [settings.md](settings.md) by its path, such as
+`--trainer.max_steps 20`.
 """
 
 
@@ -106,7 +109,8 @@ def annotation(kind: Any) -> str:
 
 def nested(cls: type) -> Iterator[tuple[str, type]]:
     """Yield the arguments that are settings of this package themselves, and their classes."""
-    hints = typing.get_type_hints(cls.__init__, vars(importlib.import_module(cls.__module__)) | _later())  # type: ignore[misc]
+    names = vars(importlib.import_module(cls.__module__)) | _later()
+    hints = typing.get_type_hints(cls.__init__, names)  # type: ignore[misc]
     for name in inspect.signature(cls).parameters:
         for kind in (hints.get(name), *typing.get_args(hints.get(name))):
             if dataclasses.is_dataclass(kind) and kind.__module__.startswith("lightning_megatron_rl"):
@@ -130,9 +134,8 @@ def settings_page() -> str:
             return
         written.add(cls)
         summary = (parse(cls.__doc__ or "").short_description or "").replace("\n", " ")
-        lines.append(
-            f"\n### `{cls.__name__}`: {place}\n\n{summary}\n\n| setting | type | default | meaning |\n|---|---|---|---|\n"
-        )
+        lines.append(f"\n### `{cls.__name__}`: {place}\n\n{summary}\n\n")
+        lines.append("| setting | type | default | meaning |\n|---|---|---|---|\n")
         for name, kind, default, meaning in arguments(cls):
             text = " ".join(meaning.split())
             cells = (cell.replace("|", "\\|") for cell in (kind, default, text))
@@ -160,9 +163,9 @@ def cli_page() -> str:
 
     def printed(call: Callable[[list[str]], Any]) -> str:
         out = io.StringIO()
-        with patch.dict(os.environ, {"COLUMNS": "100"}), contextlib.redirect_stdout(out):
-            with contextlib.suppress(SystemExit):
-                call(["--help"])
+        width, end = patch.dict(os.environ, {"COLUMNS": "100"}), contextlib.suppress(SystemExit)
+        with width, contextlib.redirect_stdout(out), end:
+            call(["--help"])
         return re.sub(r"[ \t]+$", "", out.getvalue(), flags=re.MULTILINE).strip("\n")
 
     parts = [CLI_INTRO, f"\n```text\n{printed(main)}\n```\n"]

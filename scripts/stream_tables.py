@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and docs/kill_drills.md: steps with a long tail (B4), and kill drills of runs that stream."""
+"""The tables of results.md (B4, steps with a long tail) and of kill_drills.md (runs that stream) in docs/."""
 
 from pathlib import Path
 
