@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # half of the largest, for half as many GPUs: each of them holds and computes about the same (embeddings count twice)
 SHAPES["30b-a3b-24-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 24}
+SHAPES["30b-a3b-10-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 10}  # what one H200 has room for
 # dense bf16 operations and bytes per second of the data sheets (NVIDIA, SXM modules)
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -58,6 +58,7 @@ class SameBatch(pl.LightningDataModule):
     def __init__(self, sequences: list[Any], steps: int) -> None:
         super().__init__()
         self.sequences, self.steps = sequences, steps
+        self.batch_size, self.max_length = len(sequences), max(len(sequence) for sequence in sequences)
 
     def train_dataloader(self) -> Any:
         shard = self.trainer.distributed_sampler_kwargs
@@ -125,7 +126,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             str(write_model(options.model or Path(directory) / "model", options.measure)),
             train=TrainingSettings(
                 optimizer=make_optimizer(1e-5, options.moments),
-                max_tokens_per_microbatch=options.max_tokens,
+                max_tokens_per_microbatch="auto" if options.auto else options.max_tokens,
+                recompute="auto" if options.auto else "none",
                 layer_backend=options.layer_backend,
                 model_config=dict(RECOMPUTE) if options.recompute else {},
             ),
@@ -158,11 +160,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters,
         "layout": module.strategy.layout.describe(world),
         "precision": options.precision,
-        "recompute": options.recompute,
+        "recompute": module.train_settings.recomputes,
+        "auto": options.auto,
         "moments": options.moments,
         "tokens_per_update": sum(lengths),
         "lengths": {"shortest": min(lengths), "longest": max(lengths), "sequences": len(lengths)},
-        "max_tokens_per_microbatch": options.max_tokens,
+        "max_tokens_per_microbatch": module.train_settings.token_budget,
         "update": rates(update, 3),
         "logprobs": rates(score, 1),
         "peak_memory_gib": scores.peak_bytes / 2**30 if options.device == "cuda" else None,
@@ -192,6 +195,7 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=128 if on_cuda else 16)
     parser.add_argument("--longest", type=int, default=1024 if on_cuda else 128)
     parser.add_argument("--max-tokens", type=int, default=16_384 if on_cuda else 2048)
+    parser.add_argument("--auto", action="store_true", help="the planner chooses --max-tokens and --recompute")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per shape")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path, help="file for tables of torch's profiler, of rank 0; one shape")
@@ -219,7 +223,7 @@ def main() -> None:
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
     passed += [f"--profile={options.profile.absolute()}"] if options.profile else []
-    passed += model_arguments(options)
+    passed += [*model_arguments(options), *(["--auto"] if options.auto else [])]
     rows = []
     for shape in options.shapes.split(","):
         rows.append(run_child("throughput.py", [*passed, f"--measure={shape}"], options.timeout))

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.divisibility import DividedSizes, PipelineSplit
 from lightning_megatron_rl.planner.hardware import Hardware
@@ -63,7 +62,7 @@ def describe_run(
 
     Args:
         module: Need not have been set up.
-        data: A data module of this package, or another one, of which nothing is known.
+        data: A data module; known of it are its `batch_size` and `max_length`, if it has them.
         strategy: Need not have been set up, either.
         model: Of `module.model_path`.
         precision: The Trainer's.
@@ -111,7 +110,7 @@ def describe_run(
 
 def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
     """Return what a step of a module does: a rollout with its passes, or a batch of sequences."""
-    batch = data.batch_size if isinstance(data, RowDataModule) else 1
+    batch = int(getattr(data, "batch_size", 1))
     sampling = getattr(module, "sampling", None)
     if sampling is None or module.engine is None:
         longest = getattr(data, "max_length", SEQUENCE_TOKENS)
@@ -136,17 +135,17 @@ def longest_sequence(module: Any, data: Any) -> int:
     """Return the most tokens of a sequence that a run can have: what a micro-batch must hold if `auto` chooses it.
 
     Raises:
-        ValueError: Nobody says it: no sampler, and a data module without `max_length`.
+        ValueError: Nobody says it: no sampler, and a data module without `batch_size` and `max_length`.
     """
     if module.engine is not None:
         return int(module.engine.max_model_len)
-    if isinstance(data, RowDataModule) and hasattr(data, "max_length"):
+    if hasattr(data, "max_length") and hasattr(data, "batch_size"):
         return int(data.max_length)
     raise ValueError(
         f"train.max_tokens_per_microbatch={module.train_settings.max_tokens_per_microbatch!r},"
         f" train.recompute={module.train_settings.recompute!r} with {type(data).__name__}: the planner does not know"
-        " how long its sequences are; give a number of tokens, and recompute none or full, or use a data module of"
-        " this package"
+        " how long its sequences are; give a number of tokens, and recompute none or full, or use a data module that has"
+        " batch_size (sequences) and max_length (tokens)"
     )
 
 

@@ -171,7 +171,6 @@ class VLLMEngine(SupervisedEngine):
             stored_dtype=self._layout.dtype,
             eager=eager,
             graphs_only=not (eager or self._compiles),
-            streams=self.stream_mode is not None,
             extension=None if self._transport is None else self._transport.extension,
         )
         visible = self._choose_devices() if device == "cuda" else None

@@ -62,7 +62,6 @@ def llm_arguments(
     stored_dtype: str,
     eager: bool,
     graphs_only: bool = False,
-    streams: bool = False,
     extension: str | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
@@ -74,8 +73,6 @@ def llm_arguments(
         stored_dtype: Of the checkpoint, which "auto" means; vLLM's own "auto" turns a float32 model into a 16-bit one.
         eager: No compilation and no CUDA graphs.
         graphs_only: CUDA graphs of the model as it is, not of a compiled one.
-        streams: Whether weights may change while responses are under way: each step then ends before the next begins,
-            or a token would count as one of the wrong weights.
         extension: Of the workers, by a transport that brings its own.
 
     Raises:
@@ -109,8 +106,6 @@ def llm_arguments(
         if extension is None:
             arguments["weight_transfer_config"] = {"backend": BACKEND}
         arguments["enable_sleep_mode"] = settings.sleep_level > 0
-        if streams:
-            arguments["async_scheduling"] = False
         if graphs_only:
             arguments["compilation_config"] = GRAPHS_ALONE
         # given the cache's size, vLLM uses the share only to refuse a GPU where less than that is free

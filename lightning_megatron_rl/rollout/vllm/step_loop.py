@@ -125,8 +125,22 @@ class StepLoop:
         self._complete.clear()
         return [self._news.pop(name) for name in names]
 
+    def settle(self, version: int) -> None:
+        """End the step that vLLM began ahead, so that weights of `version` drew each token that is there.
+
+        With asynchronous scheduling the GPU computes a step while vLLM hands out the tokens of the last one.
+        """
+        core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        if not core.batch_queue:  # None: steps end before the next one begins
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            self.step(version)
+        core.resume_scheduler()
+
     def withdraw(self, version: int) -> list[Progress]:
         """Stop sampling what is under way; return all that was not told yet."""
+        self.settle(version)
         self.note(version)
         self._engine.abort_request(list(self._under_way))
         self._under_way.clear()

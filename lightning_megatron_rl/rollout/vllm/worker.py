@@ -95,6 +95,7 @@ class Worker:
     def call(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
         """Update the weights by a method of each worker, such as one of a transport's `extension`."""
         assert self._llm is not None
+        self._settle()
         with self.activity.during("update"):
             self._llm.collective_rpc(method, args=arguments)
             self._forget_prefixes()
@@ -108,6 +109,7 @@ class Worker:
     def begin(self) -> None:
         """Start an update that comes in parts. The prefix cache is reset while the first is on its way."""
         assert self._llm is not None
+        self._settle()
         self._update_began = time.monotonic()
         self._forget_prefixes()
         self._llm.start_weight_update()
@@ -128,6 +130,7 @@ class Worker:
     def replace(self, part: "Part", version: int) -> bool:
         """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
         assert self._llm is not None
+        self._settle()
         with self.activity.during("update"):
             self._llm.start_weight_update()
             self._llm.update_weights({"update_info": vars(part)})
@@ -152,6 +155,11 @@ class Worker:
         """Drop all references to the trainer's memory."""
         assert self._llm is not None
         self._llm.collective_rpc("let_go")
+
+    def _settle(self) -> None:
+        """End what was begun with the weights that are there: an update comes."""
+        if self._stream is not None:
+            self._stream.settle(self._version)
 
     def _forget_prefixes(self) -> None:
         assert self._llm is not None
