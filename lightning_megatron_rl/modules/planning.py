@@ -144,7 +144,7 @@ def longest_sequence(module: Any, data: Any) -> int:
     raise ValueError(
         f"train.max_tokens_per_microbatch={module.train_settings.max_tokens_per_microbatch!r},"
         f" train.recompute={module.train_settings.recompute!r} with {type(data).__name__}: the planner does not know"
-        " how long its sequences are; give a number of tokens, and recompute none or full, or use a data module that has"
+        " how long its sequences are; give a number of tokens, and recompute none or full, or a data module that has"
         " batch_size (sequences) and max_length (tokens)"
     )
 
