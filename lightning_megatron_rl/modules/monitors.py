@@ -20,7 +20,8 @@ TRAINING = {
     "reward": "mean std min max <name> <name>_failed_frac failed_frac zero_spread_frac pass_at_k overlong_penalty"
     " kl_penalty kl_capped_frac environment environment_failed_frac",
     "rollout": "response_len_mean response_len_max truncated_frac repetition_frac weight_version staleness long_prompts"
-    " staleness_mean staleness_max partial_frac ready under_way oldest_age dropped refill_rounds refill_groups",
+    " staleness_mean staleness_max partial_frac ready under_way oldest_age dropped length_selection"
+    " refill_rounds refill_groups",
     "episode": "turns_mean turns_max success_frac max_turns_frac reply_tokens_mean",
     "mismatch": "abs_logp_diff k3 token_mult_prob_error is_mean is_max ess oob_frac pearson rejected_frac",
     "policy": "loss entropy entropy_coef kl_old kl_ref ratio_max clip_frac_low clip_frac_high grad_norm lr step_skipped"

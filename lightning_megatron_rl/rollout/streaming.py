@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # between two looks at an engine that samples in the background
+POLL_S = 0.05  # between two looks at an engine that samples in the background, while a batch is waited for
+BESIDE_S = 0.2  # the same while the trainer works, whose time each look takes
 WAIT_S = 1.0  # longest wait within an engine that samples only then
 END_S = 5.0  # that `close` waits for the thread
 TELL_S = 2.0  # so old is what is known of unfinished responses at most, which go on from there if the engine dies
@@ -96,6 +97,7 @@ class RolloutStream:
         self._thread: threading.Thread | None = None
         self._ended = False
         self._is_held = False
+        self._awaited = threading.Event()  # whether a batch is
         self._error: BaseException | None = None
 
     # ---- batches ---------------------------------------------------------------------------------------------------
@@ -116,6 +118,13 @@ class RolloutStream:
             self._is_held = False
         if self._background:
             self._start_thread()
+        self._awaited.set()
+        try:
+            return self._wait_for_batch(version)
+        finally:
+            self._awaited.clear()
+
+    def _wait_for_batch(self, version: int) -> list[Sample]:
         with self._changed:
             while not self.plan.can_take(version):
                 if self._error is not None:
@@ -129,7 +138,7 @@ class RolloutStream:
                     self._turn(WAIT_S)
             self.num_passed_over, self._passed_over = self._passed_over, 0
             groups = self.plan.take(version)
-            self._watch.note_batch(self.plan, version)
+            self._watch.note_batch(self.plan, version, groups)
             return [sample for group in groups for sample in group.samples]
 
     def _turn(self, wait_s: float, *, begins: bool = True) -> None:
@@ -305,6 +314,7 @@ class RolloutStream:
                         self._error = error
                         self._changed.notify_all()
             time.sleep(POLL_S)
+            self._awaited.wait(BESIDE_S - POLL_S)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

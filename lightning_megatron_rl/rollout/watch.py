@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lightning_megatron_rl.rollout.stream import StreamPlan
+from lightning_megatron_rl.rollout.stream import Group, StreamPlan
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.utilities.spans import SpanLog
 
@@ -29,6 +29,26 @@ class AtBatch:
     under_way: int  # groups
     oldest_age: int  # versions since the birth of the oldest of these groups; 0 without any
     num_dropped: int  # groups in all of the run
+    selection: float = 0.0  # see `StreamWatch.note_batch`
+
+
+@dataclass
+class Lengths:
+    """Tokens and responses of groups."""
+
+    tokens: int = 0
+    responses: int = 0
+
+    def add(self, groups: Iterable[Group]) -> "Lengths":
+        """Return these and those of groups, as far as they are sampled."""
+        responses = [response for group in groups for response in group.responses]
+        tokens = sum(len(response.token_ids) for response in responses)
+        return Lengths(self.tokens + tokens, self.responses + len(responses))
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a response."""
+        return self.tokens / max(self.responses, 1)
 
 
 class StreamWatch:
@@ -38,6 +58,7 @@ class StreamWatch:
         self.at_batch = AtBatch(0, 0, 0, 0)  # the last one
         self.rewards = SpanLog()  # of complete groups, beside sampling
         self._changes: deque[GroupCounts] = deque(maxlen=MAX_CHANGES)
+        self._trained = Lengths()  # of all groups that were given out
 
     def timed(self, reward: Callable[[list[Sample]], None]) -> Callable[[list[Sample]], None]:
         """Return `reward`, with its time among `rewards`."""
@@ -54,10 +75,18 @@ class StreamWatch:
         if not self._changes or (self._changes[-1].ready, self._changes[-1].under_way) != (ready, under_way):
             self._changes.append(GroupCounts(time.monotonic(), ready, under_way))
 
-    def note_batch(self, plan: StreamPlan, version: int) -> None:
-        """A batch for `version` was taken."""
-        ages = [group.age(version) for group in (*plan.ready, *plan.under_way.values())]
-        self.at_batch = AtBatch(len(plan.ready), len(plan.under_way), max(ages, default=0), plan.num_dropped)
+    def note_batch(self, plan: StreamPlan, version: int, batch: Iterable[Group]) -> None:
+        """A batch for `version` was taken.
+
+        Its selection is how much longer or shorter the responses of all batches are in the mean than those of all
+        groups that were begun: near 0 as soon as what is under way is little of the whole, unless long ones never come.
+        """
+        left = [*plan.ready, *plan.under_way.values()]
+        self._trained = self._trained.add(batch)
+        begun = self._trained.add(left)
+        selection = self._trained.mean / begun.mean - 1 if begun.tokens else 0.0
+        oldest = max((group.age(version) for group in left), default=0)
+        self.at_batch = AtBatch(len(plan.ready), len(plan.under_way), oldest, plan.num_dropped, selection)
         self.note(plan)
 
     def since(self, after: float) -> list[GroupCounts]:

@@ -32,7 +32,7 @@ def same(vector: Any, op: str) -> Any:
 
 
 def test_hand_made_epoch():
-    evaluation = Evaluation(EvaluationSettings(num_samples=4))
+    evaluation = Evaluation(EvaluationSettings(num_generations=4))
     evaluation.add(group("a", [1.0]) + group("a", [0.0]) + group("b", [0.5]))
     evaluation.add(group("a", [1, 1, 0, 0], "7789"), 4)
     evaluation.add(group("a", [0, 0, 0, 0], "1111") + group("b", [1, 0, 0, 0], "7123"), 4)
@@ -53,7 +53,7 @@ def test_hand_made_epoch():
 
 
 def test_episodes_say_whether_they_succeeded_and_vote_with_their_last_turn():
-    evaluation = Evaluation(EvaluationSettings(num_samples=3), has_episodes=True)
+    evaluation = Evaluation(EvaluationSettings(num_generations=3), has_episodes=True)
     first, second = group("a", [1.0], index=1) + group("a", [0.0], index=2)
     first.turns, first.outcome = [Turn(0, 1, "7"), Turn(0, 0, "9")], Outcome("done", success=True)
     second.turns, second.outcome = [Turn(0, 1, "8")], Outcome("error", error="no")  # says nothing about success
@@ -74,7 +74,7 @@ def test_episodes_say_whether_they_succeeded_and_vote_with_their_last_turn():
 
 def test_replica_without_prompts_of_a_set_knows_its_metrics():
     """Otherwise the ranks would reduce vectors of different lengths."""
-    full, empty = (Evaluation(EvaluationSettings(num_samples=2)) for _ in range(2))
+    full, empty = (Evaluation(EvaluationSettings(num_generations=2)) for _ in range(2))
     full.add(group("a", [1.0]))
     full.add(group("a", [1.0, 0.0]), 2)
     names: list[list[str]] = []
@@ -106,11 +106,14 @@ def test_vote(response, pattern, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_samples": 1}, "num_samples=1: give at least 2"),
-        ({"num_samples": -1}, "num_samples=-1"),
-        ({"num_samples": 4, "pass_at": (1, 8)}, r"pass_at=\[1, 8\]: pass@8 .*at least 8 samples, but num_samples=4"),
-        ({"pass_at": (1,)}, "num_samples=0"),
-        ({"num_samples": 4, "sampling": SamplingParams(temperature=0.0)}, "greedy"),
+        ({"num_generations": 1}, "num_generations=1: give at least 2"),
+        ({"num_generations": -1}, "num_generations=-1"),
+        (
+            {"num_generations": 4, "pass_at": (1, 8)},
+            r"pass_at=\[1, 8\]: pass@8 .*at least 8 samples, but num_generations=4",
+        ),
+        ({"pass_at": (1,)}, "num_generations=0"),
+        ({"num_generations": 4, "sampling": SamplingParams(temperature=0.0)}, "greedy"),
         ({"confidence": 1.0}, "confidence=1.0"),
         ({"answer_pattern": "("}, "answer_pattern='\\('"),
         ({"answer_pattern": "a"}, "has 0 groups"),
@@ -124,9 +127,9 @@ def test_settings_are_checked(options, message):
 def test_defaults():
     greedy, training = SamplingParams(temperature=0.0), SamplingParams()
     assert EvaluationSettings().passes(greedy, training) == [(greedy, 1)]
-    assert EvaluationSettings(num_samples=6).passes(greedy, training) == [(greedy, 1), (training, 6)]
-    assert EvaluationSettings(num_samples=6).ks == (1, 2, 4)
-    assert EvaluationSettings(num_samples=8).ks == (1, 2, 4, 8)
+    assert EvaluationSettings(num_generations=6).passes(greedy, training) == [(greedy, 1), (training, 6)]
+    assert EvaluationSettings(num_generations=6).ks == (1, 2, 4)
+    assert EvaluationSettings(num_generations=8).ks == (1, 2, 4, 8)
 
 
 class TwoSets(SequenceDataModule):
@@ -146,7 +149,7 @@ def job(pool: Any, model: Any, layout: str = "single", **kwargs: Any) -> list[Ru
     world_size, strategy = {**LAYOUTS, "single": (1, {})}[layout]
     options = {
         "data": TwoSets(prompts(4 * kwargs.get("steps", 2)), 4),
-        "module": {"evaluation": EvaluationSettings(num_samples=NUM_GENERATIONS), **kwargs.pop("module", {})},
+        "module": {"evaluation": EvaluationSettings(num_generations=NUM_GENERATIONS), **kwargs.pop("module", {})},
         "trainer": {"val_check_interval": 1, "check_val_every_n_epoch": None, **kwargs.pop("trainer", {})},
     }
     return pool.run(
@@ -199,6 +202,6 @@ def test_early_stopping_and_checkpoints_monitor_them(worker_pool, qwen3_dir, tmp
 
 
 def test_responses_too_long_for_the_engine_are_refused_before_training(worker_pool, qwen3_dir):
-    settings = EvaluationSettings(num_samples=4, sampling=SamplingParams(max_tokens=64))
+    settings = EvaluationSettings(num_generations=4, sampling=SamplingParams(max_tokens=64))
     with pytest.raises(WorkerError, match=r"evaluation.sampling.max_tokens=64 leaves no room .*max_model_len=64"):
         job(worker_pool, qwen3_dir, module={"evaluation": settings})

@@ -12,7 +12,7 @@ from lightning_megatron_rl.callbacks.trace_events import FIRST_SAMPLER
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.modules.streaming import StreamingSettings
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
-from lightning_megatron_rl.rollout.streaming import POLL_S
+from lightning_megatron_rl.rollout.streaming import BESIDE_S, POLL_S
 from tests.callbacks.test_trace_events import check_format, check_rows, spans
 from tests.modules.runs import fit_grpo, length
 from tests.modules.test_streaming import ALONE, BATCH, ROWS, write_rows
@@ -21,6 +21,7 @@ from tests.training import Run
 
 STEPS = ROWS // BATCH
 IDLE = ("perf/trainer_idle_frac", "perf/sampler_idle_frac")
+ENDED = ("ready", "under_way", "oldest_age", "length_selection")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_a_synchronous_run_is_idle_by_turns(worker_pool, qwen3_dir, rows, tmp_pa
 
 @pytest.mark.parametrize("placement", by_default(["separate"], ["shared", "separate"]))
 def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement):
-    lag = 4 * POLL_S if placement == "separate" else 0.0
+    lag = BESIDE_S + 2 * POLL_S if placement == "separate" else 0.0
     path, settings = tmp_path / "timeline.json", {"max_staleness": 2, "placement": placement}
     run = worker_pool.run(fit, qwen3_dir, rows, path, {}, 1, settings, world_size=1, **ALONE)[0]
     content = json.loads(path.read_text())
@@ -137,7 +138,7 @@ def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement):
         assert 0 <= metrics["rollout/oldest_age"] <= 2
         assert metrics["rollout/dropped"] == 0
     assert max(metrics["rollout/ready"] for metrics in run.steps) > 0
-    assert [run.steps[-1][f"rollout/{name}"] for name in ("ready", "under_way", "oldest_age")] == [0, 0, 0]
+    assert [run.steps[-1][f"rollout/{name}"] for name in ENDED] == [0, 0, 0, 0]
     assert sum(event["args"].get("tokens", 0) for event in spans(content, FIRST_SAMPLER)) == sum(run.extra["tokens"])
     assert len(spans(content, 1, tid=3)) == ROWS  # each group was rewarded once
     groups = [event["args"] for event in content["traceEvents"] if event["ph"] == "C"]

@@ -12,7 +12,7 @@ from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.protocol import Progress, StreamRequest
 from tests.modules.runs import fit_grpo, length
 
-BATCH, ROWS, SHORT, LONG = 4, 24, 4, 40
+BATCH, ROWS, SHORT, LONG = 4, 24, 4, 72
 Drawn = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a prompt and of a response
 
 
@@ -74,7 +74,7 @@ class Trained(pl.Callback):
 
 def fit_told(model: Path, rows: Path) -> tuple[list[Drawn], list[list[tuple[Drawn, float]]]]:
     """Return what was drawn, and what was trained on by step."""
-    engine, trained = Telling(max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1), Trained()
+    engine, trained = Telling(max_model_len=96, kv_cache_memory_gb=0.25, num_threads=1), Trained()
     try:
         fit_grpo(
             model,

@@ -1,0 +1,161 @@
+"""Guides of the site: commands parse, YAML is a config, Python builds; migration tables name settings that exist."""
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_megatron_rl
+from lightning_megatron_rl import GRPOModule, PromptDataModule, Sample, VLLMEngine
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.rollout.protocol import SamplingParams
+from scripts.docs_lengths import sentence_lengths
+from tests.command_line import ROOT, build
+
+DOCS = ROOT / "docs"
+GUIDES = [
+    DOCS / name
+    for name in ("index.md", "quickstart.md", "gsm8k.md", "glossary.md", "callbacks.md")
+] + sorted([*(DOCS / "how_to").glob("*.md"), *(DOCS / "migration").glob("*.md")])  # fmt: skip
+DEMO = ROOT / "configs" / "demo" / "grpo.yaml"
+IDS = [page.relative_to(DOCS).as_posix() for page in GUIDES]
+TOOLS = {"report", "plan", "doctor", "verify-layout"}  # each has tests of its own; their options are looked up here
+MOST_WORDS, MOST_PER_SENTENCE = 1500, 20
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def write_python(page: Path, folder: Path) -> None:
+    """Write the page's Python under the names that it gives it."""
+    text = page.read_text()
+    for name, code in re.findall(r"`(my_\w+\.py)`:\n\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(code)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=IDS)
+def test_blocks_are_of_languages_that_are_checked(page: Path):
+    fences = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)
+    assert {fence for fence in fences if fence} <= {"bash", "python", "yaml", "text"}
+    assert "text" not in fences or page.parent.name == "migration"  # what belongs to another library
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if blocks(page, "bash") or blocks(page, "yaml")], ids=str)
+def test_commands_and_configs_parse(page: Path, tmp_path: Path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("my_")]:  # the page before may have one of this name
+        del sys.modules[name]
+    write_python(page, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "extending"))
+    overlays = blocks(page, "yaml")
+    assert len(overlays) <= 1
+    if overlays:
+        (tmp_path / "mine.yaml").write_text(overlays[0])
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    if overlays and not commands:
+        commands = [f"lightning-megatron-rl fit --config {DEMO} --config mine.yaml"]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in commands:
+        words = [word for word in shlex.split(line) if not re.match("[A-Z]+=", word)]
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, line
+        elif words[0] == "source":
+            assert words == ["source", ".venv/bin/activate"]
+        elif words[1] in TOOLS:
+            source = "".join(file.read_text() for file in (ROOT / "lightning_megatron_rl").rglob("*.py"))
+            assert all(f'"{word}"' in source for word in words[1:] if word.startswith("--")), line
+            assert all((ROOT / word).exists() for word in words if word.endswith(".yaml")), line
+        else:
+            assert words[:2] == ["lightning-megatron-rl", "fit"], f"no check knows {line!r}"
+            arguments = [str(tmp_path / word) if word == "mine.yaml" else word for word in words[1:]]
+            # a checkpoint to resume from is there after a run alone, and what --shrink makes is tests/recipes'
+            arguments = [word for word in arguments if word not in ("--shrink", "--ckpt_path", "last")]
+            if "configs/demo/grpo.yaml" in words:  # the others are for GPUs
+                assert build(*arguments).model.num_generations
+            with pytest.raises(SystemExit) as exit_:
+                build(*arguments, "--print_config")
+            assert exit_.value.code == 0, line
+            assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if blocks(page, "python")], ids=str)
+def test_python_defines_what_it_says(page: Path):
+    for block in blocks(page, "python"):
+        if block.startswith("# not run here: "):  # with the reason
+            ast.parse(block)
+            continue
+        names: dict[str, object] = {}
+        exec(compile(block, page.name, "exec"), names)
+        assert any(callable(value) for value in names.values())
+
+
+def test_pages_are_short_and_so_are_their_sentences():
+    for page in GUIDES:
+        sentences = sentence_lengths(page.read_text())
+        assert len(page.read_text().split()) <= MOST_WORDS, page
+        mean = sum(sentences) / max(len(sentences), 1)
+        assert mean <= MOST_PER_SENTENCE, f"{page}: {mean:.1f} words a sentence"
+
+
+OURS = {
+    "loss": {field.name for field in dataclasses.fields(GRPOLossConfig)},
+    "sampling": {field.name for field in dataclasses.fields(SamplingParams)},
+    "train": {field.name for field in dataclasses.fields(TrainingSettings)},
+    "engine": set(inspect.signature(VLLMEngine.__init__).parameters),
+    "data": set(inspect.signature(PromptDataModule.__init__).parameters),
+}
+
+
+@pytest.mark.parametrize("name", ["nemo_rl", "openrlhf", "oumi", "trl", "verl"])
+def test_tables_name_settings_that_are_here(name: str):
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", (DOCS / "migration" / f"{name}.md").read_text(), re.MULTILINE)
+    paths = [path for row in rows for path in re.findall(r"`(\w+)\.(\w+)", row) if path[0] in OURS]
+    assert len(paths) >= (4 if name == "oumi" else 15)
+    for owner, setting in paths:
+        assert setting in OURS[owner], f"{owner}.{setting}"
+    module = inspect.signature(GRPOModule.__init__).parameters
+    assert {"overlong", "num_generations", "updates_per_rollout", "reward_weights", "validation_sampling"} <= set(
+        module
+    )
+
+
+def test_trl_has_the_settings_of_its_table():
+    found = importlib.util.find_spec("trl")
+    if found is None:
+        pytest.skip("TRL is not installed: it is no part of the project's environment")
+    from transformers import TrainingArguments
+
+    (folder,) = found.submodule_search_locations or []
+    tree = ast.parse((Path(folder) / "trainer" / "grpo_config.py").read_text())
+    theirs = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    theirs |= {field.name for field in dataclasses.fields(TrainingArguments)}
+    text = (DOCS / "migration" / "trl.md").read_text()
+    named = {name for row in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    example = next(block for block in re.findall(r"GRPOConfig\((.*?)\n\)", text, re.DOTALL))
+    named |= set(re.findall(r"(\w+)=", example))
+    assert len(named) > 30
+    assert named <= theirs, sorted(named - theirs)
+
+
+def test_api_page_has_every_public_name():
+    written = set(re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert set(lightning_megatron_rl.__all__) <= written
+
+
+def test_callbacks_page_names_attributes_that_samples_have():
+    text = (DOCS / "callbacks.md").read_text()
+    table = text[text.index("| attribute of `Sample`") : text.index("Read them")]
+    first = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    names = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+    assert len(names) > 10
+    has = {field.name for field in dataclasses.fields(Sample)} | {"response_mask"}
+    assert names <= has, sorted(names - has)
