@@ -166,6 +166,7 @@ def own_job(
     *,
     base: Path = CONFIGS / "demo" / "grpo.yaml",
     overlays: Sequence[Path] = (),
+    last: Sequence[Path] = (),
     seed: int = 0,
     rollouts: int = 150,
     device: str = "cpu",
@@ -179,6 +180,7 @@ def own_job(
         model: The warm start.
         base: The config.
         overlays: Configs on top of it.
+        last: Configs on top of what the benchmarks change.
         seed: Of the order of prompts and of sampling.
         rollouts: The learning rate's schedule ends there.
         device: "cpu" or "cuda"; fp32 on both.
@@ -232,15 +234,15 @@ def own_job(
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "metrics.csv").unlink(missing_ok=True)  # of a run that was not finished, which this one replaces
-    command = cli_command(base, overlays, write_overlay(directory / "overlay.yaml", changes))
+    command = cli_command(base, [*overlays, write_overlay(directory / "overlay.yaml", changes)], *last)
     result = directory / "run.json"
     return Job(name, command, result, lambda seconds: write_json(result, read_run(directory / "metrics.csv", seconds)))
 
 
-def cli_command(base: Path, overlays: Sequence[Path], last: Path) -> list[str]:
+def cli_command(base: Path, overlays: Sequence[Path], *last: Path) -> list[str]:
     """Return the arguments of `python` that fit a config on one process; later overlays have the last word."""
     arguments = ["-m", "lightning_megatron_rl", "fit"]
-    for config in (base, CONFIGS / "layouts" / "tp1.yaml", *overlays, last):
+    for config in (base, CONFIGS / "layouts" / "tp1.yaml", *overlays, *last):
         arguments += ["--config", str(config)]
     return arguments
 
@@ -277,6 +279,8 @@ def read_run(path: Path, seconds: float) -> dict[str, Any]:
         "refill_groups": column("rollout/refill_groups"),
         "abs_logp_diff": column("mismatch/abs_logp_diff"),
         "step_s": column("time/step_s"),
+        "staleness_mean": column("rollout/staleness_mean"),
+        "staleness_max": column("rollout/staleness_max"),
         "seconds": seconds,
     }
 

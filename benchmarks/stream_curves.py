@@ -1,0 +1,203 @@
+"""Learning curves of streams beside the synchronous run's, from one warm start, over several seeds.
+
+    python benchmarks/stream_curves.py --jobs 16         # run again: what is done is kept
+
+Streams sample so far ahead that every batch is as old as its bound allows. Writes ``results/stream_curves.json`` and
+``results/stream_curves.png`` once every run is there.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from arithmetic_runs import (
+    Job,
+    add_run_arguments,
+    default_device,
+    own_job,
+    run_missing,
+    warm_start,
+    write_json,
+    write_overlay,
+)
+from learning_curves import permutation_p
+
+PROMPTS, GENERATIONS = 128, 8  # per rollout, per prompt
+LAST = 5  # points of a curve whose mean is its end
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to sample.
+
+    Args:
+        staleness: The bound; 0 is the synchronous run.
+        placement: "shared" or "separate".
+        correction: Of the loss; None: tokens that an older policy drew are taken as they are.
+    """
+
+    staleness: int = 0
+    placement: str = "shared"
+    correction: str | None = "tis"
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+        if not self.staleness:
+            return "synchronous"
+        return f"{self.placement}, {self.staleness}" + ("" if self.correction else ", no correction")
+
+    @property
+    def directory(self) -> str:
+        """Where its runs are."""
+        return self.name.replace(", ", "_").replace(" ", "_")
+
+    def changes(self) -> dict[str, Any]:
+        """Return its part of a config: room for all groups that the bound lets be begun."""
+        ahead = (self.staleness + 1) * PROMPTS
+        engine = {"max_num_seqs": ahead * GENERATIONS, "kv_cache_memory_gb": 1.0}
+        arguments: dict[str, Any] = {"engine": {"class_path": "VLLMEngine", "init_args": engine}}
+        if self.staleness:
+            streaming = {"max_staleness": self.staleness, "in_flight": ahead, "placement": self.placement}
+            arguments |= {"streaming": streaming, "loss": {"correction": self.correction}}
+        return {"model": {"init_args": arguments}}
+
+
+SYNCHRONOUS = Variant()
+VARIANTS = (
+    SYNCHRONOUS,
+    *(Variant(bound, placement) for placement in ("shared", "separate") for bound in (1, 2, 4)),
+    Variant(8),
+    Variant(8, correction=None),
+)
+
+
+def jobs(
+    out: Path, model: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts: int, device: str
+) -> list[Job]:
+    """Return a run per variant and seed."""
+    found = []
+    for variant in variants:
+        overlay = write_overlay(out / f"{variant.directory}.yaml", variant.changes())
+        for seed in seeds:
+            found.append(
+                own_job(
+                    f"{variant.directory}_{seed}",
+                    out,
+                    model,
+                    seed=seed,
+                    rollouts=rollouts,
+                    device=device,
+                    last=[overlay],
+                )
+            )
+    return found
+
+
+def compare(curves: dict[str, list[list[list[float]]]]) -> dict[str, dict[str, Any]]:
+    """Return mean and standard deviation of each variant's curves and of their ends, and how likely by chance they
+    differ as much from the synchronous run's.
+
+    Args:
+        curves: By the variant's name, of each seed: pairs of rollouts and accuracy.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, dict[str, list[float]]] = {}
+    for name, runs in curves.items():
+        numbers[name] = {
+            "mean_accuracy": [statistics.fmean(value for _, value in curve) for curve in runs],
+            "final_accuracy": [statistics.fmean(value for _, value in curve[-LAST:]) for curve in runs],
+        }
+        found[name] = {}
+        for what, values in numbers[name].items():
+            found[name][what] = {
+                "mean": statistics.fmean(values),
+                "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+                "p_value": permutation_p(values, numbers[SYNCHRONOUS.name][what]),
+            }
+    return found
+
+
+def plot(curves: dict[str, list[list[list[float]]]], path: Path) -> None:
+    """Draw the mean of each variant, and the range of the synchronous run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.4))
+    for name, runs in curves.items():
+        steps = [step for step, _ in runs[0]]
+        columns = list(zip(*([value for _, value in curve] for curve in runs), strict=True))
+        means = [statistics.fmean(column) for column in columns]
+        if name == SYNCHRONOUS.name:
+            axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color="grey", alpha=0.3, lw=0)
+        style = {"color": "black", "lw": 2.0} if name == SYNCHRONOUS.name else {"lw": 1.2}
+        axes.plot(steps, means, "--" if "separate" in name else "-", label=name, **style)
+    title = f"accuracy on held-out problems (greedy), mean of {len(next(iter(curves.values())))} seeds"
+    axes.set(title=title, xlabel=f"rollouts of {PROMPTS * GENERATIONS} samples")
+    axes.legend(loc="lower right", frameon=False, fontsize=7)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def merge(out: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts: int, results: Path) -> None:
+    """Write figures and plot of the runs that are there."""
+    runs = {
+        variant.name: [json.loads((out / f"{variant.directory}_{seed}" / "run.json").read_text()) for seed in seeds]
+        for variant in variants
+    }
+    curves = {name: [run["accuracy"] for run in found] for name, found in runs.items()}
+    figures = {
+        "command": "python benchmarks/stream_curves.py",
+        "environment": json.loads((out / "environment_streams.json").read_text()),
+        "seeds": list(seeds),
+        "rollouts": rollouts,
+        "samples_per_rollout": PROMPTS * GENERATIONS,
+        "staleness_mean": {
+            name: statistics.fmean(value for run in found for _, value in run["staleness_mean"])
+            for name, found in runs.items()
+            if name != SYNCHRONOUS.name
+        },
+        "staleness_max": {
+            name: max(value for run in found for _, value in run["staleness_max"])
+            for name, found in runs.items()
+            if name != SYNCHRONOUS.name
+        },
+        "comparison": compare(curves),
+        "curves": curves,
+    }
+    write_json(results / "stream_curves.json", figures)
+    plot(curves, results / "stream_curves.png")
+    for name, found in figures["comparison"].items():
+        end = found["final_accuracy"]
+        print(f"{name:26} {end['mean']:.3f} ± {end['std']:.3f}, p {end['p_value']:.3f}", flush=True)
+
+
+def main() -> None:
+    """Run what is missing, then merge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_arguments(parser)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--rollouts", type=int, default=75)
+    names = {variant.name: variant for variant in VARIANTS}
+    parser.add_argument("--variants", nargs="+", choices=list(names), default=list(names))
+    options = parser.parse_args()
+    out, device = options.out.resolve(), default_device()
+    variants = [names[name] for name in options.variants]
+    model = warm_start(out, device, steps=options.sft_steps)
+    todo = jobs(out, model, variants, options.seeds, options.rollouts, device)
+    run_missing(todo, out / "environment_streams.json", device, options)
+    merge(out, variants, options.seeds, options.rollouts, options.results)
+
+
+if __name__ == "__main__":
+    main()
