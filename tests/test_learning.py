@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks import learning_curves, methods, reference_grpo
+from benchmarks import learning_curves, methods, reference_grpo, stream_curves
 from benchmarks.arithmetic_runs import ACCURACY, Job, first_reaching, own_job, read_run, run_jobs, write_json
 from lightning_megatron_rl.algorithms.kl import kl_penalty
 from lightning_megatron_rl.algorithms.policy_losses import ppo_clip
@@ -216,6 +216,35 @@ def test_permutation_test_by_hand():
     assert learning_curves.permutation_p([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]) == 1.0
     five = [0.1, 0.2, 0.3, 0.4, 0.5]
     assert learning_curves.permutation_p(five, [value + 1 for value in five]) == pytest.approx(2 / 252)
+
+
+def test_streams_are_compared_with_the_synchronous_run():
+    even = [[[0, 0.5], [5, 0.7]], [[0, 0.6], [5, 0.8]]]
+    lower = [[[0, 0.1], [5, 0.1]], [[0, 0.2], [5, 0.2]]]
+    found = stream_curves.compare({"synchronous": even, "shared, 8": lower})
+    assert found["synchronous"]["final_accuracy"]["mean"] == pytest.approx(0.65)
+    assert found["synchronous"]["final_accuracy"]["p_value"] == 1.0
+    assert found["shared, 8"]["mean_accuracy"]["mean"] == pytest.approx(0.15)
+    assert found["shared, 8"]["mean_accuracy"]["p_value"] == pytest.approx(2 / 6)
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(900)
+def test_a_stream_is_as_old_as_its_bound_lets_it_be(tmp_path):
+    """The real thing in a short form."""
+    import subprocess
+
+    names = ["synchronous", "shared, 2"]
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "stream_curves.py"), "--out", str(tmp_path / "runs"),
+         "--results", str(tmp_path), "--variants", *names, "--seeds", "0", "--rollouts", "5", "--sft-steps", "20",
+         "--deadline", "700"],
+        check=True, timeout=800, cwd=ROOT,
+    )  # fmt: skip
+    figures = json.loads((tmp_path / "stream_curves.json").read_text())
+    assert list(figures["curves"]) == names
+    assert figures["staleness_max"] == {"shared, 2": 2.0}
+    assert (tmp_path / "stream_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- what is committed ---------------------------------------------------------------------------------------------
