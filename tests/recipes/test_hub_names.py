@@ -62,5 +62,5 @@ def test_names_of_recipes_are_resolved(hub_home: Path, tmp_path_factory: pytest.
 
 
 def test_a_name_that_is_not_in_the_cache_is_said(hub_home: Path):
-    with pytest.raises(ValueError, match="cannot download model 'Qwen/Qwen3-0.6B', which is no directory in"):
+    with pytest.raises(ValueError, match=r"cannot download model 'Qwen/Qwen3-0.6B', which is no directory in"):
         local_checkpoint("Qwen/Qwen3-0.6B")
