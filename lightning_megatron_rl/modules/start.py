@@ -19,6 +19,7 @@ from lightning_megatron_rl.devices.measure import (
     parse_version,
 )
 from lightning_megatron_rl.models.families.check import divided_sizes
+from lightning_megatron_rl.models.families.rope import scaled_positions
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
 from lightning_megatron_rl.modules.planning import Model, describe_run
@@ -40,6 +41,32 @@ from lightning_megatron_rl.weights.sharded_views import BUCKET_BYTES
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.model import ModelModule
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+
+
+def check_positions(module: "ModelModule", data: Any, rope: dict[str, Any]) -> None:
+    """Refuse sequences longer than the positions that YaRN is made for.
+
+    Args:
+        module: With its engine, if it has one.
+        data: Its data module.
+        rope: `rope_parameters` of the model's config.
+
+    Raises:
+        ValueError: With both lengths, and the factor that would do.
+    """
+    limit = scaled_positions(rope)
+    engine = module.engine
+    name, longest = (
+        ("data.max_length", getattr(data, "max_length", 0))
+        if engine is None
+        else ("engine.max_model_len", engine.max_model_len)
+    )
+    if limit is not None and longest > limit:
+        original = rope["original_max_position_embeddings"]
+        raise ValueError(
+            f"{name}={longest}: yarn of {module.model_path} is made for {original} x factor {rope['factor']} = {limit}"
+            f" positions. Lower it, or raise the factor in config.json to {-(-longest // original)}"
+        )
 
 
 def check_gpu(

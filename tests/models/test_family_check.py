@@ -64,9 +64,10 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
                     "rope_theta": 1e4,
                     "factor": 4.0,
                     "original_max_position_embeddings": 32768,
+                    "attention_factor": 1.3,
                 },
             ),
-            "rope_type='yarn'",
+            "attention_factor=1.3: vLLM does not read it",
         ),
         (
             LlamaConfig(

@@ -66,6 +66,11 @@ VARIANTS: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}, None),
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}, None),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, None),
+    ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, None),
+    ("qwen3", {"rope_parameters": YARN | {"truncate": False}}, None),
+    ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.3}}, "attention_factor=1.3: vLLM does not read it"),
+    ("llama", {"rope_parameters": YARN | BOTH}, "mscale=1.0: vLLM does not read it"),
+    ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
     ("gemma3", {"query_pre_attn_scalar": 50, "rms_norm_eps": 1e-5}, None),
     ("mixtral", {"sliding_window": 5, "rms_norm_eps": 1e-6}, None),
 ]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from lightning_megatron_rl.models.families.family import Rope
 from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.planner.divisibility import DividedExperts, DividedSizes
 
@@ -24,11 +25,11 @@ def check_family(config: Any) -> None:
     family = FAMILIES[model_type]
     rope = config.rope_parameters or {}
     if not family.rope.layers:
-        _check_rope(model_type, rope, family.rope.types, family.rope.constants)
+        _check_rope(model_type, rope, family.rope.types, family.rope)
     for kind, types in family.rope.layers.items():
         if not isinstance(rope.get(kind), dict):
             raise ValueError(f"{family.name} with rope_parameters={rope}: it has no entry for {kind}")
-        _check_rope(f"{model_type} ({kind})", rope[kind], types, family.rope.constants)
+        _check_rope(f"{model_type} ({kind})", rope[kind], types, family.rope)
     experts = family.experts
     if experts and config.num_experts_per_tok == 1 and experts.softmax_over_chosen(config):
         raise ValueError(
@@ -50,16 +51,19 @@ def check_family(config: Any) -> None:
     family.check(config)
 
 
-def _check_rope(
-    model: str, rope: Mapping[str, Any], types: tuple[str, ...], constants: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _check_rope(model: str, rope: Mapping[str, Any], types: tuple[str, ...], known: Rope) -> None:
     """The kind of rotary embedding must be one that Megatron computes as Transformers does."""
     rope_type = rope.get("rope_type", "default")
     if rope_type not in types:
         raise ValueError(f"rope_type={rope_type!r} of a {model} model is not supported")
-    for name, value in constants.get(rope_type, {}).items():
+    for name, value in known.constants.get(rope_type, {}).items():
         if rope.get(name) != value:
             raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")
+    for name in sorted(set(rope) - known.keys.get(rope_type, set(rope))):
+        raise ValueError(
+            f"{rope_type} rope scaling of a {model} model with {name}={rope[name]}: vLLM does not read it, and would"
+            " sample another model than is trained. Remove it from config.json if it has the default's value"
+        )
 
 
 def divided_sizes(config: Any) -> DividedSizes:

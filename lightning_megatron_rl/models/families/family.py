@@ -44,11 +44,13 @@ class Rope:
         types: Values of `rope_type`.
         layers: The same by kind of layer, for families in which each kind has its own; then `types` does not count.
         constants: What Megatron has built in, by `rope_type`: the only values that config.json may have.
+        keys: The only keys that config.json may have, by `rope_type`: those that vLLM reads, too.
     """
 
     types: tuple[str, ...] = ("default",)
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    keys: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

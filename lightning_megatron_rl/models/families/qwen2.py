@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5."""
 
 from lightning_megatron_rl.models.families.family import Family
+from lightning_megatron_rl.models.families.rope import SCALED
 
 FAMILY = Family(
     "qwen2",
@@ -9,5 +10,6 @@ FAMILY = Family(
     name="Qwen2, Qwen2.5",
     attention="grouped queries with biases",
     mlp="dense",
-    refused="use_sliding_window, scaled rotary embedding",
+    refused="use_sliding_window",
+    rope=SCALED,
 )

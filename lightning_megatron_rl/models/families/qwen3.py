@@ -1,6 +1,7 @@
 """Qwen3, dense."""
 
 from lightning_megatron_rl.models.families.family import Family
+from lightning_megatron_rl.models.families.rope import SCALED
 
 FAMILY = Family(
     "qwen3",
@@ -9,6 +10,7 @@ FAMILY = Family(
     name="Qwen3",
     attention="grouped queries, norms of queries and keys",
     mlp="dense",
-    refused="use_sliding_window, attention_bias, scaled rotary embedding",
+    refused="use_sliding_window, attention_bias",
+    rope=SCALED,
     no_place_for=("attention_bias",),
 )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_megatron_rl.models.families.family import Experts, Family
+from lightning_megatron_rl.models.families.rope import SCALED
 
 
 def check(config: Any) -> None:
@@ -22,6 +23,7 @@ FAMILY = Family(
     attention="like Qwen3",
     mlp="experts in every layer, softmax router",
     refused="decoder_sparse_step, mlp_only_layers (dense layers in between), one expert per token with norm_topk_prob",
+    rope=SCALED,
     experts=Experts(
         "num_experts", "moe_intermediate_size", softmax_over_chosen=lambda config: bool(config.norm_topk_prob)
     ),

@@ -17,6 +17,7 @@ from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.family import Family
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
+from lightning_megatron_rl.models.families.rope import set_rope
 from lightning_megatron_rl.models.hf.check import check_weights
 from lightning_megatron_rl.models.hf.files import (
     anywhere,
@@ -191,7 +192,7 @@ class HFModel(SavesFiles):
         if self.verify is None or overrides == self._checked:
             return
         try:
-            provider = self._bridge.to_megatron_provider(load_weights=False)
+            provider = self._provider(load_weights=False)
         except Exception as error:
             raise ValueError(
                 f"Megatron-Bridge cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
@@ -199,6 +200,13 @@ class HFModel(SavesFiles):
         raw = json.loads((self.path / "config.json").read_bytes())
         verify_model(self.name_or_path, raw, self.config, provider, overrides, self.verify)
         self._checked = overrides
+
+    def _provider(self, *, load_weights: bool) -> Any:
+        """Megatron-Bridge's provider of the model, with the positions that config.json has."""
+        provider = self._bridge.to_megatron_provider(load_weights=load_weights)
+        if self.family.rope.keys:
+            set_rope(provider, self.config.rope_parameters or {})
+        return provider
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the converter, which is made again where it is needed: it has classes of its own."""
@@ -257,7 +265,7 @@ class HFModel(SavesFiles):
             latent_attention=self.has_latent_attention,
         )
         self.check_computation(overrides)
-        provider = self._bridge.to_megatron_provider(load_weights=load_weights)
+        provider = self._provider(load_weights=load_weights)
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         tune_for_experts(backend, provider.num_moe_experts)
         settings |= fused_kernels(backend, provider, overrides, fused_rope=self.family.fused_rope)
