@@ -28,6 +28,19 @@ GUIDES = [
 DEMO = ROOT / "configs" / "demo" / "grpo.yaml"
 IDS = [page.relative_to(DOCS).as_posix() for page in GUIDES]
 TOOLS = {"report", "plan", "doctor", "verify-layout"}  # each has tests of its own; their options are looked up here
+OTHERS = sorted(set(DOCS.rglob("*.md")) - set(GUIDES))
+NOT_RUN = {
+    "uv": "installs",
+    "pip": "installs",
+    "venv/bin/pip": "installs",
+    "python3.12": "installs",
+    "docker": "builds images",
+    "grep": "reads a file of requirements",
+    "make": "test_readme looks up targets",
+    "GPU=1": "installs for a GPU",
+    "srun": "needs Slurm",
+    "venv/bin/python": "needs the environment that was just made",
+}
 MOST_WORDS, MOST_PER_SENTENCE = 1500, 20
 
 
@@ -87,7 +100,45 @@ def test_commands_and_configs_parse(page: Path, tmp_path: Path, monkeypatch, cap
             assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDES if blocks(page, "python")], ids=str)
+def overlay_parses(folder: Path, block: str) -> None:
+    (folder / "overlay.yaml").write_text(block)
+    with pytest.raises(SystemExit) as exit_:
+        build("fit", "--config", DEMO, "--config", folder / "overlay.yaml", "--print_config")
+    assert exit_.value.code == 0, block
+
+
+@pytest.mark.parametrize("page", [page for page in OTHERS if blocks(page, "yaml")], ids=lambda page: page.name)
+def test_yaml_of_every_other_page_is_an_overlay(page: Path, tmp_path: Path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+    for name, code in re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks(page, "yaml"):
+        overlay_parses(tmp_path, block)
+
+
+@pytest.mark.parametrize("page", [page for page in OTHERS if blocks(page, "bash")], ids=lambda page: page.name)
+def test_commands_of_every_other_page_are_known(page: Path):
+    source = "".join(file.read_text() for file in (ROOT / "lightning_megatron_rl").rglob("*.py"))
+    for line in "".join(blocks(page, "bash")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "lightning-megatron-rl":
+            options = [word for word in words[1:] if word.startswith("--")]
+            if words[1] == "fit":
+                with pytest.raises(SystemExit) as exit_:
+                    build(*[word for word in words[1:] if word != "--shrink"], "--print_config")
+                assert exit_.value.code == 0, line
+            else:
+                known = all(f'"{word}"' in source or word == "--print_completion" for word in options)
+                assert words[1] == "--print_completion" or (known and f'"{words[1]}"' in source), line
+        elif words[:2] == ["python", "-c"]:
+            exec(compile(words[2], page.name, "exec"), {})
+        else:
+            assert not words or words[0] in NOT_RUN, f"no check knows {line!r}"
+
+
+@pytest.mark.parametrize("page", [page for page in DOCS.rglob("*.md") if blocks(page, "python")], ids=str)
 def test_python_defines_what_it_says(page: Path):
     for block in blocks(page, "python"):
         if block.startswith("# not run here: "):  # with the reason
