@@ -137,6 +137,7 @@ def warm_start(out: Path, device: str, *, steps: int, deadline_s: float = 600) -
     build_model(out / "model")
     trainer: dict[str, Any] = {
         "accelerator": device,
+        "precision": "32-true",  # on a GPU the command line's default is bf16-mixed
         "max_steps": steps,
         "val_check_interval": steps,
         "enable_checkpointing": False,
@@ -195,6 +196,7 @@ def own_job(
         "seed_everything": seed,
         "trainer": {
             "accelerator": device,
+            "precision": "32-true",
             "max_steps": rollouts,
             "val_check_interval": min(VAL_EVERY, rollouts),
             "enable_checkpointing": False,

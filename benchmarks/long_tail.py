@@ -78,6 +78,7 @@ def main() -> None:
         busy = OthersLoad()
         row = run_child("long_tail_side.py", passed_on(options) + arguments, options.timeout)
         rows.append({**row, "others_cpus": busy.cpus()})
+        rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"]))
         finish(rows, options)
         write(rows, options, load, others)  # what is measured is not lost with a later side
         print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
@@ -145,11 +146,12 @@ def peer_sides(names: Sequence[str], bounds: Sequence[int]) -> dict[str, list[st
 
 def measure_peer(options: argparse.Namespace, peer: str, more: list[str], ours: dict[str, Any]) -> dict[str, Any]:
     """Return a peer's side, with what is different in its work from the synchronous run's; if it failed, why."""
+    steps = options.steps + (options.drain if peer == "verl" else 0)  # TRL samples nothing ahead
     arguments = [
         f"--device={options.device}",
         f"--shape={options.shape}",
         f"--precision={options.precision}",
-        f"--steps={options.steps + options.drain}",
+        f"--steps={steps}",
         f"--warmup={options.warmup}",
         f"--prompts={options.groups}",
         f"--generations={options.generations}",
@@ -161,7 +163,8 @@ def measure_peer(options: argparse.Namespace, peer: str, more: list[str], ours: 
         "--long-tail",
         *more,
     ]
-    same = ours["work"] if peer == "verl" else {"response_tokens_per_step": ours["response_tokens_per_step"]}
+    tokens = ours["response_tokens_per_step"][: options.warmup + steps]
+    same = ours["work"] if peer == "verl" else {"response_tokens_per_step": tokens}
     side = run_peer(peer, arguments, options.timeout, same, options.verl_variants.split(","))
     if "failed" in side:
         return side

@@ -302,4 +302,5 @@ def test_methods_learn_in_a_short_form(tmp_path):
 def test_configs_of_runs_are_plain_yaml(tmp_path):
     own_job("run", tmp_path, Path("model"), stop_at=0.85)
     overlay = yaml.safe_load((tmp_path / "run" / "overlay.yaml").read_text())
+    assert overlay["trainer"]["precision"] == "32-true"  # on a GPU, too
     assert overlay["model"]["init_args"]["train"]["layer_backend"] == "torch"  # fp32 without TF32 on CUDA
