@@ -111,6 +111,12 @@ def count_prompts(directory: Path, batches: int, epochs: int, max_staleness: int
     return problems
 
 
+def read_report(path: Path) -> list[dict[str, Any]]:
+    """Return what an earlier run has found."""
+    lines: list[dict[str, Any]] = json.loads(path.read_text())["drills"] if path.exists() else []
+    return lines
+
+
 def write_report(path: Path, lines: list[dict[str, Any]]) -> None:
     """Write what was found, and of what."""
     told = {"steps": STEPS, "max_staleness": MAX_STALENESS, "kills": len(lines), "drills": lines}
@@ -123,9 +129,11 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="a few points only")
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--out", type=Path, help="where the report goes, JSON")
+    parser.add_argument("--resume", action="store_true", help="keep the drills that the report has, do the others")
     options = parser.parse_args()
     adopt_orphans()
-    lines: list[dict[str, Any]] = []
+    lines = read_report(options.out) if options.resume else []
+    done = {line["point"] for line in lines}
     with tempfile.TemporaryDirectory() as root:
         model = Path(root) / "model"
         # in a fork: it starts threads, and a process with threads is not to be forked
@@ -135,6 +143,8 @@ def main() -> int:
         if options.short:
             drills = [(placement, faults) for placement in options.placements for faults in SHORT[placement]]
         for number, (placement, faults) in enumerate(drills):
+            if f"{placement}: {faults[0].name}" in done:
+                continue
             found = drill(faults, placement, model, Path(root) / str(number))
             print("\n".join(map(json.dumps, found)), flush=True)
             lines += found
