@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml
 
 from lightning_megatron_rl.planner.hardware import HARDWARE, find_hardware
-from lightning_megatron_rl.planner.report import as_data, as_text, summary
+from lightning_megatron_rl.planner.report import as_data, as_text, scaled_as_data, scaled_as_text, summary
 from lightning_megatron_rl.planner.run import Run
+from lightning_megatron_rl.planner.scaling import scale
 from lightning_megatron_rl.planner.search import search
 from lightning_megatron_rl.utilities.arguments import check_counts, new_parser
 
@@ -18,10 +19,12 @@ _DESCRIPTION = """Say whether a config fits GPUs that need not be here, how long
 
 All other arguments are those of `fit`: --config FILE (repeat it for overlays), --model.*, --trainer.*, and so on.
 Of the model only its config.json is read; those of the models with a recipe come with the package."""
-_EPILOG = """exit code: 0 if it fits, 1 if it does not, 2 for arguments or a config that cannot be.
+_EPILOG = """exit code: 0 if it fits, 1 if it does not (with --scale: on one of the numbers),
+2 for arguments or a config that cannot be.
 
 examples:
   lightning-megatron-rl plan --config configs/recipes/qwen3-8b/grpo.yaml
+  lightning-megatron-rl plan --config configs/recipes/qwen3-8b/grpo.yaml --device h200 --scale 8,64,512
   lightning-megatron-rl plan --config configs/recipes/qwen3-8b/grpo.yaml --device h100 --devices 8 --search
 """
 
@@ -37,6 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--response-tokens", type=int, metavar="N", help="of a response (default: the most it may have)"
     )
     parser.add_argument("--search", action="store_true", help="propose the fastest layouts of these GPUs, as overlays")
+    parser.add_argument(
+        "--scale", metavar="N,...", help="the same run on these numbers of GPUs, each in its fastest layout that fits"
+    )
+    parser.add_argument("--same-batch", action="store_true", help="with --scale: the batch does not grow with the GPUs")
     parser.add_argument("--out", metavar="DIR", help="write the overlays of --search there, as layout-1.yaml, ...")
     parser.add_argument("--json", action="store_true", help="print plain data instead of tables")
     return parser
@@ -53,6 +60,11 @@ def main(args: list[str]) -> int:
     check_counts(parser, options, "devices", "nodes", "prompt_tokens", "response_tokens")
     if options.out is not None and not options.search:
         parser.error(f"--out {options.out} without --search: only its overlays are written")
+    if options.scale is not None and options.search:
+        parser.error("--scale with --search: --scale searches a layout for each number of GPUs itself")
+    if options.same_batch and options.scale is None:
+        parser.error("--same-batch without --scale: a batch stays as it is")
+    gpus = None if options.scale is None else _counts(parser, options.scale)
 
     from lightning_megatron_rl.cli import explain
     from lightning_megatron_rl.modules.planning import Lengths
@@ -67,6 +79,8 @@ def main(args: list[str]) -> int:
         run = built.describe(kind, devices=options.devices, nodes=options.nodes, lengths=lengths)
         if options.search:
             return _search(run, options)
+        if gpus is not None:
+            return _scale(run, gpus, options)
         run.check()
     except ValueError as error:
         parser.error(explain(str(error)))
@@ -84,6 +98,19 @@ def _refusal(run: Run) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _counts(parser: argparse.ArgumentParser, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        parser.error(f"--scale {text}: give numbers of GPUs, such as 8,64,512")
+    return sorted({int(part) for part in parts})
+
+
+def _scale(run: Run, gpus: list[int], options: argparse.Namespace) -> int:
+    rows = scale(run, gpus, same_batch=options.same_batch)
+    print(json.dumps(scaled_as_data(rows), indent=1) if options.json else scaled_as_text(rows))
+    return 0 if all(row.run for row in rows) else 1
 
 
 def _search(run: Run, options: argparse.Namespace) -> int:

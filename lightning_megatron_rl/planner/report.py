@@ -1,9 +1,11 @@
 """A plan in words: tables for people, plain data for programs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron_rl.planner.hardware import GIB
 from lightning_megatron_rl.planner.run import COLUMNS, Run
+from lightning_megatron_rl.planner.scaling import Scaled, efficiency
 
 
 def as_data(run: Run) -> dict[str, Any]:
@@ -133,6 +135,39 @@ def summary(run: Run) -> str:
         f"{run.memory().needed / GIB:.1f} of {run.kind.free / GIB:.1f} GiB per GPU;"
         f" {_short(run.step_seconds)} s per step, {parts}"
     )
+
+
+def scaled_as_data(rows: Sequence[Scaled]) -> list[dict[str, Any]]:
+    """Return a run on several numbers of GPUs as plain data; sizes in GiB, times in seconds."""
+    found: list[dict[str, Any]] = []
+    for row, share in zip(rows, efficiency(rows), strict=True):
+        told: dict[str, Any] = {"gpus": row.gpus, "samples_per_s": row.samples_per_s, "efficiency": share}
+        found.append({**told, **(as_data(row.run) if row.run else {"fits": False, "refusal": row.refusal})})
+    return found
+
+
+def scaled_cells(rows: Sequence[Scaled]) -> list[list[str]]:
+    """Return a run on several numbers of GPUs as a table's cells, the header first."""
+    names = ["GPUs", "layout", "batch", "step, s", "rollout", "log-probs", "update", "network", "samples/s", "per GPU"]
+    table = [names]
+    for row, share in zip(rows, efficiency(rows), strict=True):
+        if row.run is None or share is None:
+            table.append([str(row.gpus), "none fits", *["-"] * 8])
+            continue
+        run, seconds = row.run, {phase.name: phase.seconds for phase in row.run.seconds()}
+        network = sum(item.seconds for item in run.traffic() if item.link == "network")
+        phases = [_short(seconds[name]) if name in seconds else "-" for name in ("rollout", "log-probs", "update")]
+        batch = str(run.work.prompts or run.work.sequences)
+        layout = run.layout.describe(row.gpus).split(" = ", 1)[1]
+        rate = [f"{row.samples_per_s:.3g}", f"{share:.0%}"]
+        table.append([str(row.gpus), layout, batch, _short(run.step_seconds), *phases, _short(network), *rate])
+    return table
+
+
+def scaled_as_text(rows: Sequence[Scaled]) -> str:
+    """Return a run on several numbers of GPUs as a table, and below it why some have no layout."""
+    refusals = [f"{row.gpus} GPUs: {row.refusal}" for row in rows if row.run is None]
+    return "\n".join([*_table(scaled_cells(rows)), *refusals])
 
 
 def _short(seconds: float) -> str:

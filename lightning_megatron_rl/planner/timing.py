@@ -207,7 +207,7 @@ class Training:
             sent = 2 * directions * layers * tokens / split.tensor * size.routed_width * element * part
             add("tokens to experts", split.expert * split.expert_tensor, sent)
         if split.pipeline > 1:
-            stretch = split.tensor * split.replicas * 2
+            stretch = self.cluster.world  # of several machines some neighbouring stages are on two
             sent = directions * split.chunks * tokens * size.hidden / split.sequence * element
             add("pipeline", stretch, sent)
         return found
