@@ -400,11 +400,11 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
     if not (match := _UNKNOWN_KEY.match(text)):
         return f"{path}: {text}" if path else text
-    if match["option"] or match["member"] or (match["argument"] and cls):
-        key, group = match["option"] or match["member"] or match["argument"], match["group"]
+    key, group = match["option"] or match["member"] or match["key"] or match["argument"], match["group"]
+    if cls:
         where = ".".join(part for part in (path, group, key) if part)
         return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
-    key = match["key"] or match["argument"]
+    key = ".".join(part for part in (path, group, key) if part)  # no class's: the command's own
     parent = key.rpartition(".")[0]
     siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"

@@ -237,6 +237,15 @@ def test_debug_switch_shows_where_a_value_was_refused(tmp_path):
         build("fit", "--config", config, JSONARGPARSE_DEBUG="true")
 
 
+@pytest.mark.parametrize("value", [None, 3])
+def test_unknown_section_is_named_also_when_the_config_is_printed(capsys, tmp_path, value):
+    """jsonargparse has other words for it with `--print_config`."""
+    config = changed(GRPO, tmp_path / "config.yaml", "train", value)
+    for rest in ([], ["--print_config"]):
+        message = refusal(capsys, "fit", "--config", config, *rest)
+        assert "unknown key train; known: ckpt_path, config, data, model, seed_everything, weights_only" in message
+
+
 def test_messages_of_other_shapes_are_passed_on():
     assert explain("no nesting here") == "no nesting here"
     assert explain("Parser key \"a\":\n  Expected a <class 'int'>. Got value: b") == "a: expected int, got b"
