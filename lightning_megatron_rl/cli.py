@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -170,12 +171,14 @@ class CommandLine(LightningCLI):
             parser.error(str(error))
         for command in self.subcommands() if self._runs else [None]:
             self._check_environment(parser, command)
-        if found == arguments:
-            super().parse_arguments(parser, args)
-            return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # meant for users who pass them
-            super().parse_arguments(parser, found)
+            if found != arguments:  # meant for users who pass them
+                warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().parse_arguments(parser, args if found == arguments else found)
+        try:
+            _check_sections(self.config[self.config["subcommand"]] if self._runs else self.config)
+        except ValueError as error:
+            parser.error(str(error))
 
     def _check_environment(self, parser: LightningArgumentParser, command: str | None) -> None:
         start = "PL_" if command is None else f"PL_{command.upper()}__"
@@ -287,6 +290,18 @@ def run(args: list[str] | None = None) -> LightningCLI:
         args: Command line without the program's name; the process's own if not given.
     """
     return CommandLine(args)
+
+
+def _check_sections(settings: Namespace) -> None:
+    """Refuse null for a group of settings that a class of ours cannot be without, such as `model.sampling`."""
+    for part in ("model", "data"):
+        chosen = settings.get(part)
+        if not isinstance(chosen, Namespace):  # none, or an object
+            continue
+        given = chosen.get("init_args", Namespace()).as_dict()
+        for name, parameter in inspect.signature(pydoc.locate(chosen["class_path"])).parameters.items():  # type: ignore[arg-type]
+            if is_dataclass(parameter.annotation) and given.get(name, parameter) is None:
+                raise ValueError(f"{part}.{name} is null, and is always needed: leave it out for its defaults")
 
 
 def _is_debugging() -> bool:

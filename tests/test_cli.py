@@ -70,6 +70,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("model.init_args.rewards", ["nowhere.f"], "model.rewards: No module named 'nowhere'"),
         ("data.init_args.batchsize", 5, "unknown key data.batchsize; did you mean batch_size?"),
         ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
+        ("model.init_args.sampling", None, "model.sampling is null, and is always needed: leave it out for its defaul"),
         ("optimizer", {"lr": 1.0}, "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed"),
         # refused by the classes themselves, in their words
         (
