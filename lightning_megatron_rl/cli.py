@@ -89,6 +89,8 @@ _UNKNOWN_KEY = re.compile(
 class Parser(LightningArgumentParser):
     """Lightning's parser with errors of a line or two in place of pages of usage."""
 
+    chosen: LightningArgumentParser | None = None  # of the command that the command line names
+
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         """Parse; jsonargparse hands the null of a setting two levels down, as in `train.lora`, on as the text None."""
         if args is not None:
@@ -103,7 +105,7 @@ class Parser(LightningArgumentParser):
         """Print what is wrong and end with code 2, as argparse does."""
         if not self.exit_on_error or _is_debugging():
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
+        parser = getattr(ex, "subcommand_parser", None) or self.chosen or self
         program = parser.prog.replace(" [options]", "")
         known = parser.get_defaults(skip_validation=True).keys()
         self.exit(
@@ -169,6 +171,8 @@ class CommandLine(LightningCLI):
             check_configs(found, os.environ)
         except ValueError as error:
             parser.error(str(error))
+        if self._runs and arguments and arguments[0] in self.subcommands():
+            parser.chosen = self._parser(arguments[0])
         for command in self.subcommands() if self._runs else [None]:
             self._check_environment(parser, command)
         with warnings.catch_warnings():
