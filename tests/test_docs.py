@@ -4,11 +4,13 @@ import ast
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -166,11 +168,12 @@ COMMANDS = sorted(
 def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
     """Run a command in this process; return its exit code, and what it prints and writes where it says."""
     words, _, file = command.partition(" > ")
-    try:
-        main(shlex.split(words)[1:])
-        code: object = 0
-    except SystemExit as exit_:
-        code = exit_.code or 0
+    with patch.dict(os.environ):  # a command is its process's only one, and sets variables
+        try:
+            main(shlex.split(words)[1:])
+            code: object = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
     captured = capsys.readouterr()
     return code, captured.out + captured.err if code or not file else captured.out
 
