@@ -172,6 +172,7 @@ class CommandLine(LightningCLI):
         except ValueError as error:
             parser.error(str(error))
         if self._runs and arguments and arguments[0] in self.subcommands():
+            assert isinstance(parser, Parser)  # parser_class
             parser.chosen = self._parser(arguments[0])
         for command in self.subcommands() if self._runs else [None]:
             self._check_environment(parser, command)
