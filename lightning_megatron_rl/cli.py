@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,6 +89,8 @@ _UNKNOWN_KEY = re.compile(
 class Parser(LightningArgumentParser):
     """Lightning's parser with errors of a line or two in place of pages of usage."""
 
+    chosen: LightningArgumentParser | None = None  # of the command that the command line names
+
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         """Parse; jsonargparse hands the null of a setting two levels down, as in `train.lora`, on as the text None."""
         if args is not None:
@@ -102,7 +105,7 @@ class Parser(LightningArgumentParser):
         """Print what is wrong and end with code 2, as argparse does."""
         if not self.exit_on_error or _is_debugging():
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
+        parser = getattr(ex, "subcommand_parser", None) or self.chosen or self
         program = parser.prog.replace(" [options]", "")
         known = parser.get_defaults(skip_validation=True).keys()
         self.exit(
@@ -168,14 +171,19 @@ class CommandLine(LightningCLI):
             check_configs(found, os.environ)
         except ValueError as error:
             parser.error(str(error))
+        if self._runs and arguments and arguments[0] in self.subcommands():
+            assert isinstance(parser, Parser)  # parser_class
+            parser.chosen = self._parser(arguments[0])
         for command in self.subcommands() if self._runs else [None]:
             self._check_environment(parser, command)
-        if found == arguments:
-            super().parse_arguments(parser, args)
-            return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # meant for users who pass them
-            super().parse_arguments(parser, found)
+            if found != arguments:  # meant for users who pass them
+                warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().parse_arguments(parser, args if found == arguments else found)
+        try:
+            _check_sections(self.config[self.config["subcommand"]] if self._runs else self.config)
+        except ValueError as error:
+            parser.error(str(error))
 
     def _check_environment(self, parser: LightningArgumentParser, command: str | None) -> None:
         start = "PL_" if command is None else f"PL_{command.upper()}__"
@@ -289,6 +297,18 @@ def run(args: list[str] | None = None) -> LightningCLI:
     return CommandLine(args)
 
 
+def _check_sections(settings: Namespace) -> None:
+    """Refuse null for a group of settings that a class of ours cannot be without, such as `model.sampling`."""
+    for part in ("model", "data"):
+        chosen = settings.get(part)
+        if not isinstance(chosen, Namespace):  # none, or an object
+            continue
+        given = chosen.get("init_args", Namespace()).as_dict()
+        for name, parameter in inspect.signature(pydoc.locate(chosen["class_path"])).parameters.items():  # type: ignore[arg-type]
+            if is_dataclass(parameter.annotation) and given.get(name, parameter) is None:
+                raise ValueError(f"{part}.{name} is null, and is always needed: leave it out for its defaults")
+
+
 def _is_debugging() -> bool:
     return os.environ.get(_DEBUG, "").lower() == "true"
 
@@ -400,11 +420,11 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
     if not (match := _UNKNOWN_KEY.match(text)):
         return f"{path}: {text}" if path else text
-    if match["option"] or match["member"] or (match["argument"] and cls):
-        key, group = match["option"] or match["member"] or match["argument"], match["group"]
+    key, group = match["option"] or match["member"] or match["key"] or match["argument"], match["group"]
+    if cls:
         where = ".".join(part for part in (path, group, key) if part)
         return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
-    key = match["key"] or match["argument"]
+    key = ".".join(part for part in (path, group, key) if part)  # no class's: the command's own
     parent = key.rpartition(".")[0]
     siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"

@@ -70,6 +70,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("model.init_args.rewards", ["nowhere.f"], "model.rewards: No module named 'nowhere'"),
         ("data.init_args.batchsize", 5, "unknown key data.batchsize; did you mean batch_size?"),
         ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
+        ("model.init_args.sampling", None, "model.sampling is null, and is always needed: leave it out for its defaul"),
         ("optimizer", {"lr": 1.0}, "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed"),
         # refused by the classes themselves, in their words
         (
@@ -235,6 +236,15 @@ def test_debug_switch_shows_where_a_value_was_refused(tmp_path):
     config = changed(GRPO, tmp_path / "config.yaml", "model.init_args.loss.advantage", "grpoo")
     with pytest.raises(ValueError, match="grpoo"):
         build("fit", "--config", config, JSONARGPARSE_DEBUG="true")
+
+
+@pytest.mark.parametrize("value", [None, 3])
+def test_unknown_section_is_named_also_when_the_config_is_printed(capsys, tmp_path, value):
+    """jsonargparse has other words for it with `--print_config`."""
+    config = changed(GRPO, tmp_path / "config.yaml", "train", value)
+    for rest in ([], ["--print_config"]):
+        message = refusal(capsys, "fit", "--config", config, *rest)
+        assert "unknown key train; known: ckpt_path, config, data, model, seed_everything, weights_only" in message
 
 
 def test_messages_of_other_shapes_are_passed_on():

@@ -3,21 +3,27 @@
 import ast
 import dataclasses
 import inspect
+import json
+import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 import lightning_megatron_rl
 from lightning_megatron_rl import GRPOModule, PromptDataModule, Sample, VLLMEngine
+from lightning_megatron_rl.__main__ import main
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from scripts import reference_pages
 from scripts.docs_lengths import sentence_lengths
+from scripts.notebook_pages import NOTEBOOKS
 from tests.command_line import ROOT, build
 
 DOCS = ROOT / "docs"
@@ -35,6 +41,7 @@ NOT_RUN = {
     "venv/bin/pip": "installs",
     "python3.12": "installs",
     "docker": "builds images",
+    "chmod": "of the shell",
     "grep": "reads a file of requirements",
     "make": "test_readme looks up targets",
     "GPU=1": "installs for a GPU",
@@ -81,6 +88,10 @@ def test_commands_and_configs_parse(page: Path, tmp_path: Path, monkeypatch, cap
         words = [word for word in shlex.split(line) if not re.match("[A-Z]+=", word)]
         if words[0] == "make":
             assert set(words[1:]) <= targets, line
+        elif words[0] == "python":
+            assert (tmp_path / words[1]).exists(), line
+        elif words[0] == "export":
+            assert all(re.match("[A-Z_]+=", word) for word in words[1:]), line
         elif words[0] == "source":
             assert words == ["source", ".venv/bin/activate"]
         elif words[1] in TOOLS:
@@ -132,13 +143,78 @@ def test_commands_of_every_other_page_are_known(page: Path):
             else:
                 known = all(f'"{word}"' in source or word == "--print_completion" for word in options)
                 assert words[1] == "--print_completion" or (known and f'"{words[1]}"' in source), line
+        elif words and (words := [word for word in words if not re.match("[A-Z]+=", word)])[0].endswith("torchrun.sh"):
+            assert (ROOT / words[0]).exists()
+            with pytest.raises(SystemExit) as exit_:
+                build("fit", *words[1:], "--print_config")
+            assert exit_.value.code == 0, line
         elif words[:2] == ["python", "-c"]:
             exec(compile(words[2], page.name, "exec"), {})
         else:
             assert not words or words[0] in NOT_RUN, f"no check knows {line!r}"
 
 
-@pytest.mark.parametrize("page", [page for page in DOCS.rglob("*.md") if blocks(page, "python")], ids=str)
+CHEAP = ("plan", "init", "report", "doctor", "schema", "--print_completion")  # seconds at most: run as they stand
+COMMANDS = sorted(
+    {
+        line.partition(" #")[0].strip()
+        for page in [ROOT / "README.md", *DOCS.rglob("*.md")]
+        for line in "".join(blocks(page, "bash")).splitlines()
+        if line.startswith("lightning-megatron-rl ") and line.split()[1] != "fit"
+    }
+)
+
+
+def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    """Run a command in this process; return its exit code, and what it prints and writes where it says."""
+    words, _, file = command.partition(" > ")
+    with patch.dict(os.environ):  # a command is its process's only one, and sets variables
+        try:
+            main(shlex.split(words)[1:])
+            code: object = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err if code or not file else captured.out
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in CHEAP])
+def test_cheap_commands_do_what_the_page_says(command: str, tmp_path: Path, monkeypatch, capsys):
+    """In an empty directory but for two runs, as an installed package has them."""
+    for name in ("demo/grpo", "demo/own_loss", "other"):
+        shutil.copytree(NOTEBOOKS / "demo_run", tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron-rl"])
+    code, said = run_command(command, capsys)
+    assert code in ((0, 1) if " doctor" in command else (0,)), said  # 1: this machine lacks something
+    words = command.split()
+    if "--out" in words:
+        assert (tmp_path / words[words.index("--out") + 1]).stat().st_size
+    elif words[1] == "report":
+        assert (tmp_path / words[2] / "report.html").stat().st_size
+    elif "--json" in words or words[1] == "schema":
+        assert json.loads(said)
+    else:
+        assert said.strip()
+
+
+@pytest.mark.parametrize("tool", sorted({command.split()[1] for command in COMMANDS} - set(CHEAP)))
+def test_options_of_other_commands_are_in_their_help(tool: str, capsys):
+    code, helped = run_command(f"lightning-megatron-rl {tool} --help", capsys)
+    assert code == 0
+    options = {
+        word for command in COMMANDS if command.split()[1] == tool for word in command.split() if word[:2] == "--"
+    }
+    assert {option for option in options if option.partition(".")[0] not in ("--model", "--config")} <= set(
+        re.findall(r"--[\w-]+", helped)
+    )
+
+
+OF_NOTEBOOKS = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}  # tests/test_notebooks.py runs these
+WITH_PYTHON = [page for page in DOCS.rglob("*.md") if blocks(page, "python") and page.stem not in OF_NOTEBOOKS]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=str)
 def test_python_defines_what_it_says(page: Path):
     for block in blocks(page, "python"):
         if block.startswith("# not run here: "):  # with the reason

@@ -43,6 +43,16 @@ def test_a_link_to_a_file_of_the_repository_becomes_its_name_and_images_come_alo
     assert (small / "site" / "images" / "a.png").read_bytes() == (small / "a.png").read_bytes()
 
 
+def test_tables_and_names_of_pages_read_well(small: Path):
+    table = "| setting | type |\n|---|---|\n| `a` | `int \\| None` |\n"
+    (small / "docs" / "index.md").write_text(f"# Start\n\n[other.md](other.md#part) has it.\n\n{table}")
+    done = make_site(small)
+    assert done.returncode == 0, done.stderr
+    page = (small / "site" / "index.html").read_text()
+    assert "<td><code>int | None</code></td>" in page
+    assert '<a href="other.html#part">Other</a> has it.' in page
+
+
 @pytest.mark.parametrize(
     ("page", "text", "word"),
     [

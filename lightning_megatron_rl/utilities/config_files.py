@@ -62,7 +62,7 @@ def _named_files(arguments: Sequence[str], environment: Mapping[str, str]) -> It
 
 
 def check_config(path: str | Path) -> None:
-    """Refuse a YAML file that does not hold settings, each given once.
+    """Refuse a YAML file that does not hold settings, each given once and with a value.
 
     Raises:
         ValueError: With the file and, where there is one, line, column and what is wrong there.
@@ -110,6 +110,14 @@ def _check_node(path: str | Path, node: Any, owners: tuple[Any, ...]) -> None:
                 " would replace the first"
             )
         seen[name] = key.start_mark
+        if isinstance(value, yaml.ScalarNode) and not value.style and value.value == "":
+            raise ValueError(
+                f"{_at(path, key.start_mark)}: {name} has no value: indent its settings below it, write `{name}: null`"
+                " if it is to have none, or leave it out"
+            )
+        is_section = name in ("init_args", "class_path") or (name == "trainer" and not owners)
+        if is_section and value.tag == f"{_PLAIN_TAG}null":
+            raise ValueError(f"{_at(path, key.start_mark)}: {name} is null: write what belongs there, or leave it out")
         _check_node(path, value, (*owners, node))
 
 

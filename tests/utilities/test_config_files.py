@@ -25,6 +25,11 @@ from lightning_megatron_rl.utilities.config_files import check_config, check_con
         ("a: 2026-99-99\n", r"config\.yaml: month must be in 1\.\.12"),
         ("? [a]\n: 1\n", r"line 1, column 3: .*unhashable key"),
         ("a: \x07\n", r"config\.yaml: .*special characters are not allowed"),
+        ("train:\nmodel: null\n", r"line 1, column 1: train has no value: indent its settings .*write `train: null`"),
+        ("model:\n  init_args:\n    loss: # none\n    a: 1\n", r"line 3, column 5: loss has no value: indent"),
+        ("trainer: null\n", r"line 1, column 1: trainer is null: write what belongs there, or leave it out"),
+        ("model: {init_args: ~}\n", r"line 1, column 9: init_args is null: write"),
+        ("data: {class_path: null}\n", r"line 1, column 8: class_path is null: write"),
         ("a: " + "[" * 5000 + "\n", r"config\.yaml is nested too deep"),
     ],
 )
@@ -51,7 +56,8 @@ def test_files_that_are_no_text_are_named(tmp_path: Path, content: bytes, messag
 
 
 def test_good_yaml_passes(tmp_path: Path):
-    (tmp_path / "config.yaml").write_text("base: &b {x: 1}\na: {<<: *b, y: 1.0e-3}\nc: [*b, null]\n")
+    content = "base: &b {x: 1}\na: {<<: *b, y: 1.0e-3}\nc: [*b, null]\nd: null\ne: ''\nf: ~\n"
+    (tmp_path / "config.yaml").write_text(content)
     check_config(tmp_path / "config.yaml")
 
 
