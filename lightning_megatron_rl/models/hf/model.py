@@ -16,6 +16,7 @@ from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.family import Family
+from lightning_megatron_rl.models.families.refused import refuse_architectures
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from lightning_megatron_rl.models.families.rope import set_rope
 from lightning_megatron_rl.models.hf.check import check_weights
@@ -114,6 +115,8 @@ class HFModel(SavesFiles):
         """The config of the language model that the checkpoint holds."""
         from transformers import AutoConfig
 
+        raw = read_json(self.path / "config.json")
+        refuse_architectures(raw.get("architectures") or [])  # Transformers may not know them
         try:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
         except Exception as error:  # of the config classes' own checks, and of what they take for granted

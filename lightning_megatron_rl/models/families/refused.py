@@ -1,0 +1,76 @@
+"""Architectures that Megatron-Bridge converts and that are refused, each with the reason that was found."""
+
+from collections.abc import Iterable
+
+_NO_TRANSFORMERS = "Transformers {transformers} has no class for it, so nothing says what Megatron must compute"
+_NO_VLLM = "vLLM {vllm} has no class under this name, so nothing could sample from it"
+_NOT_TEXT = "it takes images, sound or video, and only models of text alone are supported"
+_UNPROVED = "nobody has compared Megatron with Transformers on it"
+VERSIONS = {"transformers": "5.12.1", "vllm": "0.26.0"}
+"""Those that were looked at; tests/models/test_refused.py looks at the installed ones."""
+
+
+def _same(reason: str, *architectures: str) -> dict[str, str]:
+    return dict.fromkeys(architectures, reason.format(**VERSIONS))
+
+
+WITHOUT_TRANSFORMERS = _same(
+    _NO_TRANSFORMERS,
+    "BailingMoeV2ForCausalLM",
+    "DeciLMForCausalLM",
+    "KimiK2ForCausalLM",
+    "MiMoForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "SarvamMLAForCausalLM",
+    "SarvamMoEForCausalLM",
+    "Step3p5ForCausalLM",
+)
+WITHOUT_VLLM = _same(_NO_VLLM, "ExaoneMoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+MULTIMODAL = _same(
+    _NOT_TEXT,
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
+)
+UNPROVED = _same(
+    _UNPROVED,
+    *("DeepseekV2ForCausalLM", "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM"),
+    *("FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "GemmaForCausalLM", "Glm4MoeForCausalLM"),
+    *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV3ForCausalLM", "MiniMaxM2ForCausalLM"),
+    *("NemotronForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "Qwen3NextForCausalLM"),
+)
+REFUSED: dict[str, str] = WITHOUT_TRANSFORMERS | WITHOUT_VLLM | MULTIMODAL | UNPROVED
+"""By name in `architectures` of config.json."""
+
+
+def refuse_architectures(architectures: Iterable[str]) -> None:
+    """Raise `ValueError`, with the reason, if an architecture of a config.json is known not to work."""
+    for name in architectures:
+        if name in REFUSED:
+            raise ValueError(f"model architecture {name!r} is not supported: {REFUSED[name]}")
+
+
+def refused_table() -> str:
+    """The refused architectures as a Markdown table, for docs/models.md: those with the same reason in one row."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    rows = [f"| {', '.join(sorted(names))} | {reason} |" for reason, names in reasons.items()]
+    return "\n".join(["| `architectures` | why not |", "|---|---|", *rows]) + "\n"
