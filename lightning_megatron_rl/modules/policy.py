@@ -73,6 +73,7 @@ class PolicyModule(ModelModule):
             temperature=self.temperature,
             chunk_size=self.logprob_chunk_size,
             with_entropy=True,
+            cap=self.hf_model.logit_cap,
         )
 
     def score(

@@ -28,6 +28,15 @@ VARIANTS = {
     "deepseek_v3": ("deepseek_v3", "deepseek_v3_plain"),
     "gemma3_text": ("gemma3",),
     "gpt_oss": ("gpt_oss",),
+    "glm4_moe": ("glm4_moe",),
+    "olmoe": ("olmoe",),
+    "minimax_m2": ("minimax_m2",),
+    "ernie4_5_moe": ("ernie4_5_moe",),
+    "nemotron": ("nemotron",),
+    "gemma": ("gemma",),
+    "gemma2": ("gemma2",),
+    "exaone4": ("exaone4",),
+    "hy_v3": ("hy_v3",),
 }
 # layout -> sizes and sequence parallelism; the world is the smallest that holds the layout
 LAYOUTS = {

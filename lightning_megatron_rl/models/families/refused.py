@@ -51,10 +51,8 @@ MULTIMODAL = _same(
 )
 UNPROVED = _same(
     _UNPROVED,
-    *("DeepseekV2ForCausalLM", "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM"),
-    *("FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "GemmaForCausalLM", "Glm4MoeForCausalLM"),
-    *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV3ForCausalLM", "MiniMaxM2ForCausalLM"),
-    *("NemotronForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("DeepseekV4ForCausalLM", "FalconH1ForCausalLM", "Gemma4ForCausalLM"),
+    *("GlmMoeDsaForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM"),
 )
 REFUSED: dict[str, str] = WITHOUT_TRANSFORMERS | WITHOUT_VLLM | MULTIMODAL | UNPROVED
 """By name in `architectures` of config.json."""

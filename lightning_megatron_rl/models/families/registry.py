@@ -7,11 +7,20 @@ from typing import Any
 
 from lightning_megatron_rl.models.families import (
     deepseek_v3,
+    ernie4_5_moe,
+    exaone4,
+    gemma,
+    gemma2,
     gemma3,
+    glm4_moe,
     gpt_oss,
+    hy_v3,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
+    nemotron,
+    olmoe,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -21,7 +30,10 @@ from lightning_megatron_rl.models.families.family import Family, Feature
 ADDED = "LIGHTNING_MEGATRON_RL_FAMILIES"
 """Environment variable: modules with a family of the user's, separated by commas; every child process sees it."""
 
-_MODULES = (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gemma3, gpt_oss)
+_MODULES = (
+    *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gemma3, gpt_oss),
+    *(glm4_moe, olmoe, minimax_m2, ernie4_5_moe, nemotron, gemma, gemma2, exaone4, hy_v3),
+)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type` in config.json."""
 

@@ -151,6 +151,11 @@ class HFModel(SavesFiles):
         return FAMILIES[self.config.model_type]
 
     @property
+    def logit_cap(self) -> float | None:
+        """What bounds the logits softly, for `logprob_processor`; None for most families."""
+        return self.config.final_logit_softcapping if self.family.soft_caps else None
+
+    @property
     def export_config(self) -> Any:
         """The config that goes with exported weights."""
         return self.config
@@ -223,6 +228,7 @@ class HFModel(SavesFiles):
 
         AutoMapping.register_module_type("TorchLinear", "replicated")
         AutoMapping.register_module_type("TorchRowParallelLinearNorm", "row")
+        AutoMapping.register_module_type("TorchAllHeadsNorm", "replicated")
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
         bridge = auto_bridge.from_hf_pretrained(
@@ -279,7 +285,12 @@ class HFModel(SavesFiles):
         sizes = {field.name: settings[field.name] for field in dataclasses.fields(ParallelLayout)}
         self.check_layout(ParallelLayout(**{**sizes, "sequence_parallel": sequence_parallel and tensor > 1}), overrides)
         if backend == "torch":
-            provider.transformer_layer_spec = partial(torch_block_spec, post_norm=self.family.norms_behind_layers)
+            provider.transformer_layer_spec = partial(
+                torch_block_spec,
+                norms=self.family.norms,
+                norm_all_heads=self.family.norm_all_heads,
+                cap=provider.attn_logit_softcapping if self.family.soft_caps else None,
+            )
             settings["attention_backend"] = type(
                 provider.attention_backend
             ).auto  # others are told to the whole process
