@@ -9,15 +9,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV2Config,
     DeepseekV3Config,
-    Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
-    Glm4MoeLiteConfig,
     GptOssConfig,
     HYV3Config,
     LlamaConfig,
@@ -160,25 +157,12 @@ def tiny_config(family: str) -> PretrainedConfig:
                 num_nextn_predict_layers=1,
                 rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             )
-        case "glm4_moe_lite":
-            return Glm4MoeLiteConfig(**sizes | LATENT | {"n_group": 1}, q_lora_rank=32, routed_scaling_factor=1.8)
         case "olmoe":
             return OlmoeConfig(**sizes | {"intermediate_size": 32}, num_experts=4, num_experts_per_tok=2)
-        case "deepseek_v2":
-            return DeepseekV2Config(**sizes | LATENT | {"n_group": 1}, q_lora_rank=32, first_k_dense_replace=1)
-        case "deepseek_v2_yarn":
-            rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 64}
-            rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
-            return DeepseekV2Config(
-                **sizes | LATENT | {"n_group": 1}, q_lora_rank=32, first_k_dense_replace=1, rope_parameters=rope
-            )
         case "minimax_m2":
             rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
             return MiniMaxM2Config(**sizes | experts, head_dim=32, rope_parameters=rope, rotary_dim=16)
-        case "ernie4_5_moe":
-            experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
-            return Ernie4_5_MoeConfig(**sizes, **experts)
         case "nemotron":
             rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
             return NemotronConfig(**sizes, head_dim=32, rope_parameters=rope)

@@ -30,4 +30,5 @@ FAMILY = Family(
     rope=Rope(("default", "llama3"), constants={"llama3": LLAMA3_ROPE}),
     check=check,
     norms="behind",
+    transformer_engine=False,
 )

@@ -82,6 +82,8 @@ class Family:
         norms: Where a layer has norms: before attention and MLP, behind them, or around them.
         norm_all_heads: Whether the norms of queries and of keys are over all heads at once.
         soft_caps: Whether config.json soft-caps attention's scores and logits (`*_logit_softcapping`).
+        transformer_engine: Whether its layers of Transformer Engine were compared with Transformers; if not, layers are
+            made of torch modules on GPUs, too.
         torch_settings: Fields of Megatron's `TransformerConfig` for layers made of torch modules, of Bridge's provider.
     """
 
@@ -106,6 +108,7 @@ class Family:
     norms: Norms = "before"
     norm_all_heads: bool = False
     soft_caps: bool = False
+    transformer_engine: bool = True
     torch_settings: Callable[[Any], dict[str, Any]] = _nothing
 
     @property

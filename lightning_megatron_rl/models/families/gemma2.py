@@ -36,4 +36,5 @@ FAMILY = Family(
     norms="around",
     soft_caps=True,
     torch_settings=torch_settings,
+    transformer_engine=False,
 )

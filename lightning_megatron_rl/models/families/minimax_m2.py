@@ -29,5 +29,7 @@ FAMILY = Family(
     experts=Experts("num_local_experts", "intermediate_size"),
     tensor_parallel_sizes=(),
     check=check,
+    can_be_tied=False,
     norm_all_heads=True,
+    transformer_engine=False,
 )

@@ -9,7 +9,8 @@ FAMILY = Family(
     name="Nemotron-4, Minitron",
     attention="grouped queries; half of a head is rotated",
     mlp="dense, squared ReLU without a gate",
-    refused="",
+    refused="attention_bias, mlp_bias",
     activation=("hidden_act", "relu2"),
     no_place_for=("attention_bias", "mlp_bias"),
+    transformer_engine=False,
 )

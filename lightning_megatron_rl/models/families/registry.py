@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_megatron_rl.models.families import (
     deepseek_v3,
-    ernie4_5_moe,
     exaone4,
     gemma,
     gemma2,
@@ -32,7 +31,7 @@ ADDED = "LIGHTNING_MEGATRON_RL_FAMILIES"
 
 _MODULES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gemma3, gpt_oss),
-    *(glm4_moe, olmoe, minimax_m2, ernie4_5_moe, nemotron, gemma, gemma2, exaone4, hy_v3),
+    *(glm4_moe, olmoe, minimax_m2, nemotron, gemma, gemma2, exaone4, hy_v3),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type` in config.json."""

@@ -272,6 +272,7 @@ class HFModel(SavesFiles):
             params_dtype=params_dtype,
             context_parallel_size=settings["context_parallel_size"],
             latent_attention=self.has_latent_attention,
+            family=self.family,
         )
         self.check_computation(overrides)
         provider = self._provider(load_weights=load_weights)

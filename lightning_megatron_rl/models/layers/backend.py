@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_megatron_rl.devices.checks import ENGINE_CAPABILITY
-from lightning_megatron_rl.models.families.family import Norms
+from lightning_megatron_rl.models.families.family import Family, Norms
 
 LayerBackend = Literal["auto", "torch", "transformer_engine"]
 
@@ -19,16 +19,19 @@ def resolve_layer_backend(
     params_dtype: torch.dtype = torch.bfloat16,
     context_parallel_size: int = 1,
     latent_attention: bool = False,
+    family: Family | None = None,
 ) -> LayerBackend:
     """Return "torch" or "transformer_engine": "auto" is the latter on CUDA where it is installed and can run.
 
     Raises `ValueError` if Transformer Engine is asked for and cannot run: without CUDA or the package; with context
-    parallelism in fp32, for which it has no attention; with latent attention in fp32, which is not proved.
+    parallelism in fp32, for which it has no attention; with latent attention in fp32, or a `family`, which were not
+    compared.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
+    compared = family is None or family.transformer_engine
     has_attention = params_dtype != torch.float32 or (context_parallel_size == 1 and not latent_attention)
     if layer_backend == "auto":
-        runs = device.type == "cuda" and installed and has_attention
+        runs = device.type == "cuda" and installed and has_attention and compared
         return "transformer_engine" if runs and _is_made_for(device) else "torch"
     if layer_backend == "torch":
         return layer_backend
@@ -43,6 +46,11 @@ def resolve_layer_backend(
         raise ValueError(
             "train.layer_backend='transformer_engine', but Transformer Engine is not installed: "
             "pip install 'lightning-megatron-rl[gpu]', or use train.layer_backend='torch'"
+        )
+    if family is not None and not compared:
+        raise ValueError(
+            f"train.layer_backend='transformer_engine' with {family.architecture}: its layers of Transformer Engine"
+            " were never compared with Transformers. Use train.layer_backend='auto' or 'torch'"
         )
     if not has_attention and latent_attention:
         raise ValueError(
