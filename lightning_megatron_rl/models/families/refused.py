@@ -5,7 +5,6 @@ from collections.abc import Iterable
 _NO_TRANSFORMERS = "Transformers {transformers} has no class for it, so nothing says what Megatron must compute"
 _NO_VLLM = "vLLM {vllm} has no class under this name, so nothing could sample from it"
 _NOT_TEXT = "it takes images, sound or video, and only models of text alone are supported"
-_UNPROVED = "nobody has compared Megatron with Transformers on it"
 VERSIONS = {"transformers": "5.12.1", "vllm": "0.26.0"}
 """Those that were looked at; tests/models/test_refused.py looks at the installed ones."""
 
@@ -49,12 +48,28 @@ MULTIMODAL = _same(
     "Qwen3_5MoeForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
 )
-UNPROVED = _same(
-    _UNPROVED,
-    *("DeepseekV4ForCausalLM", "FalconH1ForCausalLM", "Gemma4ForCausalLM"),
-    *("GlmMoeDsaForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM"),
-)
-REFUSED: dict[str, str] = WITHOUT_TRANSFORMERS | WITHOUT_VLLM | MULTIMODAL | UNPROVED
+DIFFERENT = {
+    "DeepseekV2ForCausalLM": "the released models have YaRN, whose factor mscale^2 Transformers leaves out of the scale"
+    " of attention's scores; Megatron and vLLM have it: log-probs of a tiny model differ by 0.97",
+    "Ernie4_5_MoeForCausalLM": "Transformers chooses experts by a softmax plus a bias per expert; Megatron has such"
+    " biases with sigmoids only (ValueError: Expert bias for aux-loss-free routing), which Megatron-Bridge sets",
+    "Glm4MoeLiteForCausalLM": "Transformers norms the latents of attention with an epsilon of 1e-6, Megatron and vLLM"
+    " with rms_norm_eps, 1e-5 in the released model: log-probs of a tiny model differ by 3e-5",
+}
+WITHOUT_LAYERS = {
+    "DeepseekV4ForCausalLM": "nobody has compared Megatron with Transformers on it",
+    "FalconH1ForCausalLM": "its layers in Megatron-Bridge need Transformer Engine and cannot be built of torch modules"
+    " (ImportError: Transformer Engine is not installed), so nothing compared them with Transformers",
+    "Gemma4ForCausalLM": "its attention in Megatron-Bridge takes no packed sequences (AssertionError: Packed sequence"
+    " is not supported by DotProductAttention), and training packs them",
+    "GlmMoeDsaForCausalLM": "Megatron-Bridge reads indexer_rope_interleave, which Transformers' config does not have"
+    " (AttributeError), so nothing compared its sparse attention with Transformers",
+    "NemotronHForCausalLM": "Megatron-Bridge makes it a HybridModel with Mamba layers; the layers of torch modules here"
+    " are those of a GPTModel, so nothing compared it with Transformers",
+    "Qwen3NextForCausalLM": "its linear attention exists in Megatron's layers of Transformer Engine only (without it"
+    " NameError: TESpecProvider), so nothing compared it with Transformers",
+}
+REFUSED: dict[str, str] = WITHOUT_TRANSFORMERS | WITHOUT_VLLM | MULTIMODAL | DIFFERENT | WITHOUT_LAYERS
 """By name in `architectures` of config.json."""
 
 

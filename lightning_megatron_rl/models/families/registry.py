@@ -80,7 +80,8 @@ def table() -> str:
     ]
     for family in FAMILIES.values():
         marks = ["✓" if feature in family.features else "–" for feature in columns]
-        cells = [family.name, f"`{family.architecture}`", family.attention, family.mlp, *marks, family.refused]
+        name = family.name if family.transformer_engine else f"{family.name} (torch layers only)"
+        cells = [name, f"`{family.architecture}`", family.attention, family.mlp, *marks, family.refused]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
