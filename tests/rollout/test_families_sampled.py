@@ -22,7 +22,7 @@ def test_logprobs_before_and_after_an_update(family: str, tmp_path: Path):
     first, second = (save_tiny_model(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
     requests = make_requests(3, 2, 20)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    engine = make_engine()
+    engine = make_engine(start_timeout_s=500)
     engine.start(first)
     try:
         results = engine.generate(requests, params)
