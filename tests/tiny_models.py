@@ -158,7 +158,9 @@ def tiny_config(family: str) -> PretrainedConfig:
                 rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             )
         case "olmoe":
-            return OlmoeConfig(**sizes | {"intermediate_size": 32}, num_experts=4, num_experts_per_tok=2)
+            return OlmoeConfig(
+                **sizes | {"hidden_size": 128, "intermediate_size": 32}, num_experts=4, num_experts_per_tok=2
+            )
         case "minimax_m2":
             rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}

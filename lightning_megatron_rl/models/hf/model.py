@@ -70,7 +70,7 @@ SIZES = (  # settings of a Hugging Face config that decide on the shapes of weig
     "moe_intermediate_size",
     "tie_word_embeddings",
 )
-KEPT_IN_FP32 = "e_score_correction_bias"
+KEPT_IN_FP32 = ("e_score_correction_bias", ".mlp.expert_bias")  # the biases of routers; HunYuan V3's is the second
 
 
 class HFModel(SavesFiles):
