@@ -164,7 +164,8 @@ def tiny_config(family: str) -> PretrainedConfig:
         case "minimax_m2":
             rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
-            vllm = {"rotary_dim": 16, "scoring_func": "sigmoid"}  # which it reads, and Transformers does not
+            # which vLLM reads, and Transformers does not
+            vllm = {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
             return MiniMaxM2Config(**sizes | experts, head_dim=32, rope_parameters=rope, **vllm)
         case "nemotron":
             rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
