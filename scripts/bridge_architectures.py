@@ -40,10 +40,15 @@ def names(folder: Path, pattern: str) -> set[str]:
     return {name for file in files for name in re.findall(pattern, file.read_text())}
 
 
+def vllm_architectures() -> set[str]:
+    """The names in `architectures` that the installed vLLM knows."""
+    return names(package("vllm") / "model_executor/models/registry.py", r'"(\w+)":')
+
+
 def main() -> None:
     """Prints one line for each architecture."""
     transformers = names(package("transformers") / "models", r"\nclass (\w+)\(")
-    vllm = names(package("vllm") / "model_executor/models/registry.py", r'"(\w+)":')
+    vllm = vllm_architectures()
     print("| architecture | Transformers | vLLM |\n|---|---|---|")
     for name in sorted(bridge_architectures()):
         print(f"| `{name}` | {'✓' if name in transformers else '–'} | {'✓' if name in vllm else '–'} |")

@@ -18,6 +18,7 @@ from tests.tiny_models import tiny_config
 TINY = (
     *("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "mistral", "mistral_window", "mixtral"),
     *("deepseek_v3", "deepseek_v3_plain", "gemma3", "gpt_oss"),
+    *("glm4_moe", "olmoe", "minimax_m2", "nemotron", "gemma", "gemma2", "exaone4", "hy_v3"),
 )
 
 

@@ -10,17 +10,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Exaone4Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
 
 FILE = "model.safetensors"
 VOCAB_SIZE = 128
@@ -41,6 +51,13 @@ LATENT = {  # what deepseek_v3 has and others have not: latent attention, shared
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
+}
+SIGMOID = {  # sigmoid routers without groups
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
 }
 
 
@@ -130,6 +147,41 @@ def tiny_config(family: str) -> PretrainedConfig:
             # as wide as the model, like the released ones: Megatron-Bridge tells matrices and transposed ones by shape
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
             return GptOssConfig(**sizes | experts, head_dim=32, sliding_window=8)
+        case "glm4_moe":
+            return Glm4MoeConfig(
+                **sizes | SIGMOID,
+                head_dim=32,
+                attention_bias=True,
+                use_qk_norm=True,
+                first_k_dense_replace=1,
+                num_nextn_predict_layers=1,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            )
+        case "olmoe":
+            return OlmoeConfig(
+                **sizes | {"hidden_size": 128, "intermediate_size": 32}, num_experts=4, num_experts_per_tok=2
+            )
+        case "minimax_m2":
+            rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+            # which vLLM reads, and Transformers does not
+            vllm = {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
+            return MiniMaxM2Config(**sizes | experts, head_dim=32, rope_parameters=rope, **vllm)
+        case "nemotron":
+            rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            return NemotronConfig(**sizes, head_dim=32, rope_parameters=rope)
+        case "gemma":
+            return GemmaConfig(**sizes, head_dim=32)
+        case "gemma2":
+            caps = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}  # so low that they count
+            return Gemma2Config(**sizes, **caps, head_dim=32, query_pre_attn_scalar=24, sliding_window=8)
+        case "exaone4":
+            layers = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+            rope = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, **LLAMA3_ROPE}
+            return Exaone4Config(**sizes, **layers, head_dim=32, tie_word_embeddings=True, rope_parameters=rope)
+        case "hy_v3":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 2}
+            return HYV3Config(**sizes, **experts, head_dim=32)
     raise ValueError(f"unknown family {family!r}")
 
 

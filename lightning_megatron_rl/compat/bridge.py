@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 _BRIDGES = "megatron.bridge.models"
+_REGISTER_OTHERS = tuple(f"{_BRIDGES}.{name}" for name in ("glm", "exaone", "exaone.exaone4"))
+"""Packages whose `__init__` registers other models than the one that is asked for."""
 
 
 def import_auto_bridge(bridges: Iterable[str]) -> Any:
@@ -43,7 +45,7 @@ def _import_conversion() -> Any:
                 "Megatron-Bridge, which converts Hugging Face models, is not installed: pip install --no-deps"
                 " megatron-bridge==0.6.2 (docs/install.md says why without its dependencies)"
             )
-        for package in ("megatron.bridge", _BRIDGES):
+        for package in ("megatron.bridge", _BRIDGES, *_REGISTER_OTHERS):
             _add_bare_package(package)
         with _transformer_engine_names():
             importlib.import_module("megatron.bridge.peft.lora_layers")

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron_rl.models.families.refused import refuse_architectures
 from lightning_megatron_rl.utilities.text_files import read_json, user_path
 
 _FILE = Path(__file__).with_name("published.json")
@@ -85,11 +86,12 @@ def read_config(name: str) -> Any:
     """Return a model's Transformers config, without its weights; see `raw_config`.
 
     Raises:
-        ValueError: There is no such model, or Transformers cannot read its config.
+        ValueError: There is no such model, it is of a refused architecture, or Transformers cannot read its config.
     """
     from transformers import AutoConfig
 
     raw = raw_config(name)
+    refuse_architectures(raw.get("architectures") or [])  # Transformers may not know them
     try:
         return AutoConfig.for_model(**raw)
     except Exception as error:

@@ -118,7 +118,13 @@ class ValueModel(HFModel):
 
 
 def _classifier(config: Any) -> str:
-    """Name of Transformers' sequence classifier of the config's family."""
+    """Name of Transformers' sequence classifier of the config's family; raises `ValueError` where it has none."""
     from transformers.models.auto import modeling_auto
 
-    return str(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type])
+    names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if config.model_type not in names:
+        raise ValueError(
+            f"a critic or reward model of type {config.model_type!r} is not supported: Transformers has no sequence"
+            " classifier for it, as which value models are stored. Take a model of another family, such as Qwen3"
+        )
+    return str(names[config.model_type])

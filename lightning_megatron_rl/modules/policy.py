@@ -10,6 +10,7 @@ from lightning_megatron_rl.modules.model import ModelModule
 from lightning_megatron_rl.modules.steps import OutputProcessor
 
 if TYPE_CHECKING:
+    from lightning_megatron_rl.models.hf.model import HFModel
     from lightning_megatron_rl.models.layers.routers import RoutingMode
     from lightning_megatron_rl.modules.reference import Reference
 
@@ -64,15 +65,17 @@ class PolicyModule(ModelModule):
         """Tokens whose logits exist at one time."""
         return self.train_settings.logprob_chunk_size
 
-    def output_processor(self, vocab_size: int | None = None) -> OutputProcessor:
-        """Return what makes log-probs and entropies of hidden states, of the policy's vocabulary or another model's."""
+    def output_processor(self, model: "HFModel | None" = None) -> OutputProcessor:
+        """Return what makes log-probs and entropies of hidden states of the policy, or of another model."""
         from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
+        model = model or self.hf_model
         return logprob_processor(
-            vocab_size=vocab_size or self.hf_model.config.vocab_size,
+            vocab_size=model.config.vocab_size,
             temperature=self.temperature,
             chunk_size=self.logprob_chunk_size,
             with_entropy=True,
+            cap=model.logit_cap,
         )
 
     def score(
@@ -81,14 +84,14 @@ class PolicyModule(ModelModule):
         chunks: list[nn.Module] | None = None,
         *,
         routing: "RoutingMode" = "free",
-        vocab_size: int | None = None,
+        model: "HFModel | None" = None,
     ) -> Scores:
         """Return log-probs and entropies of `sequences` under the policy, or under other `chunks`.
 
         Every rank of the replica gets them. Log-probs are of the distribution that is sampled: logits divided by
         `temperature`. `routing` says whether the policy's choice of experts is recorded or each sequence's replayed.
         """
-        rows, chosen = self.score_rows(sequences, chunks, processor=self.output_processor(vocab_size), routing=routing)
+        rows, chosen = self.score_rows(sequences, chunks, processor=self.output_processor(model), routing=routing)
         return Scores([both[0] for both in rows], [both[1] for both in rows], chosen)
 
     def export_outputs(self, sequences: list[TokenSequence]) -> list[Tensor]:

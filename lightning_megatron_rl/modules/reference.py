@@ -176,8 +176,7 @@ class Reference:
         for chunk in self.chunks:
             chunk.to(policy.strategy.root_device)
         try:
-            vocab_size = self._teacher.config.vocab_size if self._teacher is not None else None
-            return policy.score(sequences, self.chunks, vocab_size=vocab_size)
+            return policy.score(sequences, self.chunks, model=self._teacher)
         finally:
             self._offload()
 

@@ -268,6 +268,7 @@ def _backend(module: "ModelModule") -> LayerBackend:
         params_dtype=module.strategy.precision_plugin.params_dtype,
         context_parallel_size=module.strategy.layout.context_parallel_size,
         latent_attention=module.hf_model.has_latent_attention,
+        family=module.hf_model.family,
     )
 
 

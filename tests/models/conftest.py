@@ -22,6 +22,11 @@ def sequences() -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (9, 2, 40, 17, 23, 5)]
 
 
+def reference(source: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Transformers' model of a directory; its kernels for attention leave soft-capping out without a word."""
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager")
+
+
 def hf_logprobs(
     source: Path | torch.nn.Module,
     sequences: list[list[int]],
@@ -29,7 +34,7 @@ def hf_logprobs(
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Log-probs of the next tokens and entropy [2, tokens] of each sequence alone, by a directory's or given model."""
-    model = source if isinstance(source, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model = source if isinstance(source, torch.nn.Module) else reference(source, dtype)
     model.eval()
     results = []
     for sequence in sequences:

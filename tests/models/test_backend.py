@@ -1,10 +1,12 @@
 """The choice of layer backend: defaults, refusals and their remedies."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.layers.backend import resolve_layer_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -58,6 +60,15 @@ def test_latent_attention_in_fp32_is_for_torch(monkeypatch):
     assert resolve_layer_backend("auto", CUDA, **latent) == "torch"
     with pytest.raises(ValueError, match=r"latent attention \(kv_lora_rank\) in fp32: this was never compared"):
         resolve_layer_backend("transformer_engine", CUDA, **latent)
+
+
+def test_a_family_that_was_not_compared_is_for_torch(monkeypatch):
+    on_gpu_with_engine(monkeypatch, (9, 0))
+    family = replace(FAMILIES["qwen3"], transformer_engine=False)
+    assert resolve_layer_backend("auto", CUDA, family=FAMILIES["qwen3"]) == "transformer_engine"
+    assert resolve_layer_backend("auto", CUDA, family=family) == "torch"
+    with pytest.raises(ValueError, match=r"'transformer_engine' with Qwen3ForCausalLM: .*never compared.*'torch'"):
+        resolve_layer_backend("transformer_engine", CUDA, family=family)
 
 
 @pytest.mark.parametrize(

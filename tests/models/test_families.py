@@ -28,6 +28,14 @@ VARIANTS = {
     "deepseek_v3": ("deepseek_v3", "deepseek_v3_plain"),
     "gemma3_text": ("gemma3",),
     "gpt_oss": ("gpt_oss",),
+    "glm4_moe": ("glm4_moe",),
+    "olmoe": ("olmoe",),
+    "minimax_m2": ("minimax_m2",),
+    "nemotron": ("nemotron",),
+    "gemma": ("gemma",),
+    "gemma2": ("gemma2",),
+    "exaone4": ("exaone4",),
+    "hy_v3": ("hy_v3",),
 }
 # layout -> sizes and sequence parallelism; the world is the smallest that holds the layout
 LAYOUTS = {
@@ -98,6 +106,13 @@ def test_logprobs_and_export(
             assert worst_difference(packed, expected) <= TOLERANCE, f"{family}, packed"
             assert padded is not None or "cp" in sizes
             assert padded is None or worst_difference(padded, expected) <= TOLERANCE, f"{family}, padded"
+
+
+@pytest.mark.parametrize("model", [model for models in VARIANTS.values() for model in models])
+def test_no_matrix_of_a_tiny_model_is_constant(model: str, checkpoint: Callable[[str], Path]):
+    """A router of zeros scores all experts alike, by whatever formula."""
+    weights = load_file(checkpoint(model) / "model.safetensors")
+    assert [name for name, weight in weights.items() if weight.ndim > 1 and weight.std() == 0] == []
 
 
 def different(exported: dict[str, Tensor], loaded: dict[str, Tensor]) -> list[str]:

@@ -5,10 +5,18 @@ from typing import Any
 import pytest
 from transformers import (
     DeepseekV3Config,
+    Exaone4Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
+    NemotronConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -49,6 +57,28 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
             "must have a sliding window but every 6. one",
         ),
         (GptOssConfig(architectures=["GptOssForCausalLM"], sliding_window=None), "sliding_window=None"),
+        (Gemma2Config(architectures=["Gemma2ForCausalLM"], layer_types=["full_attention"] * 26), "but every 2. one"),
+        (Gemma2Config(architectures=["Gemma2ForCausalLM"], tie_word_embeddings=False), "tie_word_embeddings=False"),
+        (
+            GemmaConfig(architectures=["GemmaForCausalLM"], use_bidirectional_attention=True),
+            "use_bidirectional_attention=True",
+        ),
+        (GemmaConfig(architectures=["GemmaForCausalLM"], hidden_act="gelu"), "activation 'gelu' of a gemma"),
+        (Glm4MoeConfig(architectures=["Glm4MoeForCausalLM"], n_group=2), "n_group=2"),
+        (Glm4MoeConfig(architectures=["Glm4MoeForCausalLM"], norm_topk_prob=False), "norm_topk_prob=False"),
+        (OlmoeConfig(architectures=["OlmoeForCausalLM"], clip_qkv=8.0), "clip_qkv=8"),
+        (OlmoeConfig(architectures=["OlmoeForCausalLM"], rms_norm_eps=1e-6), "rms_norm_eps=1e-06"),
+        (NemotronConfig(architectures=["NemotronForCausalLM"], mlp_bias=True), "mlp_bias"),
+        (Exaone4Config(architectures=["Exaone4ForCausalLM"], tie_word_embeddings=True), "sliding_window=4096"),
+        (
+            Exaone4Config(architectures=["Exaone4ForCausalLM"], tie_word_embeddings=False),
+            "tie_word_embeddings=false",
+        ),
+        (
+            MiniMaxM2Config(architectures=["MiniMaxM2ForCausalLM"], rotary_dim=64),
+            r"rotary_dim=64, .*1\.0 x 128 = 128 is not 64",
+        ),
+        (HYV3Config(architectures=["HYV3ForCausalLM"], mlp_bias=True), "mlp_bias"),
         (
             GptOssConfig(
                 architectures=["GptOssForCausalLM"],

@@ -48,11 +48,14 @@ def test_export_cuts_off_the_padding_of_the_vocabulary(tp: int, pp: int, odd_voc
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-def test_export_in_another_dtype(checkpoint: Callable[[str], Path], worker_pool: WorkerPool):
-    directory = checkpoint("deepseek_v3")
+@pytest.mark.parametrize(
+    ("family", "bias"), [("deepseek_v3", "gate.e_score_correction_bias"), ("hy_v3", "expert_bias")]
+)
+def test_export_in_another_dtype(family: str, bias: str, checkpoint: Callable[[str], Path], worker_pool: WorkerPool):
+    directory = checkpoint(family)
     [result] = worker_pool.run(exported_weights, str(directory), 1, 1, dtype=torch.bfloat16, world_size=1)
     kept = [name for name, tensor in result.items() if tensor.dtype == torch.float32]
-    assert kept == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)]
+    assert kept == [f"model.layers.{layer}.mlp.{bias}" for layer in (1, 2, 3)]
     for name, tensor in load_file(directory / "model.safetensors").items():
         assert torch.equal(result[name], tensor if name in kept else tensor.bfloat16())
 

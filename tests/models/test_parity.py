@@ -9,22 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tests.distributed import WorkerPool
-from tests.models.conftest import TOLERANCE, hf_logprobs, worst_difference
+from tests.models.conftest import TOLERANCE, hf_logprobs, reference, worst_difference
 from tests.models.workers import (
     bf16_logprobs,
     equal_length_logprobs,
     exported_gradients,
     logprobs_under_layout,
 )
+from tests.selection import by_default
 
 
+@pytest.mark.parametrize("family", ["llama", "olmoe"])  # 4 heads in 2 groups; norms over all heads
 def test_more_ranks_than_key_value_heads(
-    checkpoint: Callable[[str], Path], sequences: list[list[int]], worker_pool: WorkerPool
+    family: str, checkpoint: Callable[[str], Path], sequences: list[list[int]], worker_pool: WorkerPool
 ):
-    directory = checkpoint("llama")  # 4 heads in 2 groups
+    directory = checkpoint(family)
     results = worker_pool.run(logprobs_under_layout, str(directory), sequences, 4, 1, True, 1.0, world_size=4)
     expected = hf_logprobs(directory, sequences)
     for padded, packed in results:
@@ -98,7 +99,14 @@ def test_bf16_agrees_with_transformers_in_bf16(
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
-    "family", ["qwen2_tied", "qwen3", "mistral_window", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss"]
+    "family",
+    by_default(
+        ["qwen2_tied", "qwen3", "mistral_window", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "olmoe", "gemma2"],
+        [
+            *("qwen2_tied", "qwen3", "mistral_window", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "olmoe"),
+            *("gemma2", "glm4_moe", "minimax_m2", "nemotron", "gemma", "exaone4", "hy_v3"),
+        ],
+    ),
 )
 def test_gradients_match_transformers(
     family: str,
@@ -122,7 +130,7 @@ def test_gradients_match_transformers(
         config_overrides=without_balancing,
         world_size=tp,
     )
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = reference(directory)
     for sequence in sequences:
         ids = torch.tensor([sequence])
         log_p = model(ids[:, :-1]).logits.log_softmax(-1)

@@ -86,11 +86,15 @@ def test_one_head_on_tensor_parallel_ranks(checkpoint: Callable[[str], Path], wo
     assert torch.equal(found[0][2], found[1][2])
 
 
-def test_every_family_has_a_classifier(checkpoint: Callable[[str], Path]):
+def test_families_without_a_classifier_make_no_value_model(checkpoint: Callable[[str], Path]):
     from lightning_megatron_rl.models.value_model import _classifier
 
-    for model_type in FAMILIES:
+    without = {"glm4_moe", "olmoe", "minimax_m2", "hy_v3"}
+    for model_type in FAMILIES.keys() - without:
         assert _classifier(type("Config", (), {"model_type": model_type})).endswith("ForSequenceClassification")
+    for family in without:
+        with pytest.raises(ValueError, match=rf"reward model of type '{family}' .* no sequence classifier"):
+            ValueModel(str(checkpoint(family)))
 
 
 def test_a_classifier_with_several_labels_is_refused(classifier: Path, tmp_path: Path):

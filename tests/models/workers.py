@@ -122,7 +122,12 @@ def _whole(output: Tensor, order: Tensor) -> Tensor:
 
 
 def schedule_logprobs(
-    chunks: list[Any], micro_batches: list[dict[str, Any]], *, vocab_size: int, temperature: float = 1.0
+    chunks: list[Any],
+    micro_batches: list[dict[str, Any]],
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    cap: float | None = None,
 ) -> list[Tensor] | None:
     """Log-probs and entropy [2, tokens] of each sequence through Megatron's schedule; None before the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -130,7 +135,9 @@ def schedule_logprobs(
     from lightning_megatron_rl.models.forward import microbatch_forward
     from lightning_megatron_rl.models.layers.logprobs import logprob_processor
 
-    processor = logprob_processor(vocab_size=vocab_size, temperature=temperature, chunk_size=7, with_entropy=True)
+    processor = logprob_processor(
+        vocab_size=vocab_size, temperature=temperature, chunk_size=7, with_entropy=True, cap=cap
+    )
     results: list[Tensor] = []
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
@@ -169,16 +176,14 @@ def families_under_layout(
     results = {}
     for family, directory in directories.items():
         model, chunks = build(directory, sp=sp)
-        vocab_size = model.config.vocab_size
+        options = {"vocab_size": model.config.vocab_size, "temperature": 0.7, "cap": model.logit_cap}
         padded = packed = None
         if cp == 1:  # under context parallelism everything is packed
-            padded = schedule_logprobs(
-                chunks, batches(sequences, False, layout.get("tp", 1)), vocab_size=vocab_size, temperature=0.7
-            )
+            padded = schedule_logprobs(chunks, batches(sequences, False, layout.get("tp", 1)), **options)
         micro_batches = batches(sequences, True, 2 * cp * layout.get("tp", 1), align=2 * cp)
         if cp > 1:
             micro_batches = [_share(batch, cp, parallel_state.get_context_parallel_rank()) for batch in micro_batches]
-        packed = schedule_logprobs(chunks, micro_batches, vocab_size=vocab_size, temperature=0.7)
+        packed = schedule_logprobs(chunks, micro_batches, **options)
         results[family] = (padded, packed, {name: tensor.clone() for name, tensor in model.export_weights(chunks)})
     return results
 
@@ -218,7 +223,9 @@ def exported_gradients(
     start_megatron(tp)
     model, [chunk] = build(directory, sp=tp > 1, **options)
     chunk.train()
-    processor = logprob_processor(vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11)
+    processor = logprob_processor(
+        vocab_size=model.config.vocab_size, with_entropy=True, chunk_size=11, cap=model.logit_cap
+    )
     for batch in batches(sequences, packed, tp):
         arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
         output = microbatch_forward(chunk, *arguments, output_processor=processor)

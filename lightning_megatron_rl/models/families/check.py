@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from lightning_megatron_rl.models.families.family import Rope
+from lightning_megatron_rl.models.families.refused import refuse_architectures
 from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.planner.divisibility import DividedExperts, DividedSizes
 
@@ -12,6 +13,7 @@ from lightning_megatron_rl.planner.divisibility import DividedExperts, DividedSi
 def check_family(config: Any) -> None:
     """Raise `ValueError` if the architecture of Hugging Face `config`, or a part of it, is not supported."""
     architectures = config.architectures or []
+    refuse_architectures(architectures)
     supported = [family.architecture for family in FAMILIES.values()]
     if not set(architectures) & set(supported):
         raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(supported)}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Feature = Literal["TP", "TP+SP", "PP", "CP", "EP", "ETP", "packing"]
+Norms = Literal["before", "around", "behind"]
 
 
 def _accept(config: Any) -> None:
@@ -78,7 +79,11 @@ class Family:
         mxfp4: Whether checkpoints with MXFP4 experts are read.
         can_be_tied: Whether Megatron-Bridge can tie the embeddings.
         fused_rope: Whether the fused kernel computes its rotation.
-        norms_behind_layers: Whether norms follow attention and MLP.
+        norms: Where a layer has norms: before attention and MLP, behind them, or around them.
+        norm_all_heads: Whether the norms of queries and of keys are over all heads at once.
+        soft_caps: Whether config.json soft-caps attention's scores and logits (`*_logit_softcapping`).
+        transformer_engine: Whether its layers of Transformer Engine were compared with Transformers; if not, layers are
+            made of torch modules on GPUs, too.
         torch_settings: Fields of Megatron's `TransformerConfig` for layers made of torch modules, of Bridge's provider.
     """
 
@@ -100,7 +105,10 @@ class Family:
     mxfp4: bool = False
     can_be_tied: bool = True
     fused_rope: bool = True
-    norms_behind_layers: bool = False
+    norms: Norms = "before"
+    norm_all_heads: bool = False
+    soft_caps: bool = False
+    transformer_engine: bool = True
     torch_settings: Callable[[Any], dict[str, Any]] = _nothing
 
     @property

@@ -39,6 +39,6 @@ FAMILY = Family(
     no_place_for=("attention_bias",),
     check=check,
     fused_rope=False,  # two rotations by turns, which Megatron-Bridge hands on in a form of its own
-    norms_behind_layers=True,
+    norms="around",
     torch_settings=torch_settings,
 )

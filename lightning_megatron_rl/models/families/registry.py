@@ -7,11 +7,19 @@ from typing import Any
 
 from lightning_megatron_rl.models.families import (
     deepseek_v3,
+    exaone4,
+    gemma,
+    gemma2,
     gemma3,
+    glm4_moe,
     gpt_oss,
+    hy_v3,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
+    nemotron,
+    olmoe,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -21,7 +29,10 @@ from lightning_megatron_rl.models.families.family import Family, Feature
 ADDED = "LIGHTNING_MEGATRON_RL_FAMILIES"
 """Environment variable: modules with a family of the user's, separated by commas; every child process sees it."""
 
-_MODULES = (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gemma3, gpt_oss)
+_MODULES = (
+    *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gemma3, gpt_oss),
+    *(glm4_moe, olmoe, minimax_m2, nemotron, gemma, gemma2, exaone4, hy_v3),
+)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type` in config.json."""
 
@@ -69,7 +80,8 @@ def table() -> str:
     ]
     for family in FAMILIES.values():
         marks = ["✓" if feature in family.features else "–" for feature in columns]
-        cells = [family.name, f"`{family.architecture}`", family.attention, family.mlp, *marks, family.refused]
+        name = family.name if family.transformer_engine else f"{family.name} (torch layers only)"
+        cells = [name, f"`{family.architecture}`", family.attention, family.mlp, *marks, family.refused]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.family import Family
+from lightning_megatron_rl.models.families.refused import refuse_architectures
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from lightning_megatron_rl.models.families.rope import set_rope
 from lightning_megatron_rl.models.hf.check import check_weights
@@ -69,7 +70,7 @@ SIZES = (  # settings of a Hugging Face config that decide on the shapes of weig
     "moe_intermediate_size",
     "tie_word_embeddings",
 )
-KEPT_IN_FP32 = "e_score_correction_bias"
+KEPT_IN_FP32 = ("e_score_correction_bias", ".mlp.expert_bias")  # the biases of routers; HunYuan V3's is the second
 
 
 class HFModel(SavesFiles):
@@ -114,6 +115,8 @@ class HFModel(SavesFiles):
         """The config of the language model that the checkpoint holds."""
         from transformers import AutoConfig
 
+        raw = read_json(self.path / "config.json")
+        refuse_architectures(raw.get("architectures") or [])  # Transformers may not know them
         try:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=trusts_remote_code())
         except Exception as error:  # of the config classes' own checks, and of what they take for granted
@@ -146,6 +149,11 @@ class HFModel(SavesFiles):
     def family(self) -> Family:
         """What is special to models of this kind."""
         return FAMILIES[self.config.model_type]
+
+    @property
+    def logit_cap(self) -> float | None:
+        """What bounds the logits softly, for `logprob_processor`; None for most families."""
+        return self.config.final_logit_softcapping if self.family.soft_caps else None
 
     @property
     def export_config(self) -> Any:
@@ -220,6 +228,7 @@ class HFModel(SavesFiles):
 
         AutoMapping.register_module_type("TorchLinear", "replicated")
         AutoMapping.register_module_type("TorchRowParallelLinearNorm", "row")
+        AutoMapping.register_module_type("TorchAllHeadsNorm", "replicated")
         AutoMapping.register_module_type("TorchExpertLinear", "row")
         AutoMapping.register_module_type("TorchDotProductAttention", "column")  # the sinks of its heads
         bridge = auto_bridge.from_hf_pretrained(
@@ -263,6 +272,7 @@ class HFModel(SavesFiles):
             params_dtype=params_dtype,
             context_parallel_size=settings["context_parallel_size"],
             latent_attention=self.has_latent_attention,
+            family=self.family,
         )
         self.check_computation(overrides)
         provider = self._provider(load_weights=load_weights)
@@ -276,7 +286,12 @@ class HFModel(SavesFiles):
         sizes = {field.name: settings[field.name] for field in dataclasses.fields(ParallelLayout)}
         self.check_layout(ParallelLayout(**{**sizes, "sequence_parallel": sequence_parallel and tensor > 1}), overrides)
         if backend == "torch":
-            provider.transformer_layer_spec = partial(torch_block_spec, post_norm=self.family.norms_behind_layers)
+            provider.transformer_layer_spec = partial(
+                torch_block_spec,
+                norms=self.family.norms,
+                norm_all_heads=self.family.norm_all_heads,
+                cap=provider.attn_logit_softcapping if self.family.soft_caps else None,
+            )
             settings["attention_backend"] = type(
                 provider.attention_backend
             ).auto  # others are told to the whole process

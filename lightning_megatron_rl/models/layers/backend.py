@@ -1,11 +1,13 @@
 """Chooses a model's layers: Transformer Engine's, or plain torch under the same parameter names."""
 
 import importlib.util
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from lightning_megatron_rl.devices.checks import ENGINE_CAPABILITY
+from lightning_megatron_rl.models.families.family import Family, Norms
 
 LayerBackend = Literal["auto", "torch", "transformer_engine"]
 
@@ -17,16 +19,19 @@ def resolve_layer_backend(
     params_dtype: torch.dtype = torch.bfloat16,
     context_parallel_size: int = 1,
     latent_attention: bool = False,
+    family: Family | None = None,
 ) -> LayerBackend:
     """Return "torch" or "transformer_engine": "auto" is the latter on CUDA where it is installed and can run.
 
     Raises `ValueError` if Transformer Engine is asked for and cannot run: without CUDA or the package; with context
-    parallelism in fp32, for which it has no attention; with latent attention in fp32, which is not proved.
+    parallelism in fp32, for which it has no attention; with latent attention in fp32, or a `family`, which were not
+    compared.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
+    compared = family is None or family.transformer_engine
     has_attention = params_dtype != torch.float32 or (context_parallel_size == 1 and not latent_attention)
     if layer_backend == "auto":
-        runs = device.type == "cuda" and installed and has_attention
+        runs = device.type == "cuda" and installed and has_attention and compared
         return "transformer_engine" if runs and _is_made_for(device) else "torch"
     if layer_backend == "torch":
         return layer_backend
@@ -41,6 +46,11 @@ def resolve_layer_backend(
         raise ValueError(
             "train.layer_backend='transformer_engine', but Transformer Engine is not installed: "
             "pip install 'lightning-megatron-rl[gpu]', or use train.layer_backend='torch'"
+        )
+    if family is not None and not compared:
+        raise ValueError(
+            f"train.layer_backend='transformer_engine' with {family.architecture}: its layers of Transformer Engine"
+            " were never compared with Transformers. Use train.layer_backend='auto' or 'torch'"
         )
     if not has_attention and latent_attention:
         raise ValueError(
@@ -61,22 +71,37 @@ def _is_made_for(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= ENGINE_CAPABILITY
 
 
-def torch_block_spec(config: Any, vp_stage: int | None = None, *, post_norm: bool = False) -> Any:
+def torch_block_spec(
+    config: Any,
+    vp_stage: int | None = None,
+    *,
+    norms: Norms = "before",
+    norm_all_heads: bool = False,
+    cap: float | None = None,
+) -> Any:
     """Megatron's description of the transformer layers that this pipeline stage builds from torch modules.
 
     `config` is a `TransformerConfig`, whose `moe_layer_freq` says which layers have experts; the result is a
-    `TransformerBlockSubmodules`, which Megatron-Bridge's providers take as `transformer_layer_spec`. `post_norm` adds
-    norms behind attention and MLP.
+    `TransformerBlockSubmodules`, which Megatron-Bridge's providers take as `transformer_layer_spec`. `norms` says where
+    a layer has norms; with `norm_all_heads` queries are normalised over all heads at once, and so are keys. `cap`
+    bounds attention's scores softly.
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from lightning_megatron_rl.models.layers.torch_backend import TorchSpecProvider
+    from lightning_megatron_rl.models.layers.torch_backend import TorchAllHeadsNorm, TorchSpecProvider
 
-    backend = TorchSpecProvider(post_norm)
-    dense, moe = _layer_spec(config, backend, None), None
+    backend = TorchSpecProvider(norms)
+    attention = _latent_attention(config, backend) if config.multi_latent_attention else _attention(config, backend)
+    if norm_all_heads:
+        queries, keys = config.num_attention_heads, config.num_query_groups
+        attention.submodules.q_layernorm = partial(TorchAllHeadsNorm, queries)
+        attention.submodules.k_layernorm = partial(TorchAllHeadsNorm, keys)
+    if cap is not None:
+        attention.submodules.core_attention = partial(backend.core_attention(), cap=cap)
+    dense, moe = _layer_spec(config, backend, attention, None), None
     if config.num_moe_experts:
-        moe = _layer_spec(config, backend, config.num_moe_experts)
+        moe = _layer_spec(config, backend, attention, config.num_moe_experts)
     layers = [moe if has_experts else dense for has_experts in expert_layers(config)]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -97,7 +122,7 @@ def expert_layers(config: Any) -> list[bool]:
     return [bool(has_experts) for has_experts in frequency]
 
 
-def _layer_spec(config: Any, backend: Any, num_experts: int | None) -> Any:
+def _layer_spec(config: Any, backend: Any, attention: Any, num_experts: int | None) -> Any:
     """One transformer layer of `backend`'s modules; `num_experts` is None for a dense one."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -105,12 +130,11 @@ def _layer_spec(config: Any, backend: Any, num_experts: int | None) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    latent = config.multi_latent_attention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=backend.layer_norm() if latent else IdentityOp,
-            self_attention=_latent_attention(config, backend) if latent else _attention(config, backend),
+            input_layernorm=backend.layer_norm() if config.multi_latent_attention else IdentityOp,
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=backend.layer_norm() if num_experts else IdentityOp,
             mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=num_experts),

@@ -15,14 +15,20 @@ from lightning_megatron_rl.compat.torch_names import assert_on_device
 
 
 def logprob_processor(
-    *, vocab_size: int, temperature: float = 1.0, chunk_size: int = 512, with_entropy: bool = False
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    with_entropy: bool = False,
+    cap: float | None = None,
 ) -> Callable[..., Tensor]:
     """An `output_processor` for Megatron's `GPTModel.forward` that turns hidden states into log-probs of `labels`.
 
     The model then returns fp32 [1, b, s], or [2, b, s] with the entropy of the whole distribution as second row; both
-    are differentiable. They belong to the sampled distribution: logits divided by `temperature`. Columns beyond
-    `vocab_size`, which pad the vocabulary to the tensor-parallel size, take no part. At most `chunk_size` tokens have
-    logits at any time. Raises `ValueError` for a temperature or a chunk size that is not positive.
+    are differentiable. They belong to the sampled distribution: logits divided by `temperature`; with `cap` they are
+    soft-capped before, as cap tanh(logit / cap). Columns beyond `vocab_size`, which pad the vocabulary to the
+    tensor-parallel size, take no part. At most `chunk_size` tokens have logits at any time. Raises `ValueError` for a
+    temperature or a chunk size that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be > 0: log-probs divide the logits by it")
@@ -42,6 +48,7 @@ def logprob_processor(
             temperature,
             chunk_size,
             with_entropy,
+            cap,
             output_layer.tp_group,
         )
         rows = [logprobs, entropy] if with_entropy else [logprobs]
@@ -79,6 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         with_entropy: bool,
+        cap: float | None,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         assert_on_device(
@@ -94,6 +102,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.size(0), chunk_size):
             part = slice(start, start + chunk_size)
             logits = hidden[part] @ weight[:columns].T  # in the model's own precision, as in inference
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
             largest[part], total[part], weighted[part], label_logit[part] = reduce_logits(
                 logits, local[part], temperature
             )
@@ -109,7 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_z = largest + total.log()
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, local, log_z, entropy)
-        ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
+        ctx.columns, ctx.temperature, ctx.chunk_size, ctx.cap = columns, temperature, chunk_size, cap
         return label_logit - log_z, entropy
 
     @staticmethod
@@ -123,8 +132,13 @@ class _TokenLogprobs(torch.autograd.Function):
         differentiate_logits = _kernels().differentiate_logits if hidden.is_cuda else _differentiate_logits
         for start in range(0, hidden.size(0), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
+            logits = hidden[part] @ weight_used.T
+            slope = None
+            if ctx.cap is not None:
+                bounded = torch.tanh(logits / ctx.cap)
+                logits, slope = ctx.cap * bounded, 1 - bounded.square()
             grad_logits = differentiate_logits(
-                hidden[part] @ weight_used.T,
+                logits,
                 local[part],
                 log_z[part],
                 entropy[part],
@@ -132,6 +146,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_entropy[part],
                 ctx.temperature,
             )
+            grad_logits = grad_logits if slope is None else grad_logits * slope
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight_used
             if grad_weight is not None:
@@ -139,7 +154,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 

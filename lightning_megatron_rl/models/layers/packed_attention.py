@@ -21,13 +21,19 @@ class Softmax:
     """How scores become weights: softmax of `scale` times q k^T over the keys that a query sees.
 
     A query sees the last `window` tokens up to its own, or all (None). `sink` [heads] is a learned score that takes
-    part in the softmax and brings no value.
+    part in the softmax and brings no value. `cap` bounds scores s softly, as cap tanh(s / cap) (Gemma 2, 2024).
     """
 
     scale: float
     dropout: float = 0.0
     window: int | None = None  # tokens
     sink: Tensor | None = None
+    cap: float | None = None
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether torch's causal kernels cannot compute it."""
+        return self.sink is not None or self.cap is not None
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax)
     """
     length = query.size(0)
     cut = softmax.window is not None and softmax.window < length
-    if not cut and softmax.sink is None:
+    if not cut and not softmax.needs_mask:
         return _attend(query, key, value, None, softmax)
     positions = torch.arange(length, device=query.device)
     return _attend(query, key, value, _visible(positions, positions, softmax.window), softmax)
@@ -67,6 +73,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, s
     A sink is one more key at the end, whose score does not depend on the query and whose value is zero.
     """
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    if softmax.cap is not None:
+        assert isinstance(visible, Tensor)
+        return _attend_capped(query, key, value, visible, softmax, softmax.cap).permute(2, 0, 1, 3)
     mask = visible
     if softmax.sink is not None:
         assert visible is not None
@@ -86,6 +95,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, s
         enable_gqa=query.size(1) != key.size(1),
     )
     return out.permute(2, 0, 1, 3)
+
+
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, softmax: Softmax, cap: float) -> Tensor:
+    """Attention with soft-capped scores, written out: [b, heads, q, d] for `query` like it."""
+    repeats = query.size(1) // key.size(1)
+    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    scores = cap * torch.tanh(softmax.scale * (query @ key.transpose(-1, -2)) / cap)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return F.dropout(weights, softmax.dropout) @ value
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, softmax: Softmax) -> Tensor:
@@ -166,7 +184,7 @@ def zigzag_attention(query: Tensor, key: Tensor, value: Tensor, cp_rank: int, so
     """
     cp_size = key.size(0)
     length = query.size(0) * cp_size
-    if softmax.sink is None and (softmax.window is None or softmax.window >= length):
+    if not softmax.needs_mask and (softmax.window is None or softmax.window >= length):
         return _chunks_attention(query, key, value, cp_rank, softmax)
     query_positions = zigzag_positions(length, cp_size, cp_rank)
     key_positions = torch.cat([zigzag_positions(length, cp_size, rank) for rank in range(cp_size)])

@@ -13,13 +13,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -30,6 +35,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from lightning_megatron_rl.models.families.family import Norms
 from lightning_megatron_rl.models.layers.packed_attention import (
     Softmax,
     dense_attention,
@@ -83,6 +89,38 @@ class TorchNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise `hidden` [..., hidden_size]."""
         return _normalize(hidden, self.weight, self.bias, self.eps, self.config)
+
+
+class TorchAllHeadsNorm(torch.nn.Module):
+    """RMSNorm over the queries, or the keys, of all heads of a token at once (OLMoE, MiniMax-M2).
+
+    Every tensor-parallel rank has the whole weight [heads x d] and uses the part of its own heads. Megatron sums the
+    gradients of norms of queries and keys over these ranks, so that of the whole weight comes together.
+    """
+
+    weight: Tensor
+
+    def __init__(self, heads: int, hidden_size: int, config: TransformerConfig, eps: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Normalise `states` [..., heads of this rank, d] by the mean square over the heads of all ranks."""
+        group = get_tensor_model_parallel_group()
+        here, width = states.shape[-2:]
+        numbers = states.flatten(-2).float()
+        squares = numbers.square().sum(-1, keepdim=True)
+        if group.size() > 1:  # summed in both directions: what every rank makes of it depends on the heads of each
+            squares = copy_to_tensor_model_parallel_region(
+                reduce_from_tensor_model_parallel_region(squares, group=group), group=group
+            )
+        # ranks that share a head (more ranks than key-value heads) count it as often above as below the fraction line
+        normalized = numbers * torch.rsqrt(squares / (group.size() * here * width) + self.eps)
+        first = group.rank() * self.heads // group.size()
+        weight = self.weight[first * width : (first + here) * width]
+        return (weight * normalized.to(states.dtype)).view_as(states)
 
 
 class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -251,9 +289,11 @@ class TorchDotProductAttention(MegatronModule):
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        cap: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config=config)
+        self.cap = cap
         if config.softmax_type not in ("vanilla", "learnable"):
             raise ValueError(f"train.layer_backend='torch' has no softmax_type={config.softmax_type!r}")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
@@ -293,7 +333,8 @@ class TorchDotProductAttention(MegatronModule):
         """Map `query` [s, b, heads, d] to [s, b, heads x d]; packed batches may come without b, and go without it."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("train.layer_backend='torch' takes no attention mask or bias: pad on the right, or pack")
-        softmax = Softmax(self.scale, self.dropout if self.training else 0.0, self.window, self.softmax_offset)
+        dropout = self.dropout if self.training else 0.0
+        softmax = Softmax(self.scale, dropout, self.window, self.softmax_offset, self.cap)
         cp_size = self.cp_group.size()
         shape = query.shape[:-2]
         cu_seqlens = None
@@ -325,11 +366,13 @@ def _padded_boundaries(packed_seq_params: Any) -> Tensor:
 class TorchSpecProvider(BackendSpecProvider):
     """The modules of a transformer layer, as Megatron's spec builders ask for them.
 
-    With `post_norm`, what attention and MLP return is normalised before it joins the residual stream.
+    Args:
+        norms: Where a layer has norms: before attention and MLP, behind them (before what they return joins the
+            residual stream), or around, that is both.
     """
 
-    def __init__(self, post_norm: bool = False) -> None:
-        self.post_norm = post_norm
+    def __init__(self, norms: Norms = "before") -> None:
+        self.norms = norms
 
     def linear(self) -> type:
         """A linear layer that is not split."""
@@ -341,15 +384,15 @@ class TorchSpecProvider(BackendSpecProvider):
 
     def row_parallel_linear(self) -> type:
         """A linear layer split by input features."""
-        return TorchRowParallelLinearNorm if self.post_norm else RowParallelLinear
+        return RowParallelLinear if self.norms == "before" else TorchRowParallelLinearNorm
 
     def fuse_layernorm_and_linear(self) -> bool:
         """Norms belong to the linear layers behind them, as in Transformer Engine."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """A norm and a linear layer split by output features."""
-        return TorchLayerNormColumnParallelLinear
+        """A linear layer split by output features, with the norm in front of it if there is one."""
+        return ColumnParallelLinear if self.norms == "behind" else TorchLayerNormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         """A norm that stands alone."""

@@ -85,7 +85,7 @@ def _compare(small: dict[str, Any], overrides: dict[str, Any] | None, seed: int)
             config_overrides=overrides,
         )
         chunk.eval()
-        found = _megatron_outputs(chunk, sequences, reference.config.vocab_size)
+        found = _megatron_outputs(chunk, sequences, reference.config.vocab_size, model.logit_cap)
         difference = max((ours - theirs).abs().max().item() for ours, theirs in zip(found, expected, strict=True))
         finite = all(bool(output.isfinite().all()) for output in (*found, *expected))
         frequencies = _frequency_difference(_frequencies(chunk), _reference_frequencies(reference))
@@ -189,7 +189,7 @@ def _reference_frequencies(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _megatron_outputs(chunk: nn.Module, sequences: list[Tensor], vocab_size: int) -> list[Tensor]:
+def _megatron_outputs(chunk: nn.Module, sequences: list[Tensor], vocab_size: int, cap: float | None) -> list[Tensor]:
     """The same of Megatron's model, for a micro-batch of all sequences, packed as in training."""
     from lightning_megatron_rl.models.forward import microbatch_forward
     from lightning_megatron_rl.models.layers.logprobs import logprob_processor
@@ -202,7 +202,7 @@ def _megatron_outputs(chunk: nn.Module, sequences: list[Tensor], vocab_size: int
         torch.cat([sequence[1:] for sequence in sequences])[None],
         torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         max(lengths),
-        output_processor=logprob_processor(vocab_size=vocab_size, temperature=1.0, with_entropy=True),
+        output_processor=logprob_processor(vocab_size=vocab_size, temperature=1.0, with_entropy=True, cap=cap),
     )
     return list(outputs[:, 0].split(lengths, dim=1))
 

@@ -68,6 +68,7 @@ SIZE_KEYS = (
     "num_local_experts",
     "n_routed_experts",
     "n_shared_experts",
+    "num_shared_experts",
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",

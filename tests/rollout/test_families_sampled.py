@@ -1,0 +1,37 @@
+"""What vLLM samples of each family: log-probs are the reference's, before and after weights are pushed."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lightning_megatron_rl.rollout import SamplingParams
+from lightning_megatron_rl.weights.source import source_of
+from tests.models.conftest import reference
+from tests.rollout.conftest import make_engine, make_requests, max_logprob_error
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.deadline(600)]
+
+EXACT = 1e-5  # fp32: sums in another order; the trainer is as near to the reference (tests/models/test_families.py)
+# Not MiniMax-M2: of routers without groups, vLLM's experts on CPUs know softmax only.
+FAMILIES = ["glm4_moe", "olmoe", "nemotron", "gemma", "gemma2", "exaone4", "hy_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_before_and_after_an_update(family: str, tmp_path: Path):
+    first, second = (save_tiny_model(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
+    requests = make_requests(3, 2, 20)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    engine = make_engine(start_timeout_s=500)
+    engine.start(first)
+    try:
+        results = engine.generate(requests, params)
+        assert max_logprob_error(reference(first), requests, results) <= EXACT
+        assert max_logprob_error(reference(second), requests, results) > 0.1
+        weights = load_file(second / "model.safetensors")
+        engine.update_weights(source_of(list(weights.items())), 1)
+        results = engine.generate(requests, params)
+        assert max_logprob_error(reference(second), requests, results) <= EXACT
+    finally:
+        engine.close()
