@@ -50,7 +50,7 @@ class ServerClient:
     """Asks one server; all coroutines run on one event loop.
 
     Args:
-        url: As `check_url` returns it.
+        url: As `check_url` returns it; "" is not known yet, and comes by `move`.
         token: Of the server.
         run: Who asks, for the lease.
         timeout_s: Deadline of what takes work. # seconds
@@ -64,13 +64,23 @@ class ServerClient:
         self.pushed: tuple[str, int] | None = None  # instance and version of the weights that it has
         self.met: str | None = None  # the instance whose workers are in a group with this trainer
         self.load = 0  # responses under way
+        self.failure: str | None = None  # why it will never answer, if somebody knows
         self._run = run
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
+    async def move(self, url: str) -> None:
+        """Ask at another address from now on; what is under way at the old one is lost."""
+        before, self.url, self.host = self._session, url, urlsplit(url).hostname or ""
+        await self.open()
+        if before is not None:
+            await before.close()
+
     async def open(self) -> None:
         """Be ready to ask, on this event loop."""
+        if not self.url:
+            return
         # a connection for each request: the server closes idle ones, and a request on one of them may be lost
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S)
@@ -80,7 +90,8 @@ class ServerClient:
 
     async def close(self) -> None:
         """Give the lease back, if the server is there."""
-        assert self._session is not None
+        if self._session is None:
+            return
         if self.state in (READY, STALE):
             try:
                 await self._ask("DELETE", LEASE, PROBE_S)
@@ -140,7 +151,8 @@ class ServerClient:
     async def _ask(
         self, method: str, path: str, timeout_s: float, *, body: Any = None, text: str | None = None
     ) -> dict[str, Any]:
-        assert self._session is not None
+        if self._session is None:
+            raise ServerLostError("the server has no address yet")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, path, json=body, data=text, timeout=timeout) as response:
