@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,14 @@ def variables(out: Path) -> dict[str, str]:
 
 
 @contextmanager
-def ray_cluster(hosts: Cluster, out: Path) -> Iterator[dict[str, str]]:
-    """Start a head on the first host and a node on each other one; yields a driver's environment."""
+def ray_cluster(hosts: Cluster, out: Path, cpus: Sequence[int] = (2, 2)) -> Iterator[dict[str, str]]:
+    """Start a head on the first host and a node on each other one; yields a driver's environment.
+
+    Args:
+        hosts: Where.
+        out: For logs; all hosts have it.
+        cpus: That Ray may give away, by host.
+    """
     out.mkdir(exist_ok=True)
     (out / "ray-token").write_text("0123456789abcdef" * 4)
     (out / "ray-token").chmod(0o600)
@@ -39,7 +45,7 @@ def ray_cluster(hosts: Cluster, out: Path) -> Iterator[dict[str, str]]:
             role = (
                 ["--head", "--port", str(PORT), "--include-dashboard", "false"] if number == 0 else ["--address", head]
             )
-            size = ["--num-cpus", "2", "--object-store-memory", "80000000"]
+            size = ["--num-cpus", str(cpus[number]), "--object-store-memory", "80000000"]
             line = ["-m", "ray.scripts.scripts", "start", "--block", *role, "--node-ip-address", host.address, *size]
             started.append(host.python(log, *line, **variables(out)))
             deadline = time.monotonic() + START_S

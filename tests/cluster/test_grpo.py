@@ -22,9 +22,9 @@ def rows(tmp_path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", 16)
 
 
-def start(run: ClusterRun, launcher: str, model: Path, rows: Path, *more: str) -> None:
+def start(run: ClusterRun, launcher: str, model: Path, rows: Path, *more: str, **environment: str) -> None:
     arguments = ["--model", str(model), "--rows", str(rows), "--out", str(run.out), *more]
-    run.start(launcher, "-m", "tests.cluster.grpo_script", *arguments, LIGHTNING_MEGATRON_RL_TOKEN=TOKEN)
+    run.start(launcher, "-m", "tests.cluster.grpo_script", *arguments, LIGHTNING_MEGATRON_RL_TOKEN=TOKEN, **environment)
 
 
 def equal_steps(mine: dict, theirs: dict) -> None:

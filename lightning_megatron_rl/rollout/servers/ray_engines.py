@@ -1,9 +1,9 @@
 """`RayEngines`: an engine made of vLLM servers that Ray places on the nodes of a cluster."""
 
-import importlib.util
 import logging
 import secrets
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,7 +104,7 @@ class RayEngines(ServerPool):
             ValueError: The cluster has less than is asked, or others have it; fewer engines than replicas.
             RuntimeError: Ray is not installed, its cluster does not answer, or the engine runs already.
         """
-        if importlib.util.find_spec("ray") is None:
+        if find_spec("ray") is None:
             raise RuntimeError(f"RayEngines without Ray: {INSTALL}")
         replica, replicas = replica_share()
         if self.num_engines < replicas:

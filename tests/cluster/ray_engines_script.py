@@ -1,0 +1,93 @@
+"""A trainer's side of engines on Ray, of which one is lost in the middle; `python -m tests.cluster.ray_engines_script`.
+
+What the test waits for are files below --out: `under_way`, `complete.json`, `again.json`. It ends when it is killed.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamMode
+from lightning_megatron_rl.rollout.servers.client import READY, STALE
+from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
+from tests.rollout.conftest import Harness, make_requests, max_logprob_error
+from tests.rollout.test_streaming import Collected, drawn, requests
+
+TOKENS = 450
+NUM_RESPONSES = 12
+AGAIN_S = 240.0  # for a lost engine to be placed, and to load
+
+
+def make_engines(count: int) -> RayEngines:
+    return RayEngines(
+        count, device="cpu", max_model_len=512, kv_cache_memory_gb=0.25, num_threads=1, call_timeout_s=120.0
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--engines", type=int, default=2)
+    options = parser.parse_args()
+
+    engine = make_engines(options.engines)
+    engine.stream_mode = StreamMode(background=True)
+    began = time.monotonic()
+    engine.start(options.model)
+    engine.wait_ready()
+    print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
+    clients = engine.connections.servers
+    (options.out / "token").write_text(clients[0]._headers["Authorization"].removeprefix("Bearer "))
+    harness = Harness(engine, AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval())
+    harness.push_random_weights(1)
+    params, asked, collected = (
+        SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+        requests(NUM_RESPONSES, TOKENS),
+        Collected(harness),
+    )
+    engine.submit(asked, params)
+    collected.until(lambda: len(collected.responses) >= NUM_RESPONSES // 2)
+    assert all(client.load > 0 for client in clients), [client.load for client in clients]
+    urls = [client.url for client in clients]
+    (options.out / "under_way").write_text("1")
+    collected.until(lambda: engine.num_restarts == 1)
+    noticed = time.time()
+    collected.until(lambda: collected.are_complete)
+    errors, lengths, segments = [], [], []
+    for request in asked:
+        response = collected.responses[request.name]
+        expected = drawn(harness.model, request.token_ids, response.token_ids)
+        errors.append((torch.tensor(response.logprobs) - expected).abs().max().item())
+        lengths.append(len(response.token_ids))
+        segments += [version for version, _ in response.segments]
+    complete = {"errors": errors, "lengths": lengths, "versions": segments, "noticed": noticed, "at": time.time()}
+    write(options.out / "complete.json", complete)
+
+    deadline = time.monotonic() + AGAIN_S
+    while sorted(client.state for client in clients) != sorted([READY] * (options.engines - 1) + [STALE]):
+        assert time.monotonic() < deadline, [(client.url, client.state) for client in clients]
+        time.sleep(0.1)
+    back = time.time()
+    harness.push_random_weights(2)
+    states = [client.state for client in clients]
+    many = make_requests(24)
+    error = max_logprob_error(harness.model, many, engine.generate(many, SamplingParams(max_tokens=40)))
+    moved = sum(client.url != url for client, url in zip(clients, urls, strict=True))
+    write(options.out / "again.json", {"back": back, "states": states, "error": error, "moved": moved})
+    while True:
+        time.sleep(1.0)
+
+
+def write(path: Path, value: object) -> None:
+    hidden = path.with_suffix(".part")
+    hidden.write_text(json.dumps(value))
+    hidden.rename(path)
+
+
+if __name__ == "__main__":
+    main()
