@@ -19,7 +19,7 @@ from tests.rollout.test_streaming import Collected, drawn, requests
 
 TOKENS = 450
 NUM_RESPONSES = 12
-AGAIN_S = 240.0  # for a lost engine to be placed, and to load
+AGAIN_S = 420.0  # for a lost engine to be placed, and to load
 
 
 def make_engines(count: int) -> RayEngines:

@@ -42,13 +42,13 @@ class EngineActor:
         self._server = Server(arguments, environment, stderr=subprocess.STDOUT)
         return f"http://{address}:{port}", socket.gethostname()
 
-    def look(self) -> str | None:
-        """Return None while the server runs, then how it has ended."""
+    def look(self) -> tuple[str, str] | None:
+        """Return None while the server runs, then how it has ended and the last of its output."""
         assert self._server is not None, "start() was called"
         if self._server.is_running:
             return None
         code = self._server.end()
-        return f"its server on {socket.gethostname()} has ended with {code}; last of its output:\n{_own_output()}"
+        return f"its server on {socket.gethostname()} has ended with {code}", _own_output()
 
     def stop(self) -> None:
         """End the server in good order."""

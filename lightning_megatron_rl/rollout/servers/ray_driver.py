@@ -31,7 +31,7 @@ class Place:
     has_server: bool = False
     begun: float = 0.0
     again_at: float = 0.0
-    again_s: float = AGAIN_S
+    again_s: float = AGAIN_S  # to be waited next
 
 
 class RayDriver:
@@ -88,16 +88,19 @@ class RayDriver:
         place.answer = place.actor.start.remote(order.model, order.settings, order.digest)
 
     def _hear(self, place: Place) -> News | None:
+        ended: str | None = None
+        output = ""
         try:
             answer = self._ray.get(place.answer)
-            ended = answer if place.has_server else None
+            if place.has_server and answer is not None:
+                ended, output = answer
         except self._ray.exceptions.RayTaskError as error:
             ended = f"it cannot start: {error.cause}"
         except self._ray.exceptions.RayError as error:
             ended = " ".join(str(error).split())
         if ended is not None:
             self._end(place)
-            return News(place.number, ended=ended)
+            return News(place.number, ended=ended, output=output)
         place.answer = place.actor.look.remote()
         if place.has_server:
             return None
@@ -107,9 +110,10 @@ class RayDriver:
     def _end(self, place: Place) -> None:
         self._ray.kill(place.actor)
         place.actor = place.answer = None
-        ran_well = time.monotonic() - place.begun > LONG_S
-        place.again_s = AGAIN_S if ran_well else min(2 * place.again_s, MOST_AGAIN_S)
-        place.again_at = time.monotonic() + place.again_s
+        now = time.monotonic()
+        if now - place.begun > LONG_S:
+            place.again_s = AGAIN_S
+        place.again_at, place.again_s = now + place.again_s, min(2 * place.again_s, MOST_AGAIN_S)
 
     def stop(self) -> None:
         """End all engines in good order."""

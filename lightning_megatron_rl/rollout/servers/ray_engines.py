@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from lightning_megatron_rl.parallel.distributed import replica_share
 from lightning_megatron_rl.parallel.ray_cluster import INSTALL
-from lightning_megatron_rl.rollout.servers.client import LOST, ServerClient, ServerLostError
+from lightning_megatron_rl.rollout.servers.client import ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.guard import token_digest
 from lightning_megatron_rl.rollout.servers.pool import ServerPool
 from lightning_megatron_rl.rollout.servers.ray_messages import News, Order
 from lightning_megatron_rl.rollout.servers.ray_places import RayPlaces
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
-from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
 log = logging.getLogger(__name__)
@@ -101,8 +100,9 @@ class RayEngines(ServerPool):
         """Reserve the engines' resources and begin to start them; `wait_ready` waits for them.
 
         Raises:
-            ValueError: The cluster has less than is asked, or others have it; fewer engines than replicas.
-            RuntimeError: Ray is not installed, its cluster does not answer, or the engine runs already.
+            ValueError: The cluster cannot be joined, has less than is asked, or others have it; fewer engines than
+                replicas.
+            RuntimeError: Ray is not installed, or does not answer, or the engine runs already.
         """
         if find_spec("ray") is None:
             raise RuntimeError(f"RayEngines without Ray: {INSTALL}")
@@ -156,12 +156,14 @@ class RayEngines(ServerPool):
         if news.url is not None:
             log.info("engine %d is on %s: %s", news.engine, news.host, news.url)
             connections.run(client.move(news.url))
-        elif not self._is_ready:
-            client.failure = f"engine {news.engine} on Ray has ended: {news.ended}"
-        elif client.state != LOST:
-            connections.lose(client, ServerLostError(f"engine {news.engine} has ended: {news.ended}"))
-        else:
-            tell_loss(f"engine {news.engine} has ended before it sampled again: {news.ended}")
+            return
+        tail = f"; last of its output:\n{news.output}" if news.output else ""
+        if not self._is_ready:
+            client.failure = f"engine {news.engine} on Ray has ended: {news.ended}{tail}"
+            return
+        log.warning("engine %d has ended, and is placed anew: %s", news.engine, news.ended)
+        log.info("engine %d%s", news.engine, tail)
+        connections.lose(client, ServerLostError(f"engine {news.engine} has ended: {news.ended}"))
 
     def close(self) -> None:
         """End the engines; what is under way is lost."""

@@ -29,9 +29,10 @@ class Order:
 
 @dataclass(frozen=True)
 class News:
-    """Of one engine: where its server is, or why it has ended."""
+    """Of one engine: where its server is, or why it has ended, with the last of its output."""
 
     engine: int
     url: str | None = None
     host: str = ""
     ended: str | None = None
+    output: str = ""

@@ -44,7 +44,7 @@ class RayPlaces:
         """Reserve what is ordered; the engines are then started, and started again, until `close`.
 
         Raises:
-            ValueError: The cluster cannot give it: what is asked, and what is there.
+            ValueError: The cluster cannot be joined, or cannot give it: what is asked, and what is there.
             RuntimeError: Ray does not answer.
         """
         try:
