@@ -89,11 +89,15 @@ class ServerProcess:
 
 
 @contextmanager
-def guarded(about: dict[str, Any], **answers: Any) -> Iterator[str]:
-    """A server with the real guard, and behind it one that answers by path; yields its URL."""
+def guarded(about: dict[str, Any], silent: str | None = None, **answers: Any) -> Iterator[str]:
+    """A server with the real guard, and behind it one that answers by path, one of them never; yields its URL."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
+            return
+        if scope["path"] == silent:
+            while (await receive())["type"] != "http.disconnect":
+                pass
             return
         body = json.dumps(answers.get(scope["path"].strip("/"), {})).encode()
         await send({"type": "http.response.start", "status": 200, "headers": []})

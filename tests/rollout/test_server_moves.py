@@ -1,16 +1,18 @@
 """Servers that move: a client asks at the other address, and samples there only with the newest weights."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
+from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamRequest
 from lightning_megatron_rl.rollout.servers import connections as watching
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.connections import Connections
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from tests.rollout.server_process import TOKEN, guarded
 from tests.rollout.test_server_guard import ABOUT
 
@@ -34,11 +36,11 @@ def connect(stack: ExitStack, model: str, *urls: str, wait_s: float = 5.0) -> Co
     return connections
 
 
-def until(client: ServerClient, state: str) -> None:
+def until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while client.state != state:
-        assert time.monotonic() < deadline, client.state
-        time.sleep(0.01)
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_server_that_moved_waits_for_weights(about, stack, qwen3_dir):
@@ -50,7 +52,7 @@ def test_a_server_that_moved_waits_for_weights(about, stack, qwen3_dir):
     assert (client.state, connections.vocab_size) == (READY, about.vocab_size)
     connections.lose(client, ServerLostError("it has ended"))
     connections.run(client.move(second))
-    until(client, STALE)
+    until(lambda: client.state == STALE)
     assert (client.url, client.host, connections.vocab_size) == (second, "127.0.0.1", 100)
 
 
@@ -72,3 +74,18 @@ def test_a_server_that_will_never_answer_is_not_waited_for(stack, qwen3_dir):
     with pytest.raises(RuntimeError, match="engine 0 on Ray has ended: out of memory"):
         connections.admit()
     assert client.state == LOST
+
+
+def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_dir):
+    """Its connections stay open: nobody has closed them."""
+    url = stack.enter_context(guarded(about.to_plain(), silent="/inference/v1/generate"))
+    engine = VLLMServers([url], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10))
+    (server,) = engine.connections.servers
+    until(lambda: server.load == 1)
+    engine.connections.lose(server, ServerLostError("it was silent for 10 s"))
+    until(lambda: server.load == 0 and engine.num_restarts == 1)
+    until(lambda: server.load == 1)  # it is back
+    assert list(engine.connections.board.flights) == ["a"]

@@ -71,7 +71,7 @@ class ServerClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def move(self, url: str) -> None:
-        """Ask at another address from now on; what is under way at the old one is lost."""
+        """Ask at another address, or anew at this one, from now on; what is under way is lost."""
         before, self.url, self.host = self._session, url, urlsplit(url).hostname or ""
         await self.open()
         if before is not None:

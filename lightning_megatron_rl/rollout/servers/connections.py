@@ -185,4 +185,6 @@ class Connections:
         self.num_lost += 1
         self.senders.pop(server, None)
         server.met = None
+        # a host that has gone without a word closes no connection: what is under way would wait for it
+        asyncio.run_coroutine_threadsafe(server.move(server.url), self.loop)
         tell_loss(f"a server is lost, and its {server.load} responses go on elsewhere, or when one is back: {error}")

@@ -75,7 +75,7 @@ class RayEngines(ServerPool):
             raise ValueError(f"engine.device={device!r} must be 'cuda', or 'cpu' for engines without GPUs")
         check_resources(resources or {})
         super().__init__(max_model_len, call_timeout_s, bucket_mb)
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,
             "device": device,
@@ -86,7 +86,7 @@ class RayEngines(ServerPool):
             "tensor_parallel_size": tensor_parallel_size,
             "vllm_args": vllm_args,
         }
-        VLLMEngine(**self.settings)  # refuses what it refuses  # type: ignore[arg-type]
+        VLLMEngine(**self.settings)  # refuses what it refuses
         self.num_engines = num_engines
         self.start_timeout_s = start_timeout_s
         cpus = num_cpus or tensor_parallel_size * (num_threads or 1)
@@ -150,9 +150,7 @@ class RayEngines(ServerPool):
 
     def _hear(self, news: News) -> None:
         """Take what is new of an engine; in a thread of its own."""
-        client, connections = self._clients[news.engine], self._connections
-        if connections is None:  # it is being closed
-            return
+        client, connections = self._clients[news.engine], self.connections
         if news.url is not None:
             log.info("engine %d is on %s: %s", news.engine, news.host, news.url)
             connections.run(client.move(news.url))
@@ -168,6 +166,8 @@ class RayEngines(ServerPool):
     def close(self) -> None:
         """End the engines; what is under way is lost."""
         places, self._places = self._places, None
+        if places is not None:
+            places.hear_no_more()
         self._is_ready = False
         super().close()
         if places is not None:

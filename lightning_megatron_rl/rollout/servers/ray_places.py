@@ -57,11 +57,19 @@ class RayPlaces:
             raise ValueError(refused)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the engines and the process."""
+    def hear_no_more(self) -> None:
+        """Give no news from now on; engines go on."""
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(ANSWER_S)
+            self._thread.join(LOOK_S + ANSWER_S)
+        if self._thread.is_alive():  # it places engines anew, which may take longer
+            assert self._process is not None
+            self._process.kill()
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the engines and the process."""
+        self.hear_no_more()
         process, self._process = self._process, None
         if process is None or process.is_gone:
             return
