@@ -22,20 +22,23 @@ NUM_RESPONSES = 12
 AGAIN_S = 420.0  # for a lost engine to be placed, and to load
 
 
-def make_engines(count: int) -> RayEngines:
-    return RayEngines(
-        count, device="cpu", max_model_len=512, kv_cache_memory_gb=0.25, num_threads=1, call_timeout_s=120.0
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--vllm-args", type=json.loads, default={})
     options = parser.parse_args()
 
-    engine = make_engines(options.engines)
+    engine = RayEngines(
+        options.engines,
+        device="cpu",
+        max_model_len=512,
+        kv_cache_memory_gb=0.25,
+        num_threads=1,
+        vllm_args=options.vllm_args,
+        call_timeout_s=120.0,
+    )
     engine.stream_mode = StreamMode(background=True)
     began = time.monotonic()
     engine.start(options.model)

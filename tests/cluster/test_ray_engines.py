@@ -162,6 +162,11 @@ def test_a_killed_engine_is_placed_again_and_nothing_is_left_of_a_killed_trainer
         start_script(big, qwen3_dir, environment, "--engines", "5")
         assert big.wait() == [1], big.output()
         assert "5 x (1 CPU), each on one node, are asked of the Ray cluster, and there is room for 4" in big.output()
+        bad = ClusterRun(hosts, tmp_path / "bad")
+        start_script(bad, qwen3_dir, environment, "--vllm-args", '{"max_num_batched_tokens": 8}')
+        assert bad.wait() == [1], bad.output()
+        why = "engine.vllm_args: max_num_batched_tokens=8 on a CPU"
+        assert re.search(rf"engine \d on Ray has ended: it cannot start on node-[12]: {why}", bad.output())
         run = ClusterRun(hosts, tmp_path / "run")
         start_script(run, qwen3_dir, environment)
         wait_for(run.out / "under_way", run)

@@ -103,9 +103,6 @@ class VLLMServers(ServerPool):
             )
         return token
 
-    def wait_ready(self) -> None:
-        """Do nothing: `start` has waited."""
-
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""
         return f"{len(self.urls)} vLLM server(s): {', '.join(self.urls)}"

@@ -113,6 +113,9 @@ class ServerPool(StreamingEngine):
         self.weight_version = 0  # of a start before this one, maybe
         self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s)
 
+    def wait_ready(self) -> None:
+        """Do nothing: `start` has waited."""
+
     def close(self) -> None:
         """Give the servers back; what is under way is lost."""
         connections, self._connections = self._connections, None
@@ -182,6 +185,7 @@ class ServerPool(StreamingEngine):
             await asyncio.sleep(POLL_S)
 
     def _take_in(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        self.wait_ready()
         connections = self.connections
         whole = [GenerationRequest(r.token_ids, r.seed, max_tokens=r.max_tokens) for r in requests]
         check_requests(whole, params, vocab_size=connections.vocab_size, max_model_len=self.max_model_len)
@@ -211,6 +215,7 @@ class ServerPool(StreamingEngine):
             WeightsLostError: The servers that are there have no weights.
             RuntimeError: All servers were lost for too long, or responses of a stream are under way.
         """
+        self.wait_ready()
         connections = self.connections
         check_requests(requests, params, vocab_size=connections.vocab_size, max_model_len=self.max_model_len)
         if connections.board.flights:
@@ -278,6 +283,7 @@ class ServerPool(StreamingEngine):
             WeightsLostError: Every server was lost meanwhile; update again.
             RuntimeError: No server was there for too long.
         """
+        self.wait_ready()
         began, connections = time.perf_counter(), self.connections
         checked = connections.layout.check_source(source)
         there = self._wait_for_any()

@@ -31,14 +31,16 @@ class EngineActor:
             digest: Of the server's token.
 
         Raises:
-            ValueError: There is no such model here.
-            RuntimeError: vLLM is missing here, or another one than the node needs.
+            RuntimeError: It cannot start on this host, which is named: no such model, another vLLM than the host needs.
         """
         import ray
 
         address = ray.util.get_node_ip_address()
         port = find_port(address)
-        arguments, environment = server_settings(model, VLLMEngine(**settings), (address, port), digest, os.environ)
+        try:
+            arguments, environment = server_settings(model, VLLMEngine(**settings), (address, port), digest, os.environ)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise RuntimeError(f"it cannot start on {socket.gethostname()}: {error}") from error
         self._server = Server(arguments, environment, stderr=subprocess.STDOUT)
         return f"http://{address}:{port}", socket.gethostname()
 

@@ -95,7 +95,7 @@ class RayDriver:
             if place.has_server and answer is not None:
                 ended, output = answer
         except self._ray.exceptions.RayTaskError as error:
-            ended = f"it cannot start: {error.cause}"
+            ended = str(error.cause)
         except self._ray.exceptions.RayError as error:
             ended = " ".join(str(error).split())
         if ended is not None:
