@@ -4,15 +4,17 @@ What the test waits for are files below --out: `under_way`, `complete.json`, `ag
 """
 
 import argparse
+import copy
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamMode
-from lightning_megatron_rl.rollout.servers.client import READY, STALE
+from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamMode, WeightsLostError
+from lightning_megatron_rl.rollout.servers.client import LOST
 from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
 from tests.rollout.conftest import Harness, make_requests, max_logprob_error
 from tests.rollout.test_streaming import Collected, drawn, requests
@@ -58,25 +60,39 @@ def main() -> None:
     assert all(client.load > 0 for client in clients), [client.load for client in clients]
     urls = [client.url for client in clients]
     (options.out / "under_way").write_text("1")
-    collected.until(lambda: engine.num_restarts == 1)
+    models = {harness.version: copy.deepcopy(harness.model)}
+
+    def until(reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + AGAIN_S
+        while not reached():
+            assert time.monotonic() < deadline, [(client.url, client.state) for client in clients]
+            try:
+                collected.add(engine.collect(0.01, everything=True))
+            except WeightsLostError:
+                harness.push_random_weights(10 + harness.version)
+                models[harness.version] = copy.deepcopy(harness.model)
+
+    until(lambda: engine.num_restarts >= 1)
     noticed = time.time()
-    collected.until(lambda: collected.are_complete)
-    errors, lengths, segments = [], [], []
+    until(lambda: collected.are_complete)
+    errors, lengths, versions = [], [], set()
     for request in asked:
-        response = collected.responses[request.name]
-        expected = drawn(harness.model, request.token_ids, response.token_ids)
-        errors.append((torch.tensor(response.logprobs) - expected).abs().max().item())
+        response, at = collected.responses[request.name], 0
+        for version, count in response.segments:
+            expected = drawn(models[version], request.token_ids, response.token_ids)[at : at + count]
+            errors.append((torch.tensor(response.logprobs[at : at + count]) - expected).abs().max().item())
+            at += count
+            versions.add(version)
         lengths.append(len(response.token_ids))
-        segments += [version for version, _ in response.segments]
-    complete = {"errors": errors, "lengths": lengths, "versions": segments, "noticed": noticed, "at": time.time()}
-    write(options.out / "complete.json", complete)
+    complete = {"errors": errors, "lengths": lengths, "versions": sorted(versions), "noticed": noticed}
+    write(options.out / "complete.json", complete | {"at": time.time()})
 
     deadline = time.monotonic() + AGAIN_S
-    while sorted(client.state for client in clients) != sorted([READY] * (options.engines - 1) + [STALE]):
+    while any(client.state == LOST for client in clients):
         assert time.monotonic() < deadline, [(client.url, client.state) for client in clients]
         time.sleep(0.1)
     back = time.time()
-    harness.push_random_weights(2)
+    harness.push_random_weights(20)
     states = [client.state for client in clients]
     many = make_requests(24)
     error = max_logprob_error(harness.model, many, engine.generate(many, SamplingParams(max_tokens=40)))

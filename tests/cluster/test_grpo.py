@@ -11,7 +11,7 @@ from tests.modules.test_streaming import write_rows
 from tests.rollout.server_process import TOKEN, serve_command
 from tests.strategy.test_megatron import RELATIVE
 
-pytestmark = [pytest.mark.slow, pytest.mark.deadline(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deadline(1200)]
 
 EXACT = 1e-5  # nats, fp32: sums in another order
 PORT = 8000
