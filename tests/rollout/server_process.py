@@ -89,13 +89,23 @@ class ServerProcess:
 
 
 @contextmanager
-def guarded(about: dict[str, Any], silent: str | None = None, **answers: Any) -> Iterator[str]:
-    """A server with the real guard, and behind it one that answers by path, one of them never; yields its URL."""
+def guarded(about: dict[str, Any], silent: str | None = None, first: str = "", **answers: Any) -> Iterator[str]:
+    """A server with the real guard, and behind it one that answers by path; yields its URL.
+
+    Args:
+        about: What it says of itself.
+        silent: Path of a request that gets no answer, or only the beginning of one.
+        first: That beginning.
+        answers: Others, by path.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
         if scope["path"] == silent:
+            if first:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": first.encode(), "more_body": True})
             while (await receive())["type"] != "http.disconnect":
                 pass
             return

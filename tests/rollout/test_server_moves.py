@@ -16,6 +16,8 @@ from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from tests.rollout.server_process import TOKEN, guarded
 from tests.rollout.test_server_guard import ABOUT
 
+FIRST = 'data: {"choices": [{"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": null}]}\n'
+
 
 @pytest.fixture
 def about(qwen3_dir, monkeypatch) -> About:
@@ -76,15 +78,18 @@ def test_a_server_that_will_never_answer_is_not_waited_for(stack, qwen3_dir):
     assert client.state == LOST
 
 
-def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_dir):
+@pytest.mark.parametrize("first", ["", FIRST])
+def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_dir, first):
     """Its connections stay open: nobody has closed them."""
-    url = stack.enter_context(guarded(about.to_plain(), silent="/inference/v1/generate"))
+    url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", first))
     engine = VLLMServers([url], TOKEN, max_model_len=512)
     engine.start(qwen3_dir)
     stack.callback(engine.close)
     engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10))
     (server,) = engine.connections.servers
     until(lambda: server.load == 1)
+    (flight,) = engine.connections.board.flights.values()
+    until(lambda: flight.token_ids == ([7] if first else []))
     engine.connections.lose(server, ServerLostError("it was silent for 10 s"))
     until(lambda: server.load == 0 and engine.num_restarts == 1)
     until(lambda: server.load == 1)  # it is back

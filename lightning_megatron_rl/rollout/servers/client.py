@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -69,11 +69,14 @@ class ServerClient:
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._streams: set[aiohttp.ClientResponse] = set()  # of responses under way
 
     async def move(self, url: str) -> None:
         """Ask at another address, or anew at this one, from now on; what is under way is lost."""
         before, self.url, self.host = self._session, url, urlsplit(url).hostname or ""
         await self.open()
+        for stream in self._streams:  # closing the session alone lets who reads one wait for ever
+            stream.close()
         if before is not None:
             await before.close()
 
@@ -225,23 +228,30 @@ class ServerClient:
             async with self._session.post("/inference/v1/generate", json=body) as response:
                 if response.status != 200:
                     self._check(response.status, "/inference/v1/generate", await response.text())
-                async for line in response.content:
-                    if not line.startswith(b"data: {"):
-                        continue
-                    told = json.loads(line[6:])
-                    if "choices" not in told:
-                        raise ServerLostError(f"the server {self.url} says: {str(told)[:500]}")
-                    for choice in told["choices"]:
-                        token_ids = list(choice["token_ids"] or [])
-                        content = (choice.get("logprobs") or {}).get("content") or []
-                        logprobs = [float(entry["logprob"]) for entry in content]
-                        if len(logprobs) != len(token_ids):
-                            raise ServerLostError(
-                                f"the server {self.url} gave {len(logprobs)} log-probs of {len(token_ids)} tokens"
-                            )
-                        reason = choice["finish_reason"]
-                        yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+                self._streams.add(response)
+                try:
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            for token_ids, logprobs, reason in self._read(line[6:]):
+                                yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+                finally:
+                    self._streams.discard(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerLostError(f"the connection to the server {self.url} ended: {error}") from error
         if reason not in ("stop", "length"):
             raise ServerLostError(f"the server {self.url} ended a response with {reason!r}")
+
+    def _read(self, line: bytes) -> Iterator[tuple[list[int], list[float], str | None]]:
+        """Read one event of a stream: tokens, log-probs, and why the response ended, if it has."""
+        told = json.loads(line)
+        if "choices" not in told:
+            raise ServerLostError(f"the server {self.url} says: {str(told)[:500]}")
+        for choice in told["choices"]:
+            token_ids = list(choice["token_ids"] or [])
+            content = (choice.get("logprobs") or {}).get("content") or []
+            logprobs = [float(entry["logprob"]) for entry in content]
+            if len(logprobs) != len(token_ids):
+                raise ServerLostError(
+                    f"the server {self.url} gave {len(logprobs)} log-probs of {len(token_ids)} tokens"
+                )
+            yield token_ids, logprobs, choice["finish_reason"]

@@ -96,6 +96,8 @@ class RayDriver:
                 ended, output = answer
         except self._ray.exceptions.RayTaskError as error:
             ended = str(error.cause)
+        except self._ray.exceptions.ActorUnavailableError as error:  # its node may be back soon
+            answer, ended = None, None if place.has_server else str(error)
         except self._ray.exceptions.RayError as error:
             ended = " ".join(str(error).split())
         if ended is not None:
