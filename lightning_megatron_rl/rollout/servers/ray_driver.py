@@ -1,6 +1,6 @@
 """The process that talks to Ray for one trainer (`python -m`): it places engines and places those anew that end.
 
-Ray is not in the trainer's process, where it would take signals over, and end the run when its head has gone.
+Ray is not in the trainer's process, where it would take signals over, and whose end would be the run's.
 """
 
 import os

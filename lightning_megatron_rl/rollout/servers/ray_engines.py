@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RayEngines(ServerPool):
-    """Samples on vLLM servers that Ray places on any nodes of its cluster, and places again; see docs/multi_node.md.
+    """Samples on vLLM servers that Ray places on any nodes of its cluster, and places again; see docs/ray_engines.md.
 
     An engine whose processes, or whose node, are lost loses no response: each goes on from the tokens that are there,
     on another engine, or when one is back. It is placed anew, and gets the newest weights before it samples.
