@@ -39,7 +39,7 @@ def main() -> None:
         kv_cache_memory_gb=0.25,
         num_threads=1,
         vllm_args=options.vllm_args,
-        call_timeout_s=120.0,
+        call_timeout_s=600.0,
     )
     engine.stream_mode = StreamMode(background=True)
     began = time.monotonic()
