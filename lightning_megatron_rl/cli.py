@@ -44,6 +44,7 @@ from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings, describe_moved
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
@@ -55,7 +56,7 @@ __all__ = ["Built", "CommandLine", "Parser", "explain", "run"]
 
 _MODELS = (GRPOModule, PPOModule, SFTModule, DPOModule, RewardModule)  # offered by shell completion
 _DATA = (PromptDataModule, SFTDataModule, PreferenceDataModule)
-_ENGINES = (VLLMEngine, ColocatedVLLMEngine, VLLMServers, ReplayEngine)
+_ENGINES = (VLLMEngine, ColocatedVLLMEngine, VLLMServers, RayEngines, ReplayEngine)
 _CALLBACKS = (
     HFExport,
     MemorySnapshot,

@@ -33,6 +33,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "model.engine": "rollout.vllm.engine.VLLMEngine",
         "model.engine (in the trainer's process)": "rollout.vllm.colocated.ColocatedVLLMEngine",
         "model.engine (servers)": "rollout.servers.engine.VLLMServers",
+        "model.engine (servers that Ray places)": "rollout.servers.ray_engines.RayEngines",
         "model.engine (recorded)": "rollout.replay.ReplayEngine",
     },
     "Data": {

@@ -19,8 +19,11 @@ def import_ray() -> Any:
     return ray
 
 
-def connect() -> Any:
+def connect(*, show_output: bool = True) -> Any:
     """Join the cluster that RAY_ADDRESS, or Ray's own file on this host, names; return the module `ray`.
+
+    Args:
+        show_output: Print here what actors print.
 
     Raises:
         RuntimeError: Ray is missing, there is no cluster, or it refuses the token.
@@ -28,7 +31,7 @@ def connect() -> Any:
     ray = import_ray()
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", logging_level="warning")
+            ray.init(address="auto", logging_level="warning", log_to_driver=show_output)
         except ConnectionError as error:
             raise RuntimeError(
                 f"no Ray cluster can be joined from here: {error}. Start one (`ray start --head`), set RAY_ADDRESS, and"
@@ -58,6 +61,28 @@ def check_resources(asked: Mapping[str, float], count: int, nodes: Sequence[Mapp
     )
 
 
+def check_parts(asked: Mapping[str, float], count: int, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Refuse more parts of nodes than a cluster can give, however long one waits; a node may give several.
+
+    Args:
+        asked: Of a part, such as {"CPU": 2, "GPU": 2}.
+        count: How many parts.
+        nodes: What each node of the cluster has in all.
+
+    Raises:
+        ValueError: Says what is asked, and what is there.
+    """
+    fitting = [min(int(node.get(name, 0.0) // amount) for name, amount in asked.items()) for node in nodes]
+    if sum(fitting) >= count:
+        return
+    there = "; ".join(_amounts({name: node.get(name, 0.0) for name in asked}) for node in nodes) or "none"
+    least = "no node has that much" if not any(fitting) else f"there is room for {sum(fitting)}"
+    raise ValueError(
+        f"{count} x ({_amounts(asked)}), each on one node, are asked of the Ray cluster, and {least}. Its"
+        f" {len(nodes)} node(s) have: {there}. Ask for less, or start more nodes (`ray start --address ...`)."
+    )
+
+
 def place_on_nodes(asked: Mapping[str, float], count: int, wait_s: float) -> Any:
     """Reserve a part of each of `count` different nodes; return the placement group, ready.
 
@@ -70,16 +95,37 @@ def place_on_nodes(asked: Mapping[str, float], count: int, wait_s: float) -> Any
         ValueError: The cluster's nodes have less in all.
         RuntimeError: Others have it for longer than that.
     """
+    check_resources(asked, count, living_nodes())
+    return reserve(asked, count, "STRICT_SPREAD", wait_s)
+
+
+def living_nodes() -> list[dict[str, float]]:
+    """Return what each node of the cluster has in all."""
+    return [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
+
+
+def reserve(asked: Mapping[str, float], count: int, strategy: str, wait_s: float) -> Any:
+    """Reserve parts of nodes; return the placement group, ready.
+
+    Args:
+        asked: Of a part.
+        count: How many parts.
+        strategy: Ray's: "STRICT_SPREAD" puts each on a node of its own, "SPREAD" does as far as it can.
+        wait_s: For others to give back what they have. # seconds
+
+    Raises:
+        RuntimeError: Others have it for longer than that.
+    """
     ray = import_ray()
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    check_resources(asked, count, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    group = placement_group([dict(asked)] * count, strategy="STRICT_SPREAD")
+    group = placement_group([dict(asked)] * count, strategy=strategy)
     if not group.wait(wait_s):
         remove_placement_group(group)
         free = ray.available_resources()
+        nodes = "node(s) with" if strategy == "STRICT_SPREAD" else "times"
         raise RuntimeError(
-            f"{count} node(s) with {_amounts(asked)} were not free for {wait_s:.0f} s. Free in the whole cluster:"
+            f"{count} {nodes} {_amounts(asked)} were not free for {wait_s:.0f} s. Free in the whole cluster:"
             f" {_amounts({name: free.get(name, 0.0) for name in asked})}; `ray status` says who has the rest."
         )
     return group

@@ -6,26 +6,20 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_megatron_rl.serve.process_group import end_group, members, shared_files
 from lightning_megatron_rl.utilities.arguments import new_parser
 from lightning_megatron_rl.utilities.text_files import text_file
-from lightning_megatron_rl.utilities.versions import __version__
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
 PROGRAM = "lightning-megatron-rl serve"
-SERVER_MODULE = "lightning_megatron_rl.serve.server_process"
 GRACE_S = 20.0  # between SIGTERM and SIGKILL
-OTHERS_GRACE_S = 3.0  # for the server's own processes when it has ended
-LOOK_S = 0.2
-NOTE_S = 2.0  # between two looks at what the processes share
 _EVERYWHERE = ("0.0.0.0", "::", "")
 _DESCRIPTION = """\
 Serve a model for trainers on other hosts (engine: VLLMServers).
@@ -109,26 +103,17 @@ def choose_address(host: str, interface: str | None, *, everywhere: bool) -> str
     return host
 
 
-def server_settings(options: argparse.Namespace, address: str, token: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return vLLM's arguments and the environment of its processes.
+def make_engine(options: argparse.Namespace) -> "VLLMEngine":
+    """Return the settings of vLLM.
 
     Raises:
-        ValueError: An argument is outside its range, or the directory holds no model.
-        RuntimeError: vLLM is missing, or another one than the machine needs.
+        ValueError: An argument is outside its range.
     """
-    from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
-    from lightning_megatron_rl.rollout.servers.about import About, fingerprint, installed_vllm, vocabulary_size
-    from lightning_megatron_rl.rollout.servers.guard import SETTINGS, token_digest
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
-    from lightning_megatron_rl.rollout.vllm.installation import choose_device, installed_packages, why_no_gpu
-    from lightning_megatron_rl.rollout.vllm.process import child_environment
-    from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
-    from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_threads
-    from lightning_megatron_rl.weights.transports.network import EXTENSION
 
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port} must be in [0, 65535]")
-    engine = VLLMEngine(
+    return VLLMEngine(
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         dtype=options.dtype,
@@ -139,94 +124,45 @@ def server_settings(options: argparse.Namespace, address: str, token: str) -> tu
         num_threads=options.num_threads,
         vllm_args=options.vllm_args,
     )
-    device = choose_device(options.device, installed_packages(), no_gpu=why_no_gpu())
-    layout = CheckpointLayout.read(options.model)
-    eager = device == "cpu"
-    arguments = llm_arguments(
-        engine, str(Path(options.model).resolve()), device, stored_dtype=layout.dtype, eager=eager, extension=EXTENSION
-    )
-    threads = options.num_threads or sampler_threads(
-        layout.num_parameters, options.tensor_parallel_size, dict(os.environ)
-    )
-    environment = engine_environment(
-        device,
-        layout.architectures,
-        eager=eager,
-        tensor_parallel_size=options.tensor_parallel_size,
-        num_threads=threads if device == "cpu" else None,
-        dtype=arguments["dtype"],
-    )
-    about = About(
-        version=__version__,
-        vllm=installed_vllm(),
-        model=arguments["model"],
-        fingerprint=fingerprint(options.model),
-        dtype=arguments["dtype"],
-        max_model_len=options.max_model_len,
-        vocab_size=vocabulary_size(options.model),
-        num_workers=options.tensor_parallel_size,
-        instance=uuid.uuid4().hex,
-    )
-    own = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # the server's engine core has a process of its own
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights, behind the guard
-        SETTINGS: json.dumps({"digest": token_digest(token), "about": about.to_plain()}),
-    }
-    changes = openmp_defaults() | environment | own
-    inherited = {name: value for name, value in os.environ.items() if value != token}
-    serving = {"host": address, "port": options.port}
-    return arguments | serving, child_environment(inherited, changes)
 
 
 def run_server(arguments: dict[str, Any], environment: dict[str, str]) -> int:
     """Run vLLM's server until it ends, or a signal comes; nothing of it is left afterwards. Returns an exit code."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", SERVER_MODULE, str(os.getpid())],
-        env=environment,
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # one group of processes, which ends as a whole
-    )
+    from lightning_megatron_rl.rollout.servers.launch import LOOK_S, Server
+
     told: list[int] = []
-    shared: set[Path] = set()
 
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
+    server = Server(arguments, environment)
     try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(arguments).encode())
-        process.stdin.close()
-        ends_at = None
-        looked_at = 0.0
-        # it is not collected while it has a group: the group's number cannot be another one's then
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if told and ends_at is None:
-                ends_at = time.monotonic() + GRACE_S
-                process.send_signal(signal.SIGTERM)
-            if ends_at is not None and time.monotonic() > ends_at:
-                break
-            if time.monotonic() - looked_at > NOTE_S:
-                looked_at = time.monotonic()
-                shared |= shared_files(process.pid)
+        while server.is_running and not told:
             time.sleep(LOOK_S)
-        ends_at = time.monotonic() + OTHERS_GRACE_S
-        while set(members(process.pid)) - {process.pid} and time.monotonic() < ends_at:  # they remove what they share
-            time.sleep(LOOK_S)
+        if told:
+            server.ask_to_end()
+            server.wait(GRACE_S)
     finally:
-        end_group(process.pid, shared)
-        process.wait()
-    return 128 + told[0] if told else process.returncode or 0
+        code = server.end()
+    return 128 + told[0] if told else code
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
+    from lightning_megatron_rl.rollout.servers.guard import token_digest
+    from lightning_megatron_rl.rollout.servers.launch import server_settings
+
     options = make_parser().parse_args(arguments)
     try:
         address = choose_address(options.host, options.interface, everywhere=options.all_interfaces)
         token = read_token(options.token_file, os.environ)
-        vllm_arguments, environment = server_settings(options, address, token)
+        engine = make_engine(options)
+        inherited = {name: value for name, value in os.environ.items() if value != token}
+        vllm_arguments, environment = server_settings(
+            options.model, engine, (address, options.port), token_digest(token), inherited
+        )
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--urls", nargs="*", default=None)
+    parser.add_argument("--ray-engines", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=0)
     options = parser.parse_args()
 
@@ -49,11 +50,14 @@ def main() -> None:
     from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
     from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+    from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     pl.seed_everything(5)
     engine: RolloutEngine
-    if options.urls is None:
+    if options.ray_engines:
+        engine = RayEngines(options.ray_engines, device="cpu", max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1)
+    elif options.urls is None:
         engine = VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25, num_threads=1)
     else:
         engine = VLLMServers(options.urls, max_model_len=64)

@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "multi_node.md").read_text()
 MANIFESTS = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 
 
-@pytest.mark.parametrize(("config", "overlay"), [("sft", "two_nodes"), ("grpo", "servers")])
+@pytest.mark.parametrize(("config", "overlay"), [("sft", "two_nodes"), ("grpo", "servers"), ("grpo", "ray_engines")])
 def test_overlays_are_configs(config, overlay, capsys):
     files = ["--config", f"configs/demo/{config}.yaml", "--config", f"{FOLDER}/{overlay}.yaml"]
     with pytest.raises(SystemExit) as exit_:

@@ -11,7 +11,7 @@ from tests.modules.test_streaming import write_rows
 from tests.rollout.server_process import TOKEN, serve_command
 from tests.strategy.test_megatron import RELATIVE
 
-pytestmark = [pytest.mark.slow, pytest.mark.deadline(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deadline(1200)]
 
 EXACT = 1e-5  # nats, fp32: sums in another order
 PORT = 8000
@@ -22,9 +22,9 @@ def rows(tmp_path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", 16)
 
 
-def start(run: ClusterRun, launcher: str, model: Path, rows: Path, *more: str) -> None:
+def start(run: ClusterRun, launcher: str, model: Path, rows: Path, *more: str, **environment: str) -> None:
     arguments = ["--model", str(model), "--rows", str(rows), "--out", str(run.out), *more]
-    run.start(launcher, "-m", "tests.cluster.grpo_script", *arguments, LIGHTNING_MEGATRON_RL_TOKEN=TOKEN)
+    run.start(launcher, "-m", "tests.cluster.grpo_script", *arguments, LIGHTNING_MEGATRON_RL_TOKEN=TOKEN, **environment)
 
 
 def equal_steps(mine: dict, theirs: dict) -> None:

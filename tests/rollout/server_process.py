@@ -23,7 +23,7 @@ from lightning_megatron_rl.rollout.servers.guard import Guard, token_digest
 from tests.distributed import ROOT, free_port
 
 TOKEN = "0123456789abcdef-of-a-test"
-START_S = 120.0
+START_S = 400.0  # on a busy machine
 
 
 def serve_command(model: Path, port: int, host: str = "127.0.0.1") -> list[str]:
@@ -89,11 +89,25 @@ class ServerProcess:
 
 
 @contextmanager
-def guarded(about: dict[str, Any], **answers: Any) -> Iterator[str]:
-    """A server with the real guard, and behind it one that answers by path; yields its URL."""
+def guarded(about: dict[str, Any], silent: str | None = None, first: str = "", **answers: Any) -> Iterator[str]:
+    """A server with the real guard, and behind it one that answers by path; yields its URL.
+
+    Args:
+        about: What it says of itself.
+        silent: Path of a request that gets no answer, or only the beginning of one.
+        first: That beginning.
+        answers: Others, by path.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
+            return
+        if scope["path"] == silent:
+            if first:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": first.encode(), "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
             return
         body = json.dumps(answers.get(scope["path"].strip("/"), {})).encode()
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -174,6 +174,7 @@ def test_no_route_of_the_server_is_open(server):
 
 
 @pytest.mark.slow
+@pytest.mark.deadline(600)
 @pytest.mark.parametrize("victim", ["serve", "api server"])
 def test_nothing_is_left_of_a_killed_server(model_dir, tmp_path, victim):
     """vLLM's own leaves its engine core and workers as orphans."""
@@ -196,6 +197,7 @@ def describe(engine: VLLMServers) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.deadline(1200)
 def test_responses_of_a_lost_server_go_on_elsewhere_and_it_comes_back(model_dir, tmp_path):
     """Killed with responses on both: none is lost, each token is of the weights that were pushed."""
     servers = [ServerProcess(model_dir, tmp_path / f"{number}.log") for number in range(2)]
@@ -244,11 +246,12 @@ def test_responses_of_a_lost_server_go_on_elsewhere_and_it_comes_back(model_dir,
 
 
 @pytest.mark.slow
+@pytest.mark.deadline(1200)
 def test_the_only_server_comes_back_without_weights(model_dir, tmp_path):
     """A batch is asked for again when the server has the newest weights."""
     server = ServerProcess(model_dir, tmp_path / "log")
     server.wait()
-    engine = connect(server, call_timeout_s=120.0)
+    engine = connect(server, call_timeout_s=400.0)
     engine.start(model_dir)
     harness = Harness(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
     try:

@@ -69,7 +69,10 @@ class Collected:
         while not reached():
             assert time.monotonic() < deadline, "nothing more came in a minute"
             time.sleep(0.0 if wait_s else 0.05)
-            self.add(self.engine.collect(wait_s, everything=True))
+            news = self.engine.collect(wait_s, everything=True)
+            self.add(news)
+            if news:
+                deadline = time.monotonic() + 60
 
     @property
     def shortest(self) -> int:

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from lightning_megatron_rl.rollout.servers.process_group import members, shared_files
 from lightning_megatron_rl.serve.command import choose_address, main, read_token
-from lightning_megatron_rl.serve.process_group import members, shared_files
 from tests.rollout.server_process import TOKEN
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,7 +50,7 @@ class ServerClient:
     """Asks one server; all coroutines run on one event loop.
 
     Args:
-        url: As `check_url` returns it.
+        url: As `check_url` returns it; "" is not known yet, and comes by `move`.
         token: Of the server.
         run: Who asks, for the lease.
         timeout_s: Deadline of what takes work. # seconds
@@ -64,13 +64,26 @@ class ServerClient:
         self.pushed: tuple[str, int] | None = None  # instance and version of the weights that it has
         self.met: str | None = None  # the instance whose workers are in a group with this trainer
         self.load = 0  # responses under way
+        self.failure: str | None = None  # why it will never answer, if somebody knows
         self._run = run
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._streams: set[aiohttp.ClientResponse] = set()  # of responses under way
+
+    async def move(self, url: str) -> None:
+        """Ask at another address, or anew at this one, from now on; what is under way is lost."""
+        before, self.url, self.host = self._session, url, urlsplit(url).hostname or ""
+        await self.open()
+        for stream in self._streams:  # closing the session alone lets who reads one wait for ever
+            stream.close()
+        if before is not None:
+            await before.close()
 
     async def open(self) -> None:
         """Be ready to ask, on this event loop."""
+        if not self.url:
+            return
         # a connection for each request: the server closes idle ones, and a request on one of them may be lost
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S)
@@ -80,7 +93,8 @@ class ServerClient:
 
     async def close(self) -> None:
         """Give the lease back, if the server is there."""
-        assert self._session is not None
+        if self._session is None:
+            return
         if self.state in (READY, STALE):
             try:
                 await self._ask("DELETE", LEASE, PROBE_S)
@@ -140,7 +154,8 @@ class ServerClient:
     async def _ask(
         self, method: str, path: str, timeout_s: float, *, body: Any = None, text: str | None = None
     ) -> dict[str, Any]:
-        assert self._session is not None
+        if self._session is None:
+            raise ServerLostError("the server has no address yet")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, path, json=body, data=text, timeout=timeout) as response:
@@ -213,23 +228,30 @@ class ServerClient:
             async with self._session.post("/inference/v1/generate", json=body) as response:
                 if response.status != 200:
                     self._check(response.status, "/inference/v1/generate", await response.text())
-                async for line in response.content:
-                    if not line.startswith(b"data: {"):
-                        continue
-                    told = json.loads(line[6:])
-                    if "choices" not in told:
-                        raise ServerLostError(f"the server {self.url} says: {str(told)[:500]}")
-                    for choice in told["choices"]:
-                        token_ids = list(choice["token_ids"] or [])
-                        content = (choice.get("logprobs") or {}).get("content") or []
-                        logprobs = [float(entry["logprob"]) for entry in content]
-                        if len(logprobs) != len(token_ids):
-                            raise ServerLostError(
-                                f"the server {self.url} gave {len(logprobs)} log-probs of {len(token_ids)} tokens"
-                            )
-                        reason = choice["finish_reason"]
-                        yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+                self._streams.add(response)
+                try:
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            for token_ids, logprobs, reason in self._read(line[6:]):
+                                yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+                finally:
+                    self._streams.discard(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerLostError(f"the connection to the server {self.url} ended: {error}") from error
         if reason not in ("stop", "length"):
             raise ServerLostError(f"the server {self.url} ended a response with {reason!r}")
+
+    def _read(self, line: bytes) -> Iterator[tuple[list[int], list[float], str | None]]:
+        """Read one event of a stream: tokens, log-probs, and why the response ended, if it has."""
+        told = json.loads(line)
+        if "choices" not in told:
+            raise ServerLostError(f"the server {self.url} says: {str(told)[:500]}")
+        for choice in told["choices"]:
+            token_ids = list(choice["token_ids"] or [])
+            content = (choice.get("logprobs") or {}).get("content") or []
+            logprobs = [float(entry["logprob"]) for entry in content]
+            if len(logprobs) != len(token_ids):
+                raise ServerLostError(
+                    f"the server {self.url} gave {len(logprobs)} log-probs of {len(token_ids)} tokens"
+                )
+            yield token_ids, logprobs, choice["finish_reason"]

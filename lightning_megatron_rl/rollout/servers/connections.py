@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Connections:
         self.board = Board()
         self.lock = threading.RLock()  # of whoever changes what is under way
         self.tasks: dict[str, asyncio.Task[None]] = {}  # of flights, by name; the event loop's own
-        self.senders: dict[str, NetworkSender] = {}  # by URL
+        self.senders: dict[ServerClient, NetworkSender] = {}
         self.version = 0  # of the weights that sample
         self.num_lost = 0
         self._model_path = model_path
@@ -77,14 +77,14 @@ class Connections:
             return await asyncio.gather(*(work(server) for server in servers), return_exceptions=True)
 
         results = self.run(all_of_them())
-        return self.without(servers, dict(zip((server.url for server in servers), results, strict=True)))
+        return self.without(servers, dict(zip(servers, results, strict=True)))
 
-    def without(self, servers: list[ServerClient], results: dict[str, Any]) -> list[ServerClient]:
-        """Return the servers whose result, by URL, is no exception; the others are lost."""
+    def without(self, servers: list[ServerClient], results: Mapping[ServerClient, Any]) -> list[ServerClient]:
+        """Return the servers whose result is no exception; the others are lost."""
         for server in servers:
-            if isinstance(error := results.get(server.url), Exception):
+            if isinstance(error := results.get(server), Exception):
                 self.lose(server, error)
-        return [server for server in servers if not isinstance(results.get(server.url), Exception)]
+        return [server for server in servers if not isinstance(results.get(server), Exception)]
 
     def close(self) -> None:
         """Give the servers back; what is under way is lost."""
@@ -139,6 +139,8 @@ class Connections:
                 if not error.may_pass or now > min(leased_by, deadline):
                     raise
             except ServerLostError as error:
+                if server.failure is not None:
+                    raise RuntimeError(server.failure) from error
                 if now > deadline:
                     raise RuntimeError(
                         f"{error}. Is it running there, and may this host connect to it? It was waited for"
@@ -181,6 +183,8 @@ class Connections:
             return
         server.state = LOST
         self.num_lost += 1
-        self.senders.pop(server.url, None)
+        self.senders.pop(server, None)
         server.met = None
+        # a host that has gone without a word closes no connection: what is under way would wait for it
+        asyncio.run_coroutine_threadsafe(server.move(server.url), self.loop)
         tell_loss(f"a server is lost, and its {server.load} responses go on elsewhere, or when one is back: {error}")

@@ -1,54 +1,19 @@
 """`VLLMServers`: an engine made of vLLM servers that somebody else has started, on any host."""
 
-import asyncio
-import logging
 import os
-import threading
-import time
 import uuid
 from pathlib import Path
 
 from lightning_megatron_rl.parallel.distributed import replica_share
-from lightning_megatron_rl.planner.needs import EngineNeeds
-from lightning_megatron_rl.rollout.protocol import (
-    Generation,
-    GenerationRequest,
-    Progress,
-    SamplingParams,
-    StreamingEngine,
-    StreamMode,
-    StreamRequest,
-    SyncReport,
-    WeightsLostError,
-    check_requests,
-)
-from lightning_megatron_rl.rollout.servers.client import (
-    LOST,
-    READY,
-    STALE,
-    ServerClient,
-    ServerLostError,
-    ServerRefusedError,
-    check_url,
-)
-from lightning_megatron_rl.rollout.servers.connections import Connections
-from lightning_megatron_rl.rollout.servers.flights import Flight, choose_server
-from lightning_megatron_rl.rollout.servers.push import meet, send
-from lightning_megatron_rl.rollout.turns import one_at_a_time
+from lightning_megatron_rl.rollout.servers.client import ServerClient, check_url
+from lightning_megatron_rl.rollout.servers.pool import ServerPool
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, Range, check_ranges
-from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.utilities.text_files import text_file
-from lightning_megatron_rl.weights.source import WeightSource
-from lightning_megatron_rl.weights.transports.network import NETWORK
 
 TOKEN_VARIABLE = "LIGHTNING_MEGATRON_RL_TOKEN"
-POLL_S = 0.05
-_MIB = 2**20
-
-log = logging.getLogger(__name__)
 
 
-class VLLMServers(StreamingEngine):
+class VLLMServers(ServerPool):
     """Samples on vLLM servers, which ``lightning-megatron-rl serve`` starts; see docs/multi_node.md.
 
     Responses go to the least busy server, those that begin alike to one that has their beginning in its cache. A server
@@ -67,12 +32,6 @@ class VLLMServers(StreamingEngine):
         call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
         bucket_mb: Size of the buffer that weights are sent in. # MiB
     """
-
-    streams = True
-    is_apart = True
-    stream_mode: StreamMode | None = None
-    devices: list[int] | None = None
-    sleep_level = 0
 
     def __init__(
         self,
@@ -93,6 +52,7 @@ class VLLMServers(StreamingEngine):
         check_ranges(ranges, locals(), "engine.")
         if isinstance(urls, str) or not urls:
             raise ValueError(f"engine.urls={urls!r}: give a list of one URL or more, such as [http://node-7:8000]")
+        super().__init__(max_model_len, call_timeout_s, bucket_mb)
         self.urls = [check_url(url) for url in urls]
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls={self.urls}: one of them is there twice")
@@ -100,31 +60,7 @@ class VLLMServers(StreamingEngine):
             raise ValueError("engine.token and engine.token_file: give one of them")
         self.token = token
         self.token_file = token_file
-        self.max_model_len = max_model_len
         self.start_timeout_s = start_timeout_s
-        self.call_timeout_s = call_timeout_s
-        self.bucket_mb = bucket_mb
-        self.weight_version = 0
-        self.activity: SpanLog | None = None
-        self._connections: Connections | None = None
-
-    @property
-    def connections(self) -> Connections:
-        """What there is between `start` and `close`.
-
-        Raises:
-            RuntimeError: It is not started.
-        """
-        if self._connections is None:
-            raise RuntimeError("the engine is not started; call start(model_path) first")
-        return self._connections
-
-    @property
-    def num_restarts(self) -> int:  # type: ignore[override]
-        """Servers that were lost since the start."""
-        return 0 if self._connections is None else self._connections.num_lost
-
-    # ---- start and end ---------------------------------------------------------------------------------------------
 
     def start(self, model_path: str | Path) -> None:
         """Find the servers of this replica, check them and take their leases.
@@ -134,18 +70,11 @@ class VLLMServers(StreamingEngine):
                 model or version.
             RuntimeError: A server does not answer within `start_timeout_s`, or the engine runs already.
         """
-        if self._connections is not None:
-            raise RuntimeError("the engine is already started; close() it before another start()")
-        if self.stream_mode is not None and self.stream_mode.keeps_cache:
-            raise ValueError(
-                "streaming.on_update='kept' with VLLMServers: what servers have cached is computed anew at an update."
-                " Set on_update to recomputed."
-            )
         token, run = self._read_token(), uuid.uuid4().hex
         servers = [ServerClient(url, token, run, self.call_timeout_s) for url in self._share()]
-        self._connections = Connections(servers, model_path, self.max_model_len, self.start_timeout_s)
+        self._open(servers, model_path, self.start_timeout_s)
         try:
-            self._connections.admit()
+            self.connections.admit()
         except BaseException:
             self.close()
             raise
@@ -174,218 +103,6 @@ class VLLMServers(StreamingEngine):
             )
         return token
 
-    def wait_ready(self) -> None:
-        """Do nothing: `start` has waited."""
-
-    def close(self) -> None:
-        """Give the servers back; what is under way is lost."""
-        connections, self._connections = self._connections, None
-        if connections is not None:
-            connections.close()
-
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""
         return f"{len(self.urls)} vLLM server(s): {', '.join(self.urls)}"
-
-    def describe_needs(self) -> EngineNeeds | None:
-        """Return that it takes nothing of the trainer's GPUs."""
-        return EngineNeeds(device="cpu")
-
-    # ---- responses -------------------------------------------------------------------------------------------------
-
-    async def _launch(self, flights: list[Flight]) -> None:
-        """Send responses on their way; on the event loop."""
-        for flight in flights:
-            task = asyncio.create_task(self._fly(flight))
-            self.connections.tasks[flight.request.name] = task
-
-    async def _fly(self, flight: Flight) -> None:
-        """Bring a response to its end."""
-        connections, name = self.connections, flight.request.name
-        try:
-            while not flight.is_complete:
-                server = await self._find_server(flight)
-                server.load += 1
-                try:
-                    version = self.weight_version
-                    async for token_ids, logprobs, reason in server.generate(
-                        f"{name}/{uuid.uuid4().hex[:8]}",
-                        flight.prompt,
-                        flight.params,
-                        seed=flight.seed(version),
-                        max_tokens=flight.max_tokens,
-                        salt=f"weights {version}",
-                    ):
-                        connections.board.land(flight, token_ids, logprobs, reason, version)
-                except (ServerLostError, ServerRefusedError) as error:
-                    connections.lose(server, error)
-                finally:
-                    server.load -= 1
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            connections.board.fail(error)
-        finally:
-            connections.tasks.pop(name, None)
-
-    async def _find_server(self, flight: Flight) -> ServerClient:
-        """Wait for a server that can sample.
-
-        Raises:
-            WeightsLostError: Servers are there, and none has the weights.
-            RuntimeError: All were lost for too long.
-        """
-        connections, deadline = self.connections, time.monotonic() + self.call_timeout_s
-        while True:
-            server = choose_server(connections.servers, flight.prompt)
-            if server is not None:
-                return server
-            if any(server.state == STALE for server in connections.servers):
-                raise WeightsLostError(
-                    f"no server has the weights of version {self.weight_version}, and some are back without: call"
-                    " update_weights with a full set of weights"
-                )
-            if time.monotonic() > deadline:
-                raise RuntimeError(self._all_lost("to sample"))
-            await asyncio.sleep(POLL_S)
-
-    def _take_in(self, requests: list[StreamRequest], params: SamplingParams) -> None:
-        connections = self.connections
-        whole = [GenerationRequest(r.token_ids, r.seed, max_tokens=r.max_tokens) for r in requests]
-        check_requests(whole, params, vocab_size=connections.vocab_size, max_model_len=self.max_model_len)
-        flights = [Flight(request, params) for request in requests]
-        for flight in flights:
-            connections.board.add(flight)
-        connections.run(self._launch(flights))
-
-    async def _stop(self) -> None:
-        """Stop what is under way, each at the tokens that have come; on the event loop."""
-        tasks = list(self.connections.tasks.values())
-        for task in tasks:
-            task.cancel()  # which closes its connection, so that the server drops the response
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    @property
-    def call_lock(self) -> threading.RLock:
-        """Who has it may change what is under way."""
-        return self.connections.lock
-
-    @one_at_a_time
-    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
-        """Sample `num_generations` responses for each request.
-
-        Raises:
-            ValueError: A request is refused; see `check_requests`.
-            WeightsLostError: The servers that are there have no weights.
-            RuntimeError: All servers were lost for too long, or responses of a stream are under way.
-        """
-        connections = self.connections
-        check_requests(requests, params, vocab_size=connections.vocab_size, max_model_len=self.max_model_len)
-        if connections.board.flights:
-            raise RuntimeError("responses of a stream are under way: withdraw them first")
-        asked = [
-            StreamRequest(f"{number}/{place}", r.token_ids, r.seed + place, r.max_tokens or params.max_tokens)
-            for number, r in enumerate(requests)
-            for place in range(r.num_generations)
-        ]
-        found: dict[str, Progress] = {}
-        try:
-            self._take_in(asked, params)
-            while len(found) < len(asked):
-                connections.board.raise_error()
-                connections.board.wait(1.0)
-                found |= {news.name: news for news in connections.board.take_news(everything=False)}
-        except BaseException:
-            self.withdraw()
-            raise
-        return [
-            [_generation(found[f"{number}/{place}"]) for place in range(request.num_generations)]
-            for number, request in enumerate(requests)
-        ]
-
-    @one_at_a_time
-    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
-        """Take responses in, beside those under way; see `StreamingEngine`.
-
-        Raises:
-            ValueError: A request is refused; see `check_requests`.
-        """
-        self._take_in(requests, params)
-
-    def collect(self, wait_s: float, *, everything: bool = False) -> list[Progress]:
-        """Wait until a response is complete, at most `wait_s` seconds; return what is new of complete ones, or of all.
-
-        Raises:
-            WeightsLostError: The servers that are there have no weights; responses go on after the next update.
-            RuntimeError: All servers were lost for too long.
-        """
-        board = self.connections.board
-        if board.flights and wait_s > 0:
-            board.wait(wait_s)
-        board.raise_error()
-        return board.take_news(everything=everything)
-
-    @one_at_a_time
-    def withdraw(self) -> list[Progress]:
-        """Stop all responses under way and return what is new of them."""
-        connections = self.connections
-        connections.run(self._stop())
-        news = connections.board.take_news(everything=True)
-        connections.board.flights.clear()
-        connections.board.error = None
-        return news
-
-    # ---- weights ---------------------------------------------------------------------------------------------------
-
-    @one_at_a_time
-    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
-        """Push a full set of weights to all servers that are there, at the same time.
-
-        Raises:
-            ValueError: The names or shapes differ from those of the model's directory.
-            WeightsLostError: Every server was lost meanwhile; update again.
-            RuntimeError: No server was there for too long.
-        """
-        began, connections = time.perf_counter(), self.connections
-        checked = connections.layout.check_source(source)
-        there = self._wait_for_any()
-        connections.run(self._stop())
-        there = meet(connections, connections.on_each(there, ServerClient.pause), self.call_timeout_s)
-        num_bytes, largest = send(connections, checked, there, self.bucket_mb * _MIB)
-        there = connections.on_each([server for server in there if server.state != LOST], ServerClient.resume)
-        self.weight_version = connections.version = version
-        for server in there:
-            assert server.about is not None
-            server.state, server.pushed = READY, (server.about.instance, version)
-        for server in connections.servers:
-            if server not in there and server.state == READY:
-                server.state = STALE  # it was back too late for this update
-        connections.board.error = None
-        if not there:
-            raise WeightsLostError(f"every server was lost during the update to version {version}: update again")
-        flights = list(connections.board.flights.values())
-        connections.run(self._launch([flight for flight in flights if not flight.is_complete]))
-        seconds = time.perf_counter() - began
-        rate = num_bytes / 1e6 / seconds
-        log.info("weights of version %d to %d server(s): %.3f s, %.0f MB/s to each", version, len(there), seconds, rate)
-        return SyncReport(num_bytes, seconds, largest, NETWORK)
-
-    def _wait_for_any(self) -> list[ServerClient]:
-        servers, deadline = self.connections.servers, time.monotonic() + self.call_timeout_s
-        while all(server.state == LOST for server in servers):
-            if time.monotonic() > deadline:
-                raise RuntimeError(self._all_lost("to take weights"))
-            time.sleep(POLL_S)
-        return [server for server in servers if server.state != LOST]
-
-    def _all_lost(self, what: str) -> str:
-        urls = ", ".join(server.url for server in self.connections.servers)
-        return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {urls}"
-
-    def let_go(self) -> None:
-        """Do nothing: servers have weights of their own."""
-
-
-def _generation(news: Progress) -> Generation:
-    assert news.finish_reason is not None
-    return Generation(news.token_ids, news.logprobs, news.finish_reason)

@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +29,7 @@ def meet(connections: Connections, servers: list[ServerClient], timeout_s: float
 
     def join(server: ServerClient) -> None:
         assert server.about is not None
-        if server.met == server.about.instance and server.url in connections.senders:
+        if server.met == server.about.instance and server in connections.senders:
             return
         sender = NetworkSender(server.host, server.about.num_workers, min(timeout_s, MEET_S))
         joining = server.call("join_trainer", vars(sender.meeting))
@@ -40,7 +40,7 @@ def meet(connections: Connections, servers: list[ServerClient], timeout_s: float
             answer.result()  # which says more, if the server has failed
             raise
         answer.result()
-        connections.senders[server.url], server.met = sender, server.about.instance
+        connections.senders[server], server.met = sender, server.about.instance
 
     return connections.without(servers, _at_once(servers, join))
 
@@ -56,32 +56,32 @@ def send(
         Bytes of the weights, and bytes of the largest buffer.
     """
 
-    def lost(results: dict[str, Any]) -> list[ServerClient]:
+    def lost(results: Mapping[ServerClient, Any]) -> list[ServerClient]:
         return connections.without(left, results)
 
-    asked = {server.url: server.call("receive_weights") for server in servers}
-    answers = {url: asyncio.run_coroutine_threadsafe(call, connections.loop) for url, call in asked.items()}
+    asked = {server: server.call("receive_weights") for server in servers}
+    answers = {server: asyncio.run_coroutine_threadsafe(call, connections.loop) for server, call in asked.items()}
     left, num_bytes, largest = servers, 0, 0
     for buffer, placements in fill_buckets(source.tensors(), bucket_bytes):
         bucket = buffer[: placements[-1].end].cpu()
         left = lost(_at_once(left, functools.partial(_broadcast, connections, bucket, placements)))
         num_bytes, largest = num_bytes + total_bytes(placements), max(largest, buffer.numel())
-    left = lost(_at_once(left, lambda server: connections.senders[server.url].end()))
-    lost(_at_once(left, lambda server: answers[server.url].result()))
+    left = lost(_at_once(left, lambda server: connections.senders[server].end()))
+    lost(_at_once(left, lambda server: answers[server].result()))
     return num_bytes, largest
 
 
 def _broadcast(connections: Connections, bucket: Tensor, placements: list[Placement], server: ServerClient) -> None:
     if server.state == LOST:
         raise RuntimeError(f"the server {server.url} was lost meanwhile")
-    connections.senders[server.url].send(bucket, placements)
+    connections.senders[server].send(bucket, placements)
 
 
-def _at_once(servers: list[ServerClient], work: Callable[[ServerClient], Any]) -> dict[str, Exception]:
-    """Do something for each server, each in a thread of its own; returns what failed, by URL."""
+def _at_once(servers: list[ServerClient], work: Callable[[ServerClient], Any]) -> dict[ServerClient, Exception]:
+    """Do something for each server, each in a thread of its own; returns what failed."""
     if not servers:
         return {}
     with ThreadPoolExecutor(len(servers)) as pool:
-        futures = {server.url: pool.submit(work, server) for server in servers}
-    errors = {url: future.exception() for url, future in futures.items()}
-    return {url: error for url, error in errors.items() if isinstance(error, Exception)}
+        futures = {server: pool.submit(work, server) for server in servers}
+    errors = {server: future.exception() for server, future in futures.items()}
+    return {server: error for server, error in errors.items() if isinstance(error, Exception)}

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from lightning_megatron_rl.serve.process_group import end_group
+from lightning_megatron_rl.rollout.servers.process_group import end_group
 
 GUARD = "lightning_megatron_rl.rollout.servers.guard.Guard"
 LOOK_S = 1.0

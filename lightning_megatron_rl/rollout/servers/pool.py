@@ -1,0 +1,329 @@
+"""`ServerPool`: an engine made of vLLM servers on any host, of which some may be lost at any time."""
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from lightning_megatron_rl.planner.needs import EngineNeeds
+from lightning_megatron_rl.rollout.protocol import (
+    Generation,
+    GenerationRequest,
+    Progress,
+    SamplingParams,
+    StreamingEngine,
+    StreamMode,
+    StreamRequest,
+    SyncReport,
+    WeightsLostError,
+    check_requests,
+)
+from lightning_megatron_rl.rollout.servers.client import (
+    LOST,
+    READY,
+    STALE,
+    ServerClient,
+    ServerLostError,
+    ServerRefusedError,
+)
+from lightning_megatron_rl.rollout.servers.connections import Connections
+from lightning_megatron_rl.rollout.servers.flights import Flight, choose_server
+from lightning_megatron_rl.rollout.servers.push import meet, send
+from lightning_megatron_rl.rollout.turns import one_at_a_time
+from lightning_megatron_rl.utilities.spans import SpanLog
+from lightning_megatron_rl.weights.source import WeightSource
+from lightning_megatron_rl.weights.transports.network import NETWORK
+
+TOKEN_VARIABLE = "LIGHTNING_MEGATRON_RL_TOKEN"
+POLL_S = 0.05
+_MIB = 2**20
+
+log = logging.getLogger(__name__)
+
+
+class ServerPool(StreamingEngine):
+    """The verbs of an engine made of vLLM servers; what says where these are, begins with `_open`.
+
+    Responses go to the least busy server, those that begin alike to one that has their beginning in its cache. A server
+    that is lost loses no response: each goes on from the tokens that are there, on another server, or when one is back.
+    A server that comes back, here or at another address, samples again after the next push of weights.
+
+    Weights go over the network to the workers of all servers at the same time, by gloo. Responses under way at an
+    update go on with the new weights; what was cached for them is computed anew.
+
+    Args:
+        max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
+        call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
+        bucket_mb: Size of the buffer that weights are sent in. # MiB
+    """
+
+    streams = True
+    is_apart = True
+    stream_mode: StreamMode | None = None
+    devices: list[int] | None = None
+    sleep_level = 0
+
+    def __init__(self, max_model_len: int, call_timeout_s: float, bucket_mb: int) -> None:
+        self.max_model_len = max_model_len
+        self.call_timeout_s = call_timeout_s
+        self.bucket_mb = bucket_mb
+        self.weight_version = 0
+        self.activity: SpanLog | None = None
+        self._connections: Connections | None = None
+
+    @property
+    def connections(self) -> Connections:
+        """What there is between `start` and `close`.
+
+        Raises:
+            RuntimeError: It is not started.
+        """
+        if self._connections is None:
+            raise RuntimeError("the engine is not started; call start(model_path) first")
+        return self._connections
+
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        """Servers that were lost since the start."""
+        return 0 if self._connections is None else self._connections.num_lost
+
+    # ---- start and end ---------------------------------------------------------------------------------------------
+
+    def _open(self, servers: list[ServerClient], model_path: str | Path, start_timeout_s: float) -> None:
+        """Begin with servers; `connections.admit` then waits for them.
+
+        Args:
+            servers: Of this replica.
+            model_path: The trainer's model.
+            start_timeout_s: How long to wait for one that does not answer. # seconds
+
+        Raises:
+            ValueError: The directory holds no model, or the cache is to be kept at an update.
+            RuntimeError: The engine runs already.
+        """
+        if self._connections is not None:
+            raise RuntimeError("the engine is already started; close() it before another start()")
+        if self.stream_mode is not None and self.stream_mode.keeps_cache:
+            raise ValueError(
+                f"streaming.on_update='kept' with {type(self).__name__}: what servers have cached is computed anew at"
+                " an update. Set on_update to recomputed."
+            )
+        self.weight_version = 0  # of a start before this one, maybe
+        self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s)
+
+    def wait_ready(self) -> None:
+        """Do nothing: `start` has waited."""
+
+    def close(self) -> None:
+        """Give the servers back; what is under way is lost."""
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
+
+    def describe_needs(self) -> EngineNeeds | None:
+        """Return that it takes nothing of the trainer's GPUs."""
+        return EngineNeeds(device="cpu")
+
+    # ---- responses -------------------------------------------------------------------------------------------------
+
+    async def _launch(self, flights: list[Flight]) -> None:
+        """Send responses on their way; on the event loop."""
+        for flight in flights:
+            task = asyncio.create_task(self._fly(flight))
+            self.connections.tasks[flight.request.name] = task
+
+    async def _fly(self, flight: Flight) -> None:
+        """Bring a response to its end."""
+        connections, name = self.connections, flight.request.name
+        try:
+            while not flight.is_complete:
+                server = await self._find_server(flight)
+                server.load += 1
+                try:
+                    version = self.weight_version
+                    async for token_ids, logprobs, reason in server.generate(
+                        f"{name}/{uuid.uuid4().hex[:8]}",
+                        flight.prompt,
+                        flight.params,
+                        seed=flight.seed(version),
+                        max_tokens=flight.max_tokens,
+                        salt=f"weights {version}",
+                    ):
+                        connections.board.land(flight, token_ids, logprobs, reason, version)
+                except (ServerLostError, ServerRefusedError) as error:
+                    connections.lose(server, error)
+                finally:
+                    server.load -= 1
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            connections.board.fail(error)
+        finally:
+            connections.tasks.pop(name, None)
+
+    async def _find_server(self, flight: Flight) -> ServerClient:
+        """Wait for a server that can sample.
+
+        Raises:
+            WeightsLostError: Servers are there, and none has the weights.
+            RuntimeError: All were lost for too long.
+        """
+        connections, deadline = self.connections, time.monotonic() + self.call_timeout_s
+        while True:
+            server = choose_server(connections.servers, flight.prompt)
+            if server is not None:
+                return server
+            if any(server.state == STALE for server in connections.servers):
+                raise WeightsLostError(
+                    f"no server has the weights of version {self.weight_version}, and some are back without: call"
+                    " update_weights with a full set of weights"
+                )
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._all_lost("to sample"))
+            await asyncio.sleep(POLL_S)
+
+    def _take_in(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        self.wait_ready()
+        connections = self.connections
+        whole = [GenerationRequest(r.token_ids, r.seed, max_tokens=r.max_tokens) for r in requests]
+        check_requests(whole, params, vocab_size=connections.vocab_size, max_model_len=self.max_model_len)
+        flights = [Flight(request, params) for request in requests]
+        for flight in flights:
+            connections.board.add(flight)
+        connections.run(self._launch(flights))
+
+    async def _stop(self) -> None:
+        """Stop what is under way, each at the tokens that have come; on the event loop."""
+        tasks = list(self.connections.tasks.values())
+        for task in tasks:
+            task.cancel()  # which closes its connection, so that the server drops the response
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def call_lock(self) -> threading.RLock:
+        """Who has it may change what is under way."""
+        return self.connections.lock
+
+    @one_at_a_time
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Sample `num_generations` responses for each request.
+
+        Raises:
+            ValueError: A request is refused; see `check_requests`.
+            WeightsLostError: The servers that are there have no weights.
+            RuntimeError: All servers were lost for too long, or responses of a stream are under way.
+        """
+        self.wait_ready()
+        connections = self.connections
+        check_requests(requests, params, vocab_size=connections.vocab_size, max_model_len=self.max_model_len)
+        if connections.board.flights:
+            raise RuntimeError("responses of a stream are under way: withdraw them first")
+        asked = [
+            StreamRequest(f"{number}/{place}", r.token_ids, r.seed + place, r.max_tokens or params.max_tokens)
+            for number, r in enumerate(requests)
+            for place in range(r.num_generations)
+        ]
+        found: dict[str, Progress] = {}
+        try:
+            self._take_in(asked, params)
+            while len(found) < len(asked):
+                connections.board.raise_error()
+                connections.board.wait(1.0)
+                found |= {news.name: news for news in connections.board.take_news(everything=False)}
+        except BaseException:
+            self.withdraw()
+            raise
+        return [
+            [_generation(found[f"{number}/{place}"]) for place in range(request.num_generations)]
+            for number, request in enumerate(requests)
+        ]
+
+    @one_at_a_time
+    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        """Take responses in, beside those under way; see `StreamingEngine`.
+
+        Raises:
+            ValueError: A request is refused; see `check_requests`.
+        """
+        self._take_in(requests, params)
+
+    def collect(self, wait_s: float, *, everything: bool = False) -> list[Progress]:
+        """Wait until a response is complete, at most `wait_s` seconds; return what is new of complete ones, or of all.
+
+        Raises:
+            WeightsLostError: The servers that are there have no weights; responses go on after the next update.
+            RuntimeError: All servers were lost for too long.
+        """
+        board = self.connections.board
+        if board.flights and wait_s > 0:
+            board.wait(wait_s)
+        board.raise_error()
+        return board.take_news(everything=everything)
+
+    @one_at_a_time
+    def withdraw(self) -> list[Progress]:
+        """Stop all responses under way and return what is new of them."""
+        connections = self.connections
+        connections.run(self._stop())
+        news = connections.board.take_news(everything=True)
+        connections.board.flights.clear()
+        connections.board.error = None
+        return news
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    @one_at_a_time
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
+        """Push a full set of weights to all servers that are there, at the same time.
+
+        Raises:
+            ValueError: The names or shapes differ from those of the model's directory.
+            WeightsLostError: Every server was lost meanwhile; update again.
+            RuntimeError: No server was there for too long.
+        """
+        self.wait_ready()
+        began, connections = time.perf_counter(), self.connections
+        checked = connections.layout.check_source(source)
+        there = self._wait_for_any()
+        connections.run(self._stop())
+        there = meet(connections, connections.on_each(there, ServerClient.pause), self.call_timeout_s)
+        num_bytes, largest = send(connections, checked, there, self.bucket_mb * _MIB)
+        there = connections.on_each([server for server in there if server.state != LOST], ServerClient.resume)
+        self.weight_version = connections.version = version
+        for server in there:
+            assert server.about is not None
+            server.state, server.pushed = READY, (server.about.instance, version)
+        for server in connections.servers:
+            if server not in there and server.state == READY:
+                server.state = STALE  # it was back too late for this update
+        connections.board.error = None
+        if not there:
+            raise WeightsLostError(f"every server was lost during the update to version {version}: update again")
+        flights = list(connections.board.flights.values())
+        connections.run(self._launch([flight for flight in flights if not flight.is_complete]))
+        seconds = time.perf_counter() - began
+        rate = num_bytes / 1e6 / seconds
+        log.info("weights of version %d to %d server(s): %.3f s, %.0f MB/s to each", version, len(there), seconds, rate)
+        return SyncReport(num_bytes, seconds, largest, NETWORK)
+
+    def _wait_for_any(self) -> list[ServerClient]:
+        servers, deadline = self.connections.servers, time.monotonic() + self.call_timeout_s
+        while all(server.state == LOST for server in servers):
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._all_lost("to take weights"))
+            time.sleep(POLL_S)
+        return [server for server in servers if server.state != LOST]
+
+    def _all_lost(self, what: str) -> str:
+        urls = ", ".join(server.url or "one that is not placed" for server in self.connections.servers)
+        return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {urls}"
+
+    def let_go(self) -> None:
+        """Do nothing: servers have weights of their own."""
+
+
+def _generation(news: Progress) -> Generation:
+    assert news.finish_reason is not None
+    return Generation(news.token_ids, news.logprobs, news.finish_reason)

@@ -1,0 +1,245 @@
+"""Engines that Ray places: what is refused; the samples of a local engine; an engine, a host and a trainer that go."""
+
+import importlib.util
+import json
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_megatron_rl.parallel.ray_cluster import check_parts
+from lightning_megatron_rl.rollout.servers import ray_engines
+from lightning_megatron_rl.rollout.servers.launch import SERVER_MODULE
+from lightning_megatron_rl.rollout.servers.ray_actor import PORTS, find_port
+from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
+from lightning_megatron_rl.rollout.servers.ray_places import DRIVER_MODULE
+from tests.cluster.hosts import Cluster
+from tests.cluster.ray_engines_script import NUM_RESPONSES, TOKENS
+from tests.cluster.ray_hosts import ray_cluster
+from tests.cluster.runs import ClusterRun
+from tests.cluster.test_grpo import equal_steps, start
+from tests.modules.test_streaming import write_rows
+
+EXACT = 1e-5  # nats, fp32: sums in another order
+GONE_S = 30.0  # for what a killed trainer has left
+ACTOR = "EngineActor"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_engines": 0}, "engine.num_engines=0 must be at least 1"),
+        ({"num_engines": 1.5}, "engine.num_engines=1.5 must be a whole number"),
+        ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size=0 must be at least 1"),
+        ({"num_cpus": 0}, "engine.num_cpus=0 must be"),
+        ({"max_model_len": 1}, "engine.max_model_len=1 must be"),
+        ({"device": "auto"}, "engine.device='auto' must be 'cuda', or 'cpu'"),
+        ({"resources": {"GPU": 1}}, "engine.resources has GPU: set num_cpus, or tensor_parallel_size"),
+        ({"resources": {"engines": 0}}, "engine.resources: 0 of 'engines' must be above 0"),
+        ({"vllm_args": {"seed": 3}}, "set the engine's seed"),
+        ({"start_timeout_s": 0}, "engine.start_timeout_s=0 must be above 0"),
+    ],
+)
+def test_bad_settings_are_refused(settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        RayEngines(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, {"CPU": 1, "GPU": 1}),
+        ({"tensor_parallel_size": 4}, {"CPU": 4, "GPU": 4}),
+        ({"device": "cpu", "tensor_parallel_size": 2, "num_threads": 3}, {"CPU": 6}),
+        ({"num_cpus": 8, "resources": {"engines": 1}}, {"CPU": 8, "GPU": 1, "engines": 1}),
+    ],
+)
+def test_an_engine_asks_for_what_its_processes_need(settings, asked):
+    assert RayEngines(**settings).asked == asked
+
+
+def test_several_engines_may_be_on_one_node():
+    check_parts({"CPU": 2, "GPU": 2}, 5, [{"CPU": 64, "GPU": 8}, {"CPU": 3, "GPU": 8}])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "words"),
+    [
+        (2, 6, r"6 x \(2 CPU, 2 GPU\), each on one node, are asked of the Ray cluster, and there is room for 5"),
+        (16, 1, r"1 x \(2 CPU, 16 GPU\), each on one node, .* and no node has that much"),
+    ],
+)
+def test_a_cluster_without_room_is_refused(gpus, count, words):
+    with pytest.raises(ValueError, match=words) as error:
+        check_parts({"CPU": 2, "GPU": gpus}, count, [{"CPU": 64, "GPU": 8}, {"CPU": 3, "GPU": 8}])
+    assert "Its 2 node(s) have: 64 CPU, 8 GPU; 3 CPU, 8 GPU" in str(error.value)
+
+
+def test_ray_that_is_missing_is_named(monkeypatch, qwen3_dir):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RuntimeError, match=re.escape("pip install 'lightning-megatron-rl[ray]'")):
+        RayEngines().start(qwen3_dir)
+
+
+def test_fewer_engines_than_replicas_are_refused(monkeypatch, qwen3_dir):
+    monkeypatch.setattr(ray_engines, "find_spec", lambda name: True)
+    monkeypatch.setattr(ray_engines, "replica_share", lambda: (0, 4))
+    with pytest.raises(ValueError, match=r"engine.num_engines=2 for 4 replicas of the model.*Ask for 4"):
+        RayEngines(2).start(qwen3_dir)
+
+
+def test_ports_are_below_those_of_outgoing_connections():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert find_port("127.0.0.1") in PORTS
+    assert max(PORTS) < first
+
+
+def needs_ray() -> None:
+    if importlib.util.find_spec("ray") is None:  # importing it changes the environment
+        pytest.skip("Ray is not installed: the extra ray")
+
+
+def command_lines(words: str) -> dict[int, str]:
+    """Processes on all hosts with these words in their command line."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if words in line and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = line
+    return found
+
+
+def wait_for(path: Path, run: ClusterRun, seconds: float = 480.0) -> float:
+    """Wait for a file; returns the time at which it was there."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, run.output()
+        assert run.processes[-1].poll() is None, run.output()
+        time.sleep(0.05)
+    return time.time()
+
+
+def start_script(run: ClusterRun, model: Path, environment: dict[str, str], *more: str) -> None:
+    run.out.mkdir()
+    arguments = ["-m", "tests.cluster.ray_engines_script", "--model", str(model), "--out", str(run.out), *more]
+    run.processes.append(run.hosts.hosts[0].python(run.out / "0.log", *arguments, **environment))
+
+
+def goes_on(run: ClusterRun, lost_at: float, versions: tuple[int, ...] = (1,)) -> None:
+    """An engine was lost, no response was, and it samples again with new weights."""
+    wait_for(run.out / "complete.json", run)
+    told = json.loads((run.out / "complete.json").read_text())
+    print(f"noticed after {told['noticed'] - lost_at:.1f} s, all responses complete after {told['at'] - lost_at:.1f} s")
+    assert told["lengths"] == [TOKENS] * NUM_RESPONSES
+    assert max(told["errors"]) < EXACT
+    assert tuple(told["versions"]) == versions
+    wait_for(run.out / "again.json", run)
+    again = json.loads((run.out / "again.json").read_text())
+    print(f"placed and loaded again after {again['back'] - lost_at:.1f} s")
+    assert set(again["states"]) == {"ready"}
+    assert again["moved"] == 1
+    assert again["error"] < EXACT
+
+
+def nothing_is_left(words: str) -> None:
+    deadline = time.monotonic() + GONE_S
+    while left := command_lines(words):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1200)
+def test_a_killed_engine_is_placed_again_and_nothing_is_left_of_a_killed_trainer(make_hosts, tmp_path, qwen3_dir):
+    needs_ray()
+    hosts = make_hosts(3)
+    with ray_cluster(hosts, tmp_path / "ray", cpus=(0, 2, 2)) as environment:
+        big = ClusterRun(hosts, tmp_path / "big")
+        start_script(big, qwen3_dir, environment, "--engines", "5")
+        assert big.wait() == [1], big.output()
+        assert "5 x (1 CPU), each on one node, are asked of the Ray cluster, and there is room for 4" in big.output()
+        bad = ClusterRun(hosts, tmp_path / "bad")
+        start_script(bad, qwen3_dir, environment, "--vllm-args", '{"max_num_batched_tokens": 8}')
+        assert bad.wait() == [1], bad.output()
+        why = "engine.vllm_args: max_num_batched_tokens=8 on a CPU"
+        assert re.search(rf"engine \d on Ray has ended: it cannot start on node-[12]: {why}", bad.output())
+        run = ClusterRun(hosts, tmp_path / "run")
+        start_script(run, qwen3_dir, environment)
+        wait_for(run.out / "under_way", run)
+        servers = command_lines(SERVER_MODULE)
+        assert len(servers) == 2
+        psutil.Process(min(servers)).kill()
+        goes_on(run, time.time())
+        token = (run.out / "token").read_text()
+        assert len(token) > 40
+        assert not command_lines(token)
+        logs = [*tmp_path.rglob("*.log"), *Path(f"/proc/{hosts.hosts[1].pid}/root/tmp/ray").rglob("*.*")]
+        assert len(logs) > 10
+        assert not [log for log in logs if log.is_file() and token.encode() in log.read_bytes()]
+        assert command_lines(ACTOR)
+        (trainer,) = command_lines(f"ray_engines_script --model {qwen3_dir} --out {run.out}").keys() - {
+            run.processes[0].pid
+        }
+        psutil.Process(trainer).kill()
+        nothing_is_left(SERVER_MODULE)
+        nothing_is_left(ACTOR)
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1200)
+def test_responses_of_the_only_engine_wait_for_it(make_hosts, tmp_path, qwen3_dir):
+    """Here the process that talks to Ray is lost, and all engines with it: another one places them."""
+    needs_ray()
+    hosts = make_hosts(1)
+    with ray_cluster(hosts, tmp_path / "ray", cpus=(1,)) as environment:
+        run = ClusterRun(hosts, tmp_path / "run")
+        start_script(run, qwen3_dir, environment, "--engines", "1")
+        wait_for(run.out / "under_way", run)
+        (driver,) = command_lines(DRIVER_MODULE)
+        psutil.Process(driver).kill()
+        goes_on(run, time.time(), versions=(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1200)
+def test_engines_of_a_host_that_is_gone_are_placed_on_another(make_hosts, tmp_path, qwen3_dir):
+    needs_ray()
+    hosts = make_hosts(3)
+    with ray_cluster(hosts, tmp_path / "ray", cpus=(0, 2, 2)) as environment:
+        run = ClusterRun(hosts, tmp_path / "run")
+        start_script(run, qwen3_dir, environment)
+        wait_for(run.out / "under_way", run)
+        hosts.cut(hosts.hosts[2])  # without a word
+        hosts.hosts[2].kill()
+        goes_on(run, time.time())
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1200)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_engines_on_two_other_hosts_give_the_run_of_a_local_engine(make_hosts, tmp_path, qwen3_dir, staleness):
+    needs_ray()
+    hosts, rows = make_hosts(3), write_rows(tmp_path / "rows.jsonl", 16)
+    trainer = Cluster(hosts.hosts[:1], hosts.switch)
+    more = ["--staleness", str(staleness)]
+    remote = ClusterRun(trainer, tmp_path / "remote")
+    with ray_cluster(hosts, tmp_path / "ray", cpus=(0, 1, 1)) as environment:
+        start(remote, "torchrun", qwen3_dir, rows, "--ray-engines", "2", *more, **environment)
+        assert remote.wait() == [0], remote.output()
+        nothing_is_left(SERVER_MODULE)
+    local = ClusterRun(trainer, tmp_path / "local")
+    start(local, "torchrun", qwen3_dir, rows, *more)
+    assert local.wait() == [0], local.output()
+    (mine,), (theirs,) = remote.results(), local.results()
+    assert mine["restarts"] == 0
+    if staleness == 0:
+        assert mine["tokens"] == theirs["tokens"]
+        equal_steps(mine, theirs)
+    else:  # when an update comes is a matter of time
+        assert [len(step) for step in mine["tokens"]] == [len(step) for step in theirs["tokens"]] == [16] * 4
+        assert all(step["mismatch/abs_logp_diff"] < 0.5 for step in mine["steps"])

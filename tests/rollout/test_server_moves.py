@@ -1,0 +1,96 @@
+"""Servers that move: a client asks at the other address, and samples there only with the newest weights."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamRequest
+from lightning_megatron_rl.rollout.servers import connections as watching
+from lightning_megatron_rl.rollout.servers.about import About, fingerprint
+from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
+from lightning_megatron_rl.rollout.servers.connections import Connections
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from tests.rollout.server_process import TOKEN, guarded
+from tests.rollout.test_server_guard import ABOUT
+
+FIRST = 'data: {"choices": [{"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": null}]}\n'
+
+
+@pytest.fixture
+def about(qwen3_dir, monkeypatch) -> About:
+    monkeypatch.setattr(watching, "RENEW_S", 0.1)
+    return replace(ABOUT, fingerprint=fingerprint(qwen3_dir))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def connect(stack: ExitStack, model: str, *urls: str, wait_s: float = 5.0) -> Connections:
+    clients = [ServerClient(url, TOKEN, "run", 5.0) for url in urls]
+    connections = Connections(clients, model, 512, wait_s)
+    stack.callback(connections.close)
+    return connections
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_server_that_moved_waits_for_weights(about, stack, qwen3_dir):
+    first = stack.enter_context(guarded(about.to_plain()))
+    second = stack.enter_context(guarded(replace(about, instance="another", vocab_size=100).to_plain()))
+    connections = connect(stack, qwen3_dir, first)
+    connections.admit()
+    (client,) = connections.servers
+    assert (client.state, connections.vocab_size) == (READY, about.vocab_size)
+    connections.lose(client, ServerLostError("it has ended"))
+    connections.run(client.move(second))
+    until(lambda: client.state == STALE)
+    assert (client.url, client.host, connections.vocab_size) == (second, "127.0.0.1", 100)
+
+
+def test_a_server_without_an_address_is_waited_for(about, stack, qwen3_dir):
+    url = stack.enter_context(guarded(about.to_plain()))
+    connections = connect(stack, qwen3_dir, "")
+    (client,) = connections.servers
+    with pytest.raises(ServerLostError, match="has no address yet"):
+        connections.run(client.check_health())
+    connections.loop.call_soon_threadsafe(lambda: connections.loop.create_task(client.move(url)))
+    connections.admit()
+    assert client.state == READY
+
+
+def test_a_server_that_will_never_answer_is_not_waited_for(stack, qwen3_dir):
+    connections = connect(stack, qwen3_dir, "", wait_s=300.0)
+    (client,) = connections.servers
+    client.failure = "engine 0 on Ray has ended: out of memory"
+    with pytest.raises(RuntimeError, match="engine 0 on Ray has ended: out of memory"):
+        connections.admit()
+    assert client.state == LOST
+
+
+@pytest.mark.parametrize("first", ["", FIRST])
+def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_dir, first):
+    """Its connections stay open: nobody has closed them."""
+    url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", first))
+    engine = VLLMServers([url], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10))
+    (server,) = engine.connections.servers
+    until(lambda: server.load == 1)
+    (flight,) = engine.connections.board.flights.values()
+    until(lambda: flight.token_ids == ([7] if first else []))
+    engine.connections.lose(server, ServerLostError("it was silent for 10 s"))
+    until(lambda: server.load == 0 and engine.num_restarts == 1)
+    until(lambda: server.load == 1)  # it is back
+    assert list(engine.connections.board.flights) == ["a"]
