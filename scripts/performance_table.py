@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
 from results import RESULTS, ROOT, Result, load, share, split, spread, table
-from stream_tables import long_tail, stream_kill_drill
+from stream_tables import cluster_drill, long_tail, stream_kill_drill
 
 DOCUMENTS = ("docs/performance.md", "docs/results.md", "docs/kill_drills.md", "docs/exports.md", "README.md")
 NOTHING = "Not measured yet.\n"
@@ -335,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "resharding": resharding,
     "conversion": conversion,
     "long tail": long_tail,
+    "cluster drill": cluster_drill,
     "stream kill drill": stream_kill_drill,
 }
 

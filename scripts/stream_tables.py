@@ -1,4 +1,4 @@
-"""The tables of results.md (B4, steps with a long tail) and of kill_drills.md (runs that stream) in docs/."""
+"""The tables of results.md (B4, steps with a long tail) and of kill_drills.md (streams, servers on other hosts)."""
 
 from pathlib import Path
 
@@ -36,3 +36,15 @@ def stream_kill_drill(results: Path = RESULTS) -> str:
             found.setdefault(point, {})[placement] = str(len(line["problems"]) or "none")
         rows += [f"| {point} | {p.get('separate', '–')} | {p.get('shared', '–')} |" for point, p in found.items()]
     return table("| killed at | problems, separate | problems, shared |", rows)
+
+
+def cluster_drill(results: Path = RESULTS) -> str:
+    """Return the table of the drills of servers on other hosts, a row for each event."""
+    rows = []
+    for _, result in load("cluster_drill.json", results):
+        for line in result["drills"]:
+            cells = [line.get(name) for name in ("noticed_s", "goes_on_s", "lost", "repeated")]
+            told = " | ".join("–" if cell is None else f"{cell:g}" for cell in cells)
+            rows.append(f"| {line['event']} | {told} | {len(line['problems']) or 'none'} |")
+    header = "| what happened | noticed after, s | goes on after, s | responses lost | repeated | problems |"
+    return table(header, rows)

@@ -27,7 +27,7 @@ from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
-from lightning_megatron_rl.modules.start import check_gpu, check_positions, describe_plan
+from lightning_megatron_rl.modules.start import check_gpu, check_positions, check_sampled, describe_plan
 from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
 from lightning_megatron_rl.modules.training import RefusesMovedArguments, TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run_on_all_ranks
@@ -127,6 +127,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             )
         if self._hf_model is None:
             self._hf_model = self.find_model()
+        check_sampled(self, self._hf_model.config.model_type)
         check_positions(self, self.trainer.datamodule, self._hf_model.config.rope_parameters or {})  # type: ignore[attr-defined]
         self.budget.settle(training=stage == "fit")
         self.moe_in_force = resolve_moe_settings(

@@ -19,6 +19,7 @@ from lightning_megatron_rl.devices.measure import (
     parse_version,
 )
 from lightning_megatron_rl.models.families.check import divided_sizes
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.families.rope import scaled_positions
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
@@ -66,6 +67,20 @@ def check_positions(module: "ModelModule", data: Any, rope: dict[str, Any]) -> N
         raise ValueError(
             f"{name}={longest}: yarn of {module.model_path} is made for {original} x factor {rope['factor']} = {limit}"
             f" positions. Lower it, or raise the factor in config.json to {-(-longest // original)}"
+        )
+
+
+def check_sampled(module: "ModelModule", model_type: str) -> None:
+    """Refuse to sample from a family of which nothing that vLLM sampled was compared with Transformers.
+
+    Raises:
+        ValueError: It samples, and nobody knows whether log-probs would be right.
+    """
+    family = FAMILIES[model_type]
+    if module.engine is not None and not family.sampled:
+        raise ValueError(
+            f"{type(module).__name__} with {family.name} ({module.model_path}): what vLLM samples of this family has not"
+            " been compared with Transformers, so log-probs might be wrong. SFTModule and the export work"
         )
 
 

@@ -9,11 +9,13 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from lightning_megatron_rl import GRPOModule, SFTModule, VLLMEngine
 from lightning_megatron_rl.models.families import refused
 from lightning_megatron_rl.models.families.refused import REFUSED
 from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.models.published import read_config
+from lightning_megatron_rl.modules.start import check_sampled
 from scripts.bridge_architectures import bridge_architectures, vllm_architectures
 
 SUPPORTED = {family.architecture for family in FAMILIES.values()}
@@ -50,3 +52,11 @@ def test_the_reason_comes_before_anything_else_fails(name: str, read, tmp_path: 
     save_file({"any": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"'{name}' is not supported: .* has no class"):
         read(str(tmp_path))
+
+
+def test_a_family_that_vllm_was_not_compared_for_is_trained_and_not_sampled():
+    sampler = GRPOModule("some/model", rewards=[lambda samples: [0.0] * len(samples)], engine=VLLMEngine(device="cpu"))
+    with pytest.raises(ValueError, match=r"GRPOModule with MiniMax-M2 \(some/model\): what vLLM samples .* SFTModule"):
+        check_sampled(sampler, "minimax_m2")
+    check_sampled(sampler, "qwen3")
+    check_sampled(SFTModule("some/model"), "minimax_m2")

@@ -84,6 +84,7 @@ class Family:
         soft_caps: Whether config.json soft-caps attention's scores and logits (`*_logit_softcapping`).
         transformer_engine: Whether its layers of Transformer Engine were compared with Transformers; if not, layers are
             made of torch modules on GPUs, too.
+        sampled: Whether what vLLM samples was compared with Transformers; if not, runs that sample are refused.
         torch_settings: Fields of Megatron's `TransformerConfig` for layers made of torch modules, of Bridge's provider.
     """
 
@@ -109,6 +110,7 @@ class Family:
     norm_all_heads: bool = False
     soft_caps: bool = False
     transformer_engine: bool = True
+    sampled: bool = True
     torch_settings: Callable[[Any], dict[str, Any]] = _nothing
 
     @property
