@@ -79,8 +79,8 @@ def check_sampled(module: "ModelModule", model_type: str) -> None:
     family = FAMILIES[model_type]
     if module.engine is not None and not family.sampled:
         raise ValueError(
-            f"{type(module).__name__} with {family.name} ({module.model_path}): what vLLM samples of this family has not"
-            " been compared with Transformers, so log-probs might be wrong. SFTModule and the export work"
+            f"{type(module).__name__} with {family.name} ({module.model_path}): what vLLM samples of this family has"
+            " not been compared with Transformers, so log-probs might be wrong. SFTModule and the export work"
         )
 
 

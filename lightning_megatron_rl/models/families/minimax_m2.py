@@ -25,8 +25,8 @@ FAMILY = Family(
     name="MiniMax-M2",
     attention="grouped queries, norms of all queries and of all keys; half of a head is rotated",
     mlp="experts in every layer; sigmoid router with a bias per expert",
-    refused="rotary_dim other than partial_rotary_factor x head_dim; sampling: vLLM 0.26 cannot on CPUs, and no GPU has been"
-    " compared",
+    refused="rotary_dim other than partial_rotary_factor x head_dim; sampling: vLLM 0.26 cannot on CPUs, and no"
+    " GPU has been compared",
     experts=Experts("num_local_experts", "intermediate_size"),
     tensor_parallel_sizes=(),
     check=check,
