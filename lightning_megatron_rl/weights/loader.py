@@ -1,5 +1,6 @@
-"""Loads weights into a vLLM model on CUDA: first by vLLM's loader, then by the copies recorded there."""
+"""Loads weights into a vLLM model: on CUDA first by vLLM's loader, then by the copies recorded there."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,32 @@ def processed_layers(model: nn.Module) -> list[str]:
         if not plain or type(layer).__name__ == _LATENT_ATTENTION:
             found.append(name)
     return found
+
+
+def reload_weights(model_runner: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Load all weights by vLLM's layerwise reload, on a worker whose kernels hold weights in a form of their own.
+
+    Args:
+        model_runner: The worker's.
+        weights: Names and tensors.
+    """
+    model_runner.reload_weights(weights_iterator=weights)
+    for layer in tied_layers(model_runner.model):
+        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+
+
+def tied_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that share their weight, such as an embedding and an output layer that is tied to it.
+
+    vLLM's reload takes a layer for unchanged that gets no weight by a name of its own. On a CPU such a layer would go
+    on with the form of the old weight that was made for its product.
+    """
+    layers: dict[int, list[nn.Module]] = defaultdict(list)
+    for layer in model.modules():
+        weight = dict(layer.named_parameters(recurse=False)).get("weight")
+        if weight is not None:
+            layers[id(weight)].append(layer)
+    return [layer for sharing in layers.values() if len(sharing) > 1 for layer in sharing]
 
 
 class WeightLoader:

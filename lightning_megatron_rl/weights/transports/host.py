@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.weights.loader import reload_weights
 from lightning_megatron_rl.weights.placement import Placement, aligned, view_all
 
 HOST = "shared memory"  # the name of this way
@@ -82,7 +83,7 @@ class SharedWeightsReceiver:
 
     def load_shared_weights(self, path: str, plan: list[Placement]) -> None:
         """Load the weights layer by layer: on CPU vLLM repacks them, so that plain `load_weights` cannot."""
-        self.model_runner.reload_weights(weights_iterator=read_weights(path, plan))
+        reload_weights(self.model_runner, read_weights(path, plan))
 
     def memory_facts(self) -> dict[str, int]:
         """Bytes free on a GPU, and bytes that sleeping can free: none here, vLLM on CPU keeps its memory."""

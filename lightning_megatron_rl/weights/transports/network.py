@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from lightning_megatron_rl.compat.gloo import gloo_group
 from lightning_megatron_rl.parallel.hosts import own_address
+from lightning_megatron_rl.weights.loader import reload_weights
 from lightning_megatron_rl.weights.placement import Placement, view_all
 from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
 
@@ -105,7 +106,7 @@ class NetworkReceiver(SharedWeightsReceiver):
         for bucket, placements in self._buckets():
             held += list(zip((place.name for place in placements), view_all(placements, [bucket]), strict=True))
             num_bytes += bucket.numel()
-        self.model_runner.reload_weights(weights_iterator=iter(held))
+        reload_weights(self.model_runner, iter(held))
         return {"num_bytes": num_bytes}
 
     def _buckets(self) -> Iterator[tuple[Tensor, list[Placement]]]:
