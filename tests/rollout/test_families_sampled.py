@@ -14,8 +14,8 @@ from tests.tiny_models import save_tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.deadline(600)]
 
 EXACT = 1e-5  # fp32: sums in another order; the trainer is as near to the reference (tests/models/test_families.py)
-# Not MiniMax-M2: of routers without groups, vLLM's experts on CPUs know softmax only.
-FAMILIES = ["glm4_moe", "olmoe", "nemotron", "gemma", "gemma2", "exaone4", "hy_v3"]
+# Not MiniMax-M2 and HunYuan V3, which are refused: of routers without groups, vLLM's experts on CPUs know softmax only.
+FAMILIES = ["glm4_moe", "olmoe", "nemotron", "gemma", "gemma2", "exaone4"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

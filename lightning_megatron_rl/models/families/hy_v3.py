@@ -9,10 +9,11 @@ FAMILY = Family(
     name="HunYuan V3",
     attention="grouped queries, norms of queries and keys",
     mlp="first layer dense, then shared and routed experts; sigmoid router with a bias per expert",
-    refused="attention_bias, mlp_bias, tied embeddings",
+    refused="attention_bias, mlp_bias, tied embeddings; sampling: vLLM 0.26 cannot on CPUs, and no GPU has been compared",
     experts=Experts("num_experts", "moe_intermediate_size"),
     tensor_parallel_sizes=(("intermediate_size",), ("moe_intermediate_size", "num_shared_experts")),
     can_be_tied=False,
     no_place_for=("attention_bias", "mlp_bias"),
     transformer_engine=False,
+    sampled=False,
 )
