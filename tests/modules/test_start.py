@@ -15,6 +15,7 @@ import torch
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.devices.facts import GPU, Extension
+from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.modules import start
 from lightning_megatron_rl.modules.budget import Budget
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -227,7 +228,7 @@ MODULE: Any = SimpleNamespace(  # what is asked of a module before its memory is
         layout=SimpleNamespace(context_parallel_size=1),
     ),
     train_settings=TrainingSettings(layer_backend="torch"),
-    hf_model=SimpleNamespace(has_latent_attention=False),
+    hf_model=SimpleNamespace(has_latent_attention=False, family=FAMILIES["qwen3"]),
 )
 
 
@@ -333,7 +334,7 @@ def on_two_gpus(
     monkeypatch.setattr(start, "make_plan", lambda *args, **kwargs: MemoryPlan((), (), free=0))
     monkeypatch.setattr(start, "run_on_all_ranks", lambda check: check())
     fields = {**vars(MODULE.strategy), **vars(ranks(leaders=[0, 1]))}
-    hf_model = SimpleNamespace(has_latent_attention=False, path=model, config=AutoConfig.from_pretrained(model))
+    hf_model = SimpleNamespace(**vars(MODULE.hf_model), path=model, config=AutoConfig.from_pretrained(model))
     return SimpleNamespace(**{**vars(MODULE), "strategy": SimpleNamespace(**fields), "hf_model": hf_model})
 
 
