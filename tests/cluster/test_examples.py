@@ -65,7 +65,7 @@ def test_a_wrong_manifest_does_not():
 
 def test_commands_of_the_page_parse():
     lines = [line for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
-    for line in lines:
-        program, command, *arguments = shlex.split(line)
-        assert (program, command) == ("lightning-megatron-rl", "serve")
+    served = [shlex.split(line)[2:] for line in lines if line.startswith("lightning-megatron-rl serve ")]
+    assert served  # the page's other commands: tests/test_docs.py
+    for arguments in served:
         assert make_parser().parse_args(arguments).model
