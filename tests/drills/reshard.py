@@ -31,9 +31,12 @@ EXPERTS = ("single", "tp2_sp", "pp2", "cp2", "dp2", "dp2_plain", "ep2", "pp2_ep2
 BIASED_EXPERTS = tuple(layout.replace("tp2_sp", "tp2_etp1_sp") for layout in EXPERTS)
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "mistral_window", "qwen2", "qwen2_tied", "qwen3", "gemma3"), DENSE),
+    **dict.fromkeys(("nemotron", "gemma", "gemma2", "exaone4"), DENSE),
     **dict.fromkeys(("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain"), EXPERTS),
+    **dict.fromkeys(("glm4_moe", "olmoe", "minimax_m2", "hy_v3"), EXPERTS),
     "gpt_oss": BIASED_EXPERTS,
 }
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "minimax_m2", "hy_v3")  # a bias per expert, which no gradient moves
 SAVED_AT, STEPS = 1, 2
 COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy")
 
@@ -53,7 +56,7 @@ def module_options(family: str) -> dict[str, Any]:
     """
     if FAMILIES[family] is DENSE:
         return {}
-    bias_rate = 0.01 if tiny_config(family).model_type == "deepseek_v3" else 0.0
+    bias_rate = 0.01 if tiny_config(family).model_type in BIASED_ROUTERS else 0.0
     return {"module": {"moe": MoESettings(aux_loss_coeff=0.0, expert_bias_update_rate=bias_rate)}}
 
 
