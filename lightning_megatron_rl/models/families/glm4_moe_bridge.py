@@ -8,7 +8,7 @@ from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import Glm4MoeForCausalLM
 
-from lightning_megatron_rl.models.families.single_experts import with_single_experts
+from lightning_megatron_rl.models.families.single_experts_bridge import with_single_experts
 
 
 @MegatronModelBridge.register_bridge(source=Glm4MoeForCausalLM, target=GPTModel, model_type="glm4_moe")

@@ -12,7 +12,7 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.minimax_m2.minimax_m2_bridge import MiniMaxM2Bridge
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from lightning_megatron_rl.models.families.single_experts import with_single_experts
+from lightning_megatron_rl.models.families.single_experts_bridge import with_single_experts
 
 
 @MegatronModelBridge.register_bridge(source="MiniMaxM2ForCausalLM", target=GPTModel, model_type="minimax_m2")

@@ -6,7 +6,7 @@ from megatron.bridge.models.olmoe.olmoe_bridge import OlMoEBridge
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import OlmoeForCausalLM
 
-from lightning_megatron_rl.models.families.single_experts import with_single_experts
+from lightning_megatron_rl.models.families.single_experts_bridge import with_single_experts
 
 
 @MegatronModelBridge.register_bridge(source=OlmoeForCausalLM, target=GPTModel, model_type="olmoe")
