@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
-from results import RESULTS, ROOT, Result, load, share, split, spread, table
+from results import RESULTS, ROOT, Result, load, put_between, share, split, spread, table
 from stream_tables import cluster_drill, long_tail, stream_kill_drill
 
 DOCUMENTS = ("docs/performance.md", "docs/results.md", "docs/kill_drills.md", "docs/exports.md", "README.md")
@@ -343,12 +343,8 @@ TABLES: dict[str, Callable[[], str]] = {
 def with_tables(text: str) -> str:
     """The document with the current tables between their marks; tables that it has no marks for are left out."""
     for name, make in TABLES.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        if start not in text:
-            continue
-        before, _, rest = text.partition(start)
-        _, _, after = rest.partition(end)
-        text = before + start + (written if (written := make()).count("\n") > 2 else NOTHING) + end + after
+        if f"<!-- {name} -->\n" in text:
+            text = put_between(text, name, written if (written := make()).count("\n") > 2 else NOTHING)
     return text
 
 

@@ -32,6 +32,17 @@ def split(measured: dict[str, Any]) -> str:
     return "" if layout.startswith("world 1 ") else f", {layout}"
 
 
+def put_between(text: str, name: str, content: str) -> str:
+    """Return a document with `content` between the marks of this name.
+
+    Example:
+        ``put_between("<!-- a -->\\nold\\n<!-- end of a -->\\n", "a", "new\\n")`` has "new" in place of "old".
+    """
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, rest = text.split(start)
+    return before + start + content + end + rest.split(end)[1]
+
+
 def table(header: str, rows: Iterable[str]) -> str:
     """Return a table in Markdown.
 

@@ -6,7 +6,7 @@ python scripts/scaling_table.py --check    # exit code 1 if the document would c
 
 import sys
 
-from results import ROOT, table
+from results import ROOT, put_between, table
 
 from lightning_megatron_rl.modules.planning import Lengths
 from lightning_megatron_rl.plan.config import FromConfig
@@ -31,9 +31,7 @@ def main() -> int:
     """Write or compare."""
     before = text = PAGE.read_text()
     for name, gpus in RECIPES.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        head, rest = text.split(start)
-        text = head + start + recipe_table(name, gpus) + end + rest.split(end)[1]
+        text = put_between(text, name, recipe_table(name, gpus))
     if "--check" in sys.argv:
         return int(text != before)
     PAGE.write_text(text)

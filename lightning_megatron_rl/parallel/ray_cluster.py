@@ -54,10 +54,9 @@ def check_resources(asked: Mapping[str, float], count: int, nodes: Sequence[Mapp
     fitting = [node for node in nodes if all(node.get(name, 0.0) >= amount for name, amount in asked.items())]
     if len(fitting) >= count:
         return
-    there = "; ".join(_amounts({name: node.get(name, 0.0) for name in asked}) for node in nodes) or "none"
     raise ValueError(
-        f"the Ray cluster has {len(fitting)} node(s) with {_amounts(asked)}, and {count} are asked for. Its"
-        f" {len(nodes)} node(s) have: {there}. Ask for less, or start more nodes (`ray start --address ...`)."
+        f"the Ray cluster has {len(fitting)} node(s) with {_amounts(asked)}, and {count} are asked for."
+        f" {_what_there_is(asked, nodes)}"
     )
 
 
@@ -75,12 +74,16 @@ def check_parts(asked: Mapping[str, float], count: int, nodes: Sequence[Mapping[
     fitting = [min(int(node.get(name, 0.0) // amount) for name, amount in asked.items()) for node in nodes]
     if sum(fitting) >= count:
         return
-    there = "; ".join(_amounts({name: node.get(name, 0.0) for name in asked}) for node in nodes) or "none"
     least = "no node has that much" if not any(fitting) else f"there is room for {sum(fitting)}"
     raise ValueError(
-        f"{count} x ({_amounts(asked)}), each on one node, are asked of the Ray cluster, and {least}. Its"
-        f" {len(nodes)} node(s) have: {there}. Ask for less, or start more nodes (`ray start --address ...`)."
+        f"{count} x ({_amounts(asked)}), each on one node, are asked of the Ray cluster, and {least}."
+        f" {_what_there_is(asked, nodes)}"
     )
+
+
+def _what_there_is(asked: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> str:
+    there = "; ".join(_amounts({name: node.get(name, 0.0) for name in asked}) for node in nodes) or "none"
+    return f"Its {len(nodes)} node(s) have: {there}. Ask for less, or start more nodes (`ray start --address ...`)."
 
 
 def place_on_nodes(asked: Mapping[str, float], count: int, wait_s: float) -> Any:

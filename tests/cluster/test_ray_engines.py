@@ -21,7 +21,7 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.ray_engines_script import NUM_RESPONSES, TOKENS
 from tests.cluster.ray_hosts import ray_cluster
 from tests.cluster.runs import ClusterRun
-from tests.cluster.test_grpo import equal_steps, start
+from tests.cluster.test_grpo import same_as_a_local_engines, start
 from tests.modules.test_streaming import write_rows
 
 EXACT = 1e-5  # nats, fp32: sums in another order
@@ -235,11 +235,4 @@ def test_engines_on_two_other_hosts_give_the_run_of_a_local_engine(make_hosts, t
     local = ClusterRun(trainer, tmp_path / "local")
     start(local, "torchrun", qwen3_dir, rows, *more)
     assert local.wait() == [0], local.output()
-    (mine,), (theirs,) = remote.results(), local.results()
-    assert mine["restarts"] == 0
-    if staleness == 0:
-        assert mine["tokens"] == theirs["tokens"]
-        equal_steps(mine, theirs)
-    else:  # when an update comes is a matter of time
-        assert [len(step) for step in mine["tokens"]] == [len(step) for step in theirs["tokens"]] == [16] * 4
-        assert all(step["mismatch/abs_logp_diff"] < 0.5 for step in mine["steps"])
+    same_as_a_local_engines(remote, local, staleness)

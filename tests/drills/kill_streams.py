@@ -131,6 +131,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the report goes, JSON")
     parser.add_argument("--resume", action="store_true", help="keep the drills that the report has, do the others")
     options = parser.parse_args()
+    if options.resume and options.out is None:
+        parser.error("--resume without --out: there is no report to go on from")
     adopt_orphans()
     lines = read_report(options.out) if options.resume else []
     done = {line["point"] for line in lines}

@@ -49,7 +49,7 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
             Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0),
             "final_logit_softcapping=30",
         ),
-        (Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], tie_word_embeddings=False), "tie_word_embeddings=false"),
+        (Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], tie_word_embeddings=False), "tie_word_embeddings=False"),
         (
             Gemma3TextConfig(
                 architectures=["Gemma3ForCausalLM"], num_hidden_layers=2, layer_types=["full_attention"] * 2
@@ -72,7 +72,7 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
         (Exaone4Config(architectures=["Exaone4ForCausalLM"], tie_word_embeddings=True), "sliding_window=4096"),
         (
             Exaone4Config(architectures=["Exaone4ForCausalLM"], tie_word_embeddings=False),
-            "tie_word_embeddings=false",
+            "tie_word_embeddings=False",
         ),
         (
             MiniMaxM2Config(architectures=["MiniMaxM2ForCausalLM"], rotary_dim=64),

@@ -122,6 +122,16 @@ class Family:
         return frozenset(features | {"EP", "ETP"} if self.experts.can_be_split else features | {"EP"})
 
 
+def check_causal_and_tied(config: Any, name: str) -> None:
+    """Raise `ValueError` unless attention is causal and the output layer is the embedding."""
+    if config.use_bidirectional_attention or not config.tie_word_embeddings:
+        raise ValueError(
+            f"{name} with use_bidirectional_attention={config.use_bidirectional_attention}, tie_word_embeddings="
+            f"{config.tie_word_embeddings} is not supported: attention is causal, and there is no place for an output"
+            " layer"
+        )
+
+
 def check_window_layers(config: Any, every: int) -> None:
     """Raise `ValueError` unless all layers but every n-th have a sliding window."""
     expected = [

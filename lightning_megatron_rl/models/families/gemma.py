@@ -2,17 +2,12 @@
 
 from typing import Any
 
-from lightning_megatron_rl.models.families.family import Family
+from lightning_megatron_rl.models.families.family import Family, check_causal_and_tied
 
 
 def check(config: Any) -> None:
     """Refuse what there is no place for."""
-    if config.use_bidirectional_attention or not config.tie_word_embeddings:
-        raise ValueError(
-            f"Gemma with use_bidirectional_attention={config.use_bidirectional_attention}, tie_word_embeddings="
-            f"{config.tie_word_embeddings} is not supported: attention is causal, and there is no place for an output"
-            " layer"
-        )
+    check_causal_and_tied(config, "Gemma")
 
 
 FAMILY = Family(

@@ -3,17 +3,12 @@
 from math import sqrt
 from typing import Any
 
-from lightning_megatron_rl.models.families.family import Family, check_window_layers
+from lightning_megatron_rl.models.families.family import Family, check_causal_and_tied, check_window_layers
 
 
 def check(config: Any) -> None:
     """Refuse what contradicts the constants of Megatron-Bridge."""
-    if config.use_bidirectional_attention or not config.tie_word_embeddings:
-        raise ValueError(
-            f"Gemma 2 with use_bidirectional_attention={config.use_bidirectional_attention}, tie_word_embeddings="
-            f"{config.tie_word_embeddings} is not supported: attention is causal, and there is no place for an output"
-            " layer"
-        )
+    check_causal_and_tied(config, "Gemma 2")
     check_window_layers(config, every=2)
 
 

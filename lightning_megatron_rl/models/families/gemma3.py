@@ -2,18 +2,15 @@
 
 from typing import Any
 
-from lightning_megatron_rl.models.families.family import Family, Rope, check_window_layers
+from lightning_megatron_rl.models.families.family import Family, Rope, check_causal_and_tied, check_window_layers
 
 
 def check(config: Any) -> None:
     """Refuse what contradicts the constants of Megatron-Bridge."""
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name):
             raise ValueError(f"Gemma 3 with {name}={getattr(config, name)} is not supported")
-    if not config.tie_word_embeddings:
-        raise ValueError(
-            "Gemma 3 with tie_word_embeddings=false is not supported: there is no place for the output layer"
-        )
+    check_causal_and_tied(config, "Gemma 3")
     check_window_layers(config, every=6)
 
 

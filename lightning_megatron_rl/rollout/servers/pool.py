@@ -36,7 +36,6 @@ from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.network import NETWORK
 
-TOKEN_VARIABLE = "LIGHTNING_MEGATRON_RL_TOKEN"
 POLL_S = 0.05
 _MIB = 2**20
 
