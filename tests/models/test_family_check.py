@@ -72,7 +72,7 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
         (Exaone4Config(architectures=["Exaone4ForCausalLM"], tie_word_embeddings=True), "sliding_window=4096"),
         (
             Exaone4Config(architectures=["Exaone4ForCausalLM"], tie_word_embeddings=False),
-            "tie_word_embeddings=False",
+            "tie_word_embeddings=false",
         ),
         (
             MiniMaxM2Config(architectures=["MiniMaxM2ForCausalLM"], rotary_dim=64),
