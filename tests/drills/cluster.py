@@ -130,7 +130,8 @@ def refusal(event: str, trainer: Trainer) -> dict[str, Any]:
     """Return a line of a trainer that is refused."""
     told = trainer.wait("refused.json")
     problems = [] if told["error"] else ["it was not refused"]
-    line = {"event": event, "noticed_s": round(told["seconds"], 1), "says": told["error"], "problems": problems}
+    says = told["error"].replace(f"{trainer.out.parent}/", "")
+    line = {"event": event, "noticed_s": round(told["seconds"], 1), "says": says, "problems": problems}
     print(line, flush=True)
     return line
 
@@ -145,7 +146,7 @@ def run(hosts: Cluster, out: Path, model: Path, other_model: Path) -> list[dict[
     trainer.wait("ready.json")
     lines = [
         refusal("wrong token", Trainer(first, out / "wrong", model, urls[:1], WRONG)),
-        refusal("server with another model", Trainer(first, out / "model", other_model, urls[:1])),
+        refusal("server with another model", Trainer(first, out / "mismatched", other_model, urls[:1])),
         refusal("two trainers at one server", Trainer(second, out / "two", model, urls[:1])),
     ]
 
