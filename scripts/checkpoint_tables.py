@@ -1,4 +1,4 @@
-"""The tables of results.md, kill_drills.md and exports.md in docs/: saves, kill drills, resharding and `convert`."""
+"""The tables of results.md, kill_drills.md, resharding.md and exports.md in docs/: saves, kill drills, resharding and `convert`."""
 
 from pathlib import Path
 

@@ -12,7 +12,8 @@ from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
 from results import RESULTS, ROOT, Result, load, put_between, share, split, spread, table
 from stream_tables import cluster_drill, long_tail, stream_kill_drill
 
-DOCUMENTS = ("docs/performance.md", "docs/results.md", "docs/kill_drills.md", "docs/exports.md", "README.md")
+PAGES = ("performance", "results", "kill_drills", "resharding", "exports")
+DOCUMENTS = (*(f"docs/{page}.md" for page in PAGES), "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
 CURVE_BLOCK = 25  # rollouts

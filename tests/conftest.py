@@ -1,8 +1,11 @@
 """Fixtures shared by the whole suite, and the rules every test is held to."""
 
 import gc
+import logging
 import os
 import signal
+import sys
+import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line does; and so no test changes the environment
@@ -53,6 +56,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file.parent.name if file.parent.name in SHARE_A_PROCESS else str(file)
 
     return Folders(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _console_is_given_back() -> Iterator[None]:
+    """Undo what the command line does to a process that it thinks its own: records and warnings go to its console."""
+    shown, level = warnings.showwarning, logging.root.level
+    yield
+    console = sys.modules.get("lightning_megatron_rl.utilities.console")
+    if console is not None and console._current is not None:
+        logging.root.removeHandler(console._current)
+        logging.root.setLevel(level)
+        console._current = None
+        warnings.showwarning = shown
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -59,8 +59,9 @@ class MessageLog(logging.Handler):
         self._keep(record)
 
     def _show(self, text: str) -> None:
-        self.console.write(f"{line_start(self.console)}{text}\n")
-        self.console.flush()
+        with suppress(OSError, ValueError):  # a terminal or pipe that is gone ends no run; the file has it all
+            self.console.write(f"{line_start(self.console)}{text}\n")
+            self.console.flush()
 
     def _keep(self, record: logging.LogRecord) -> None:
         if self._file is not None:

@@ -65,6 +65,16 @@ def test_a_users_own_warnings_are_shown(taken, shown, tmp_path):
     assert "no answer" in shown.getvalue()
 
 
+def test_a_console_that_is_gone_ends_no_run(taken, shown, tmp_path):
+    taken.write_to(tmp_path / "run.log")
+    shown.close()
+    say(WARNING.format(text="weights were lost", category="RuntimeWarning", level=1), OURS)
+    logging.getLogger("lightning_megatron_rl.somewhere").error("it failed")
+    text = (tmp_path / "run.log").read_text()
+    assert "weights were lost" in text
+    assert "it failed" in text
+
+
 def test_what_is_said_by_way_of_lightnings_messengers(taken, shown, tmp_path):
     """Records of `rank_zero_info` carry Lightning's file and name, whoever has called it."""
     code = "from lightning.pytorch.utilities.rank_zero import rank_zero_info\nrank_zero_info('{}')"
