@@ -41,10 +41,14 @@ class Presence:
         hosts: The host of each rank, by rank.
         rank: This one.
         lost_after_s: Seconds without an answer after which a host counts as lost.
+        on_lost: Is told who is gone, in a thread of its own; None: this process ends.
     """
 
-    def __init__(self, hosts: list[str], rank: int, lost_after_s: float) -> None:
+    def __init__(
+        self, hosts: list[str], rank: int, lost_after_s: float, on_lost: Callable[[str], None] | None = None
+    ) -> None:
         self._hosts = hosts
+        self._on_lost = on_lost
         self._rank = rank
         self._lost_after_s = lost_after_s
         self._counts = True  # whether the end of another rank is this one's
@@ -54,11 +58,17 @@ class Presence:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def listen(self, address: str) -> Meeting:
-        """Serve the others, as rank 0; returns where they find this rank."""
+    def listen(self, address: str, port: int = 0, token: str | None = None) -> Meeting:
+        """Serve the others, as rank 0; returns where they find this rank.
+
+        Args:
+            address: Of this host.
+            port: 0: one that is free.
+            token: That the others know; None: a new one.
+        """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=len(self._hosts))
-        meeting = Meeting(address, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._listener = socket.create_server((address, port), family=family, backlog=len(self._hosts))
+        meeting = Meeting(address, self._listener.getsockname()[1], token or secrets.token_hex(16))
         self._start(lambda: self._serve(meeting.token))
         return meeting
 
@@ -81,6 +91,12 @@ class Presence:
         peer.say(f"{meeting.token} {self._rank}".encode())
         self._peers[0] = peer
         self._start(self._follow)
+
+    @property
+    def present(self) -> list[int]:
+        """The other ranks that are connected; on rank 0 all of them."""
+        with self._lock:
+            return sorted(self._peers)
 
     def watch(self) -> None:
         """Let the end of another rank be this one's from now on."""
@@ -188,6 +204,9 @@ class Presence:
         )
 
     def _end(self, message: str) -> None:
+        if self._on_lost is not None:
+            self._on_lost(message)
+            return
         text = f"rank {self._rank} on host {socket.gethostname()} ends: {message}."
         log.error(text)
         deadline = time.monotonic() + GRACE_S

@@ -23,18 +23,24 @@ LOOPBACK = "127.0.0.1"
 
 
 def local_store(
-    rank: int, world_size: int, port: int, timeout: timedelta, bound: socket.socket | None = None
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: timedelta,
+    bound: socket.socket | None = None,
+    address: str = LOOPBACK,
 ) -> dist.Store:
-    """Return the store of processes on this machine, for `init_process_group(store=...)`.
+    """Return the store of processes on this machine, or at one address of it, for `init_process_group(store=...)`.
 
     torch's own rendezvous listens on all interfaces, and answers whoever connects. One process needs no port at all.
 
     Args:
         rank: Of this process; 0 serves the others.
         world_size: Number of processes.
-        port: Where they meet, on the loopback interface.
+        port: Where they meet.
         timeout: How long to wait for the others.
         bound: Of rank 0: a socket that has the port already; the store closes it.
+        address: Of rank 0's host; only its interface listens.
 
     Raises:
         OSError: On rank 0: the port is in use.
@@ -42,11 +48,11 @@ def local_store(
     if world_size == 1:
         return dist.HashStore()
     if rank > 0:
-        return dist.TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
-    server = socket.create_server((LOOPBACK, port)) if bound is None else bound
+        return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    server = socket.create_server((address, port)) if bound is None else bound
     server.listen()
     descriptor = server.detach()  # the store closes it
-    return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+    return dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
 
 
 def join(

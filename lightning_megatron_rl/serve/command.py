@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from lightning_megatron_rl.utilities.arguments import new_parser
 from lightning_megatron_rl.utilities.text_files import text_file
 
 if TYPE_CHECKING:
+    from lightning_megatron_rl.parallel.presence import Presence
+    from lightning_megatron_rl.rollout.servers.nodes import EngineNodes
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
 PROGRAM = "lightning-megatron-rl serve"
@@ -26,7 +29,10 @@ Serve a model for trainers on other hosts (engine: VLLMServers).
 
 The token comes from --token-file, or from the variable LIGHTNING_MEGATRON_RL_TOKEN. Make one with
   python -c "import secrets; print(secrets.token_urlsafe(32))" > token; chmod 600 token
-The server listens on the loopback interface unless --host or --interface names another one."""
+The server listens on the loopback interface unless --host or --interface names another one.
+
+A model that is larger than a node: run the same command on each of --nodes nodes, with its own --node-rank, and
+--master the address of node 0, which has the server. --tensor-parallel-size is that of all nodes together."""
 _EPILOG = """exit code: 2 for arguments that cannot be, 128 plus the signal's number if one ended it.
 
 example:
@@ -49,7 +55,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--kv-cache-memory-gb", type=float, help="GiB; unset: 0.5 on a CPU, a share of a GPU's memory")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="that share (default: %(default)s)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model, on all nodes")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that share the model (default: %(default)s)")
+    parser.add_argument("--node-rank", type=int, help="number of this node, from 0: needed with --nodes")
+    parser.add_argument("--master", help="name or address of node 0: needed with --nodes")
+    parser.add_argument(
+        "--master-port", type=int, default=29600, help="of node 0, and the next one (default: %(default)s)"
+    )
     parser.add_argument("--num-threads", type=int, help="CPU threads of each process")
     parser.add_argument("--vllm-args", type=json.loads, default={}, help="other arguments of vLLM's, as JSON")
     return parser
@@ -126,31 +138,94 @@ def make_engine(options: argparse.Namespace) -> "VLLMEngine":
     )
 
 
-def run_server(arguments: dict[str, Any], environment: dict[str, str]) -> int:
-    """Run vLLM's server until it ends, or a signal comes; nothing of it is left afterwards. Returns an exit code."""
+def make_nodes(options: argparse.Namespace) -> "EngineNodes | None":
+    """Return the nodes that share the engine; None if this one has it alone.
+
+    Raises:
+        ValueError: They cannot, or an argument is missing.
+    """
+    if options.nodes == 1:
+        if options.node_rank or options.master is not None:
+            raise ValueError("--node-rank or --master without --nodes: say how many nodes share the model")
+        return None
+    from lightning_megatron_rl.rollout.servers.nodes import EngineNodes, address_of
+
+    if options.node_rank is None or options.master is None:
+        raise ValueError(
+            f"--nodes {options.nodes} without --node-rank or --master: each node says its own number, from 0, and the"
+            " address of node 0"
+        )
+    nodes = EngineNodes(options.nodes, options.node_rank, address_of(options.master), options.master_port)
+    nodes.check_size(options.tensor_parallel_size)
+    return nodes
+
+
+def choose_node_address(address: str, nodes: "EngineNodes") -> str:
+    """Return the address by which the other nodes reach this one.
+
+    Args:
+        address: As `choose_address` has returned it.
+        nodes: That share the engine.
+
+    Raises:
+        ValueError: It is this host's alone, or not that of --master on node 0.
+        OSError: There is no way to node 0.
+    """
+    from lightning_megatron_rl.parallel.hosts import is_loopback, own_address
+
+    if nodes.rank > 0:
+        return own_address(nodes.master, nodes.port) if is_loopback(address) else address
+    if address != nodes.master:
+        raise ValueError(
+            f"--node-rank 0 listens on {address}, and --master is {nodes.master}: name the interface of that address"
+            " (--interface eth0), or give --master this host's"
+        )
+    return address
+
+
+def run_server(
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    join: "Callable[[Callable[[str], None]], Presence] | None" = None,
+) -> int:
+    """Run vLLM's server until it ends, or a signal comes; nothing of it is left afterwards. Returns an exit code.
+
+    Args:
+        arguments: Of the server.
+        environment: As well.
+        join: Connects the nodes of an engine over several, and is given what hears that one is gone.
+    """
     from lightning_megatron_rl.rollout.servers.launch import LOOK_S, Server
 
     told: list[int] = []
+    lost: list[str] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
+    presence = join(lost.append) if join is not None else None
     server = Server(arguments, environment)
     try:
-        while server.is_running and not told:
+        while server.is_running and not told and not lost:
             time.sleep(LOOK_S)
         if told:
             server.ask_to_end()
             server.wait(GRACE_S)
     finally:
-        code = server.end()
+        code = server.end()  # at once if a node is gone: workers that wait for its would wait long
+        if presence is not None:
+            presence.stop()
+    if lost and not told:
+        print(f"{PROGRAM}: error: {lost[0]}. An engine over several nodes ends with each of them.", file=sys.stderr)
+        return 1
     return 128 + told[0] if told else code
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
+    from lightning_megatron_rl.rollout.servers.about import fingerprint
     from lightning_megatron_rl.rollout.servers.guard import token_digest
     from lightning_megatron_rl.rollout.servers.launch import server_settings
 
@@ -158,16 +233,26 @@ def main(arguments: Sequence[str]) -> int:
     try:
         address = choose_address(options.host, options.interface, everywhere=options.all_interfaces)
         token = read_token(options.token_file, os.environ)
-        engine = make_engine(options)
+        engine, nodes = make_engine(options), make_nodes(options)
+        if nodes is not None:
+            address = choose_node_address(address, nodes)
         inherited = {name: value for name, value in os.environ.items() if value != token}
         vllm_arguments, environment = server_settings(
-            options.model, engine, (address, options.port), token_digest(token), inherited
+            options.model, engine, (address, options.port), token_digest(token), inherited, nodes
         )
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
-    print(f"serving {options.model} on http://{address}:{options.port}", flush=True)
-    code = run_server(vllm_arguments, environment)
+    if nodes is None or nodes.rank == 0:
+        print(f"serving {options.model} on http://{address}:{options.port}", flush=True)
+    else:
+        print(f"sharing {options.model} with the server of {nodes.master}", flush=True)
+    try:
+        join = None if nodes is None else partial(nodes.join, token, fingerprint(options.model), vllm_arguments)
+        code = run_server(vllm_arguments, environment, join)
+    except (RuntimeError, OSError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
     if code > 128 and code - 128 in (signal.SIGTERM, signal.SIGINT):
         return code
     print(f"{PROGRAM}: the server has ended with {code}: what it printed last says why", file=sys.stderr)

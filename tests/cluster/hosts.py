@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"  # /24, within the namespaces alone
 START_S = 10.0
-_TOOLS = ("ip", "unshare", "nsenter", "mount")
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 # of this machine's network; and without bytecode imports take twice as long
 _NOT_INHERITED = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
 # what the first process of a host does: what is below /tmp and named stays there, the rest is the host's own
@@ -132,10 +132,19 @@ class Cluster:
         """Put the cable back."""
         self.switch.ip("link", "set", f"port-{host.name}", "master", "bridge")
 
-    def shape(self, host: Host, *arguments: str) -> None:
-        """Slow a host's link, as ``tc qdisc ... netem`` has it: `shape(host, "delay", "20ms", "rate", "50mbit")`."""
-        line = ["tc", "qdisc", "replace", "dev", f"port-{host.name}", "root", "netem", *arguments]
-        subprocess.run(["nsenter", "-t", str(self.switch.pid), "--net", *line], check=True)
+    def slow(self, host: Host, rate: str) -> None:
+        """Slow a host's link both ways, such as to "2mbit"; what waits for it, waits up to two seconds."""
+        shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "2s"]
+        self._shape(host, "replace", *shape)
+
+    def hasten(self, host: Host) -> None:
+        """Undo `slow`."""
+        self._shape(host, "del", "root")
+
+    def _shape(self, host: Host, verb: str, *arguments: str) -> None:
+        for end, device in ((self.switch, f"port-{host.name}"), (host, "eth0")):
+            line = ["nsenter", "-t", str(end.pid), "--net", "tc", "qdisc", verb, "dev", device, *arguments]
+            subprocess.run(line, check=True)
 
 
 def _first_process(name: str, hosts_file: Path, kept: Sequence[Path]) -> Host:

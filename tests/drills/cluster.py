@@ -1,4 +1,4 @@
-"""A trainer and two vLLM servers on hosts of their own, of which something goes: ``python -m tests.drills.cluster``.
+"""A trainer and vLLM servers on hosts of their own, of which something goes: ``python -m tests.drills.cluster``.
 
 Hosts are network namespaces (tests/cluster/hosts.py). The report has, for each event, the seconds until it was noticed
 and until every response went on, and how many of the responses were lost or came twice.
@@ -7,18 +7,20 @@ and until every response went on, and how many of the responses were lost or cam
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from lightning_megatron_rl.rollout.servers.launch import SERVER_MODULE
-from tests.cluster.hosts import Cluster, Host, cluster, why_no_hosts
+from lightning_megatron_rl.utilities.versions import __version__
+from tests.cluster.hosts import ROOT, Cluster, Host, cluster, why_no_hosts
 from tests.drills.facts import facts
 from tests.rollout.server_process import TOKEN, serve_command
 from tests.tiny_models import save_tiny_model
@@ -28,6 +30,8 @@ DEADLINE_S = 400.0  # of anything that is waited for
 LINK_DOWN_S = 20.0
 EXACT = 1e-5  # nats
 WRONG = "another-token-0123456789"
+OLDER = "0.0.9"  # version
+SLOW = "1mbit"  # per second
 
 
 class Trainer:
@@ -76,13 +80,26 @@ class Trainer:
     def push(self) -> dict[str, Any]:
         return self.wait(f"{self.order('push')}.json")
 
+    def sample(self, event: str) -> dict[str, Any]:
+        """Return a line of the report for a batch in which no server may be lost."""
+        at = time.time()
+        line = {"event": event, **judge(self.wait(f"{self.order('batch')}.json"), at, is_lost=False)}
+        del line["noticed_s"], line["goes_on_s"]
+        return line
 
-def judge(told: dict[str, Any], at: float) -> dict[str, Any]:
+    def end(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+def judge(told: dict[str, Any], at: float, *, is_lost: bool = True) -> dict[str, Any]:
     """Return what a batch says of something that happened at a time.
 
     Args:
         told: As `Watch.run` has it.
         at: Seconds, of the same clock.
+        is_lost: Whether a server must be lost by it, or none may be.
     """
     lost_at = [time_ for seen in told["states"] for time_, state in seen if state == "lost" and time_ >= at - 0.5]
     ends = Counter(told["ends"])
@@ -95,8 +112,8 @@ def judge(told: dict[str, Any], at: float) -> dict[str, Any]:
     problems = [f"{name} has {n} tokens" for name, n in zip(told["asked"], told["lengths"], strict=True) if n != 450]
     if told["error"] > EXACT:
         problems.append(f"a log-prob is off by {told['error']:.1e}")
-    if noticed is None:
-        problems.append("it was not noticed")
+    if is_lost is (noticed is None):
+        problems.append("it was not noticed" if is_lost else "a server was lost")
     return {
         "noticed_s": None if noticed is None else round(noticed - at, 1),
         "goes_on_s": round(max(first) - at, 1),
@@ -121,9 +138,54 @@ def servers_of(host: Host) -> list[int]:
     return found
 
 
-def serve(host: Host, out: Path, model: Path) -> None:
-    line = serve_command(model, PORT, host.address)
-    host.start(out / f"server-{host.name}-{time.monotonic_ns()}.log", *line, LIGHTNING_MEGATRON_RL_TOKEN=TOKEN)
+def kill_server_of(host: Host) -> None:
+    (pid,) = servers_of(host)
+    psutil.Process(pid).kill()
+
+
+def serve(host: Host, out: Path, model: Path, *more: str, **options: Any) -> "subprocess.Popen[bytes]":
+    line = [*serve_command(model, PORT, host.address), *more]
+    log = out / f"server-{host.name}-{time.monotonic_ns()}.log"
+    return host.start(log, *line, LIGHTNING_MEGATRON_RL_TOKEN=TOKEN, **options)
+
+
+def serve_over(hosts: Sequence[Host], out: Path, model: Path) -> "list[subprocess.Popen[bytes]]":
+    """One engine, of which each host has a worker; the first has the server."""
+    more = ["--tensor-parallel-size", str(len(hosts)), "--nodes", str(len(hosts)), "--master", hosts[0].name]
+    return [serve(host, out, model, *more, "--node-rank", str(rank)) for rank, host in enumerate(hosts)]
+
+
+def serve_older(host: Host, out: Path, model: Path) -> None:
+    """A server of another version of this package."""
+    older = out / "older"
+    shutil.copytree(ROOT / "lightning_megatron_rl", older / "lightning_megatron_rl")
+    versions = older / "lightning_megatron_rl" / "utilities" / "versions.py"
+    text = versions.read_text()
+    assert f'"{__version__}"' in text
+    versions.write_text(text.replace(f'"{__version__}"', f'"{OLDER}"'))
+    serve(host, out, model, cwd=older, PYTHONPATH=str(older))
+
+
+def over_nodes(hosts: Sequence[Host], out: Path, model: Path) -> list[dict[str, Any]]:
+    """Drill an engine over two nodes, beside one on a node of its own.
+
+    Args:
+        hosts: Of the trainer, of the other server, and of the engine's nodes.
+    """
+    first, second, *nodes = hosts
+    processes = serve_over(nodes, out, model)
+    trainer = Trainer(first, out / "spread", model, [f"http://{host.name}:{PORT}" for host in (nodes[0], second)])
+    trainer.wait("ready.json")
+    lines = [trainer.sample("one engine over two nodes")]
+    print(lines[-1], flush=True)
+    lines.append(trainer.drill("a node of an engine over two killed", lambda: kill_server_of(nodes[1])))
+    began = time.monotonic()
+    code = processes[0].wait(DEADLINE_S)
+    lines[-1]["other_node_ends_s"] = round(time.monotonic() - began, 1)
+    if code != 1 or any(servers_of(host) for host in nodes):
+        lines[-1]["problems"].append(f"the other node's serve ended with {code}, servers left: {servers_of(nodes[0])}")
+    trainer.end()
+    return lines
 
 
 def refusal(event: str, trainer: Trainer) -> dict[str, Any]:
@@ -138,24 +200,24 @@ def refusal(event: str, trainer: Trainer) -> dict[str, Any]:
 
 def run(hosts: Cluster, out: Path, model: Path, other_model: Path) -> list[dict[str, Any]]:
     """Run all drills, one after the other; returns their lines."""
-    first, second, third = hosts.hosts
+    first, second, third, fourth, fifth = hosts.hosts
     urls = [f"http://{host.name}:{PORT}" for host in (second, third)]
     for host in (second, third):
         serve(host, out, model)
+    lines = over_nodes([first, second, fourth, fifth], out, model)
+    serve_older(fourth, out, model)
     trainer = Trainer(first, out / "trainer", model, urls)
     trainer.wait("ready.json")
-    lines = [
+    lines += [
         refusal("wrong token", Trainer(first, out / "wrong", model, urls[:1], WRONG)),
         refusal("server with another model", Trainer(first, out / "mismatched", other_model, urls[:1])),
         refusal("two trainers at one server", Trainer(second, out / "two", model, urls[:1])),
+        refusal("server of another version", Trainer(second, out / "version", model, [f"http://{fourth.name}:{PORT}"])),
+        slow_link(hosts, third, trainer),
     ]
 
     def link_down() -> None:
         hosts.cut(third)
-
-    def kill_server() -> None:
-        (pid,) = servers_of(third)
-        psutil.Process(pid).kill()
 
     def host_gone() -> None:
         hosts.cut(third)
@@ -170,7 +232,7 @@ def run(hosts: Cluster, out: Path, model: Path, other_model: Path) -> list[dict[
     lines.append({"event": f"link down for {LINK_DOWN_S:.0f} s", **judge(trainer.wait(f"{number}.json"), at)})
     print(lines[-1], flush=True)
     wait_for_states(trainer, ["ready", "ready"])
-    lines.append(trainer.drill("server killed", kill_server))
+    lines.append(trainer.drill("server killed", lambda: kill_server_of(third)))
     serve(third, out, model)
     joined = time.time()
     wait_for_states(trainer, ["ready", "ready"])
@@ -187,6 +249,20 @@ def run(hosts: Cluster, out: Path, model: Path, other_model: Path) -> list[dict[
     gone = "trainer's host gone, another trainer takes its server"
     lines.append({"event": gone, "goes_on_s": round(ready - at, 1), "problems": []})
     return lines
+
+
+def slow_link(hosts: Cluster, host: Host, trainer: Trainer) -> dict[str, Any]:
+    """Push and sample over a link that is slow, and is no reason to give a server up."""
+    quick = trainer.push()["seconds"]
+    hosts.slow(host, SLOW)
+    slow = trainer.push()
+    line = trainer.sample(f"link of a server at {SLOW.removesuffix('mbit')} Mbit/s")
+    hosts.hasten(host)
+    line |= {"push_s": round(slow["seconds"], 2), "push_before_s": round(quick, 2)}
+    if slow["states"] != ["ready", "ready"]:
+        line["problems"].append(f"the servers were {slow['states']} after the push")
+    print(line, flush=True)
+    return line
 
 
 def wait_for_states(trainer: Trainer, states: list[str]) -> None:
@@ -209,7 +285,7 @@ def main() -> int:
     shared = Path(tempfile.mkdtemp(prefix="drills-"))
     try:
         model, other = save_tiny_model(shared / "model", "qwen3"), save_tiny_model(shared / "other", "qwen2_tied")
-        with cluster(shared, 3) as hosts:
+        with cluster(shared, 5) as hosts:
             lines = run(hosts, shared, model, other)
     finally:
         shutil.rmtree(shared, ignore_errors=True)

@@ -106,8 +106,14 @@ def main() -> None:
         if order.read_text() == "batch":
             told = Watch(harness).run(options.out / f"{number}.began")
         else:
+            began = time.monotonic()
             harness.push_random_weights(number + 1)
-            told = {"states": [server.state for server in engine.connections.servers], "at": time.time()}
+            seconds = time.monotonic() - began
+            told = {
+                "seconds": seconds,
+                "states": [server.state for server in engine.connections.servers],
+                "at": time.time(),
+            }
         write(options.out / f"{number}.json", told)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint, installed_vllm, vocabulary_size
 from lightning_megatron_rl.rollout.servers.guard import SETTINGS
+from lightning_megatron_rl.rollout.servers.nodes import EngineNodes
 from lightning_megatron_rl.rollout.servers.process_group import end_group, members, shared_files
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.installation import choose_device, installed_packages, why_no_gpu
@@ -30,7 +31,12 @@ NOTE_S = 2.0  # between two looks at what the processes share
 
 
 def server_settings(
-    model: str, engine: VLLMEngine, address: tuple[str, int], digest: str, inherited: Mapping[str, str]
+    model: str,
+    engine: VLLMEngine,
+    address: tuple[str, int],
+    digest: str,
+    inherited: Mapping[str, str],
+    nodes: EngineNodes | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return vLLM's arguments and the environment of its processes.
 
@@ -40,6 +46,7 @@ def server_settings(
         address: Where to listen.
         digest: Of the token, which the server's processes need not know.
         inherited: The environment that theirs begins with.
+        nodes: That share the engine; None: this one has it alone.
 
     Raises:
         ValueError: The directory holds no model, or an argument does not work here.
@@ -79,7 +86,11 @@ def server_settings(
     }
     changes = openmp_defaults() | environment | own
     host, port = address
-    return arguments | {"host": host, "port": port}, child_environment(dict(inherited), changes)
+    arguments |= {"host": host, "port": port}
+    if nodes is not None:
+        arguments |= nodes.arguments()
+        changes |= nodes.environment(host, inherited)
+    return arguments, child_environment(dict(inherited), changes)
 
 
 class Server:

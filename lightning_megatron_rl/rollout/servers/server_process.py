@@ -26,11 +26,12 @@ def end_with(parent_pid: int) -> None:
 
 
 def main(parent_pid: int) -> None:
-    """Serve until a signal comes."""
+    """Serve, or work for a server on another node, until a signal comes."""
     end_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     settings = json.load(sys.stdin)
 
+    from vllm.entrypoints.cli.serve import run_headless
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -45,7 +46,11 @@ def main(parent_pid: int) -> None:
     arguments.disable_log_stats = True
     arguments.disable_uvicorn_access_log = True
     validate_parsed_serve_args(arguments)
-    asyncio.run(run_server(arguments))
+    if arguments.headless:  # workers of an engine whose server is on another node
+        arguments.api_server_count = 0
+        run_headless(arguments)
+    else:
+        asyncio.run(run_server(arguments))
 
 
 if __name__ == "__main__":
