@@ -15,7 +15,7 @@ from lightning_megatron_rl.serve.command import make_parser
 from tests.command_line import ROOT, build
 
 FOLDER = ROOT / "examples" / "cluster"
-PAGE = (ROOT / "docs" / "multi_node.md").read_text()
+PAGE = (ROOT / "docs" / "servers.md").read_text()
 MANIFESTS = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 
 

@@ -14,7 +14,7 @@ TOKEN_VARIABLE = "LIGHTNING_MEGATRON_RL_TOKEN"
 
 
 class VLLMServers(ServerPool):
-    """Samples on vLLM servers, which ``lightning-megatron-rl serve`` starts; see docs/multi_node.md.
+    """Samples on vLLM servers, which ``lightning-megatron-rl serve`` starts; see docs/servers.md.
 
     Responses go to the least busy server, those that begin alike to one that has their beginning in its cache. A server
     that is lost loses no response: each goes on from the tokens that are there, on another server, or when one is back.

@@ -1,0 +1,90 @@
+"""One engine over several nodes: what is refused, and who hears of whose end; real ones are in tests/drills/cluster.py."""
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_megatron_rl.rollout.servers import nodes as module
+from lightning_megatron_rl.rollout.servers.nodes import EngineNodes
+from lightning_megatron_rl.serve.command import main
+from tests.distributed import free_port
+from tests.rollout.server_process import TOKEN
+
+HERE = "127.0.0.1"
+OVER = ["MODEL", "--tensor-parallel-size", "4", "--nodes", "2"]
+ARGUMENTS = {"tensor_parallel_size": 2, "dtype": "float32", "host": HERE}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (OVER, "--nodes 2 without --node-rank or --master: each node says its own number, from 0, and the address"),
+        ([*OVER, "--node-rank", "2", "--master", HERE], "--node-rank 2 must be in [0, 1]: --nodes is 2"),
+        (
+            [*OVER, "--node-rank", "0", "--master", HERE, "--tensor-parallel-size", "3"],
+            "--tensor-parallel-size 3 over --nodes 2: 3 / 2 is no whole number of workers on each node",
+        ),
+        ([*OVER, "--node-rank", "0", "--master", HERE, "--nodes", "0"], "--nodes 0: an engine over several nodes has"),
+        ([*OVER, "--node-rank", "0", "--master", HERE, "--master-port", "65535"], "--master-port 65535 must be in"),
+        ([*OVER, "--node-rank", "0", "--master", "10.77.8.9"], "listens on 127.0.0.1, and --master is 10.77.8.9"),
+        (["MODEL", "--node-rank", "1"], "--node-rank or --master without --nodes"),
+    ],
+)
+def test_nodes_that_cannot_share_an_engine_are_refused(arguments, words, qwen3_dir, capsys, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
+    assert main([str(qwen3_dir) if it == "MODEL" else it for it in arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def wait_until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def two():
+    port = free_port()
+    return [EngineNodes(2, rank, HERE, port) for rank in (0, 1)]
+
+
+def test_each_node_hears_when_another_is_gone(two):
+    lost: list[list[str]] = [[], []]
+    first = two[0].join(TOKEN, "model", ARGUMENTS | {"headless": False}, lost[0].append)
+    second = two[1].join(TOKEN, "model", ARGUMENTS | {"host": "10.1.1.1", "headless": True}, lost[1].append)
+    wait_until(lambda: first.present == [1])
+    assert lost == [[], []]
+    second.stop()
+    wait_until(lambda: lost[0])
+    assert "rank 1 on host number 1 has ended or was killed" in lost[0][0]
+    first.stop()
+    assert lost[1] == []  # it ended by itself
+
+
+@pytest.mark.parametrize(
+    "other", [("another-token", "model", ARGUMENTS), (TOKEN, "other", ARGUMENTS), (TOKEN, "model", {"dtype": "auto"})]
+)
+def test_another_token_model_or_setting_is_not_let_in(two, other):
+    lost: list[list[str]] = [[], []]
+    first = two[0].join(TOKEN, "model", ARGUMENTS, lost[0].append)
+    second = two[1].join(*other, lost[1].append)
+    wait_until(lambda: lost[1])
+    assert lost[0] == []
+    assert first.present == []
+    for presence in (first, second):
+        presence.stop()
+
+
+def test_a_node_0_that_is_not_there_is_named(two, monkeypatch):
+    monkeypatch.setattr(module, "JOIN_S", 0.5)
+    monkeypatch.setattr(module, "AGAIN_S", 0.1)
+    with pytest.raises(RuntimeError, match=re.escape(f"cannot reach rank 0 on {HERE} at {HERE}:{two[0].port + 1}")):
+        two[1].join(TOKEN, "model", ARGUMENTS, lambda told: None)
+
+
+def test_vllm_gets_the_interface_of_the_address(two):
+    assert two[0].environment(HERE, {}) == {"VLLM_HOST_IP": HERE, "GLOO_SOCKET_IFNAME": "lo"}
+    assert two[0].environment(HERE, {"GLOO_SOCKET_IFNAME": "ib0"})["GLOO_SOCKET_IFNAME"] == "ib0"
