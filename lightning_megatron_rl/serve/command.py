@@ -218,7 +218,11 @@ def run_server(
         if presence is not None:
             presence.stop()
     if lost and not told:
-        print(f"{PROGRAM}: error: {lost[0]}. An engine over several nodes ends with each of them.", file=sys.stderr)
+        print(
+            f"{PROGRAM}: error: {lost[0]}. An engine over several nodes ends with each of them; one with another token,"
+            " version, model or setting is not let in.",
+            file=sys.stderr,
+        )
         return 1
     return 128 + told[0] if told else code
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"  # /24, within the namespaces alone
 START_S = 10.0
@@ -98,6 +100,16 @@ class Host:
     def python(self, log: Path, *arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
         """Start this Python on this host."""
         return self.start(log, sys.executable, *arguments, **options)
+
+    def processes(self) -> list[psutil.Process]:
+        """All but the first, as this machine numbers them."""
+        space = Path(f"/proc/{self.pid}/ns/net").readlink()
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.pid != self.pid and Path(f"/proc/{process.pid}/ns/net").readlink() == space:
+                    found.append(process)
+        return found
 
     def kill(self) -> None:
         """End all processes of the host at once, without a word to anybody."""

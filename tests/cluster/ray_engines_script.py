@@ -74,6 +74,7 @@ def main() -> None:
 
     until(lambda: engine.num_restarts >= 1)
     noticed = time.time()
+    (options.out / "noticed").write_text("1")
     until(lambda: collected.are_complete)
     errors, lengths, versions = [], [], set()
     for request in asked:

@@ -37,20 +37,9 @@ def has_started(process: "subprocess.Popen[bytes]", log: Path) -> bool:
     return True
 
 
-@contextmanager
-def ray_cluster(hosts: Cluster, out: Path, cpus: Sequence[int] = (2, 2)) -> Iterator[dict[str, str]]:
-    """Start a head on the first host and a node on each other one; yields a driver's environment.
-
-    Args:
-        hosts: Where.
-        out: For logs; all hosts have it.
-        cpus: That Ray may give away, by host.
-    """
-    out.mkdir(exist_ok=True)
-    (out / "ray-token").write_text("0123456789abcdef" * 4)
-    (out / "ray-token").chmod(0o600)
+def start_nodes(hosts: Cluster, out: Path, cpus: Sequence[int]) -> "list[subprocess.Popen[bytes]]":
+    """Start a head on the first host and a node on each other one; see `ray_cluster`."""
     head = f"{hosts.hosts[0].address}:{PORT}"
-    environment = {**variables(out), "RAY_ADDRESS": head}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, host in enumerate(hosts.hosts):
@@ -65,9 +54,33 @@ def ray_cluster(hosts: Cluster, out: Path, cpus: Sequence[int] = (2, 2)) -> Iter
                 if has_started(started[-1], log):
                     break
                 assert attempt < TRIES - 1, log.read_text()
-        yield environment
+    except BaseException:
+        end_nodes(started)
+        raise
+    return started
+
+
+def end_nodes(started: "list[subprocess.Popen[bytes]]") -> None:
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait(60)
+
+
+@contextmanager
+def ray_cluster(hosts: Cluster, out: Path, cpus: Sequence[int] = (2, 2)) -> Iterator[dict[str, str]]:
+    """Start a head on the first host and a node on each other one; yields a driver's environment.
+
+    Args:
+        hosts: Where.
+        out: For logs; all hosts have it.
+        cpus: That Ray may give away, by host.
+    """
+    out.mkdir(exist_ok=True)
+    (out / "ray-token").write_text("0123456789abcdef" * 4)
+    (out / "ray-token").chmod(0o600)
+    started = start_nodes(hosts, out, cpus)
+    try:
+        yield {**variables(out), "RAY_ADDRESS": f"{hosts.hosts[0].address}:{PORT}"}
     finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait(60)
+        end_nodes(started)

@@ -19,13 +19,14 @@ from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
 from lightning_megatron_rl.rollout.servers.ray_places import DRIVER_MODULE
 from tests.cluster.hosts import Cluster
 from tests.cluster.ray_engines_script import NUM_RESPONSES, TOKENS
-from tests.cluster.ray_hosts import ray_cluster
+from tests.cluster.ray_hosts import end_nodes, ray_cluster, start_nodes
 from tests.cluster.runs import ClusterRun
 from tests.cluster.test_grpo import same_as_a_local_engines, start
 from tests.modules.test_streaming import write_rows
 
 EXACT = 1e-5  # nats, fp32: sums in another order
 GONE_S = 30.0  # for what a killed trainer has left
+HEAD_GONE_S = 120.0  # for Ray's nodes to give a lost head up, which takes them 60 s
 ACTOR = "EngineActor"
 
 
@@ -124,10 +125,10 @@ def wait_for(path: Path, run: ClusterRun, seconds: float = 480.0) -> float:
     return time.time()
 
 
-def start_script(run: ClusterRun, model: Path, environment: dict[str, str], *more: str) -> None:
+def start_script(run: ClusterRun, model: Path, environment: dict[str, str], *more: str, host: int = 0) -> None:
     run.out.mkdir()
     arguments = ["-m", "tests.cluster.ray_engines_script", "--model", str(model), "--out", str(run.out), *more]
-    run.processes.append(run.hosts.hosts[0].python(run.out / "0.log", *arguments, **environment))
+    run.processes.append(run.hosts.hosts[host].python(run.out / "0.log", *arguments, **environment))
 
 
 def goes_on(run: ClusterRun, lost_at: float, versions: tuple[int, ...] = (1,)) -> None:
@@ -146,8 +147,8 @@ def goes_on(run: ClusterRun, lost_at: float, versions: tuple[int, ...] = (1,)) -
     assert again["error"] < EXACT
 
 
-def nothing_is_left(words: str) -> None:
-    deadline = time.monotonic() + GONE_S
+def nothing_is_left(words: str, seconds: float = GONE_S) -> None:
+    deadline = time.monotonic() + seconds
     while left := command_lines(words):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -203,6 +204,34 @@ def test_responses_of_the_only_engine_wait_for_it(make_hosts, tmp_path, qwen3_di
         (driver,) = command_lines(DRIVER_MODULE)
         psutil.Process(driver).kill()
         goes_on(run, time.time(), versions=(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1200)
+def test_engines_go_on_when_a_lost_head_of_ray_is_back(make_hosts, tmp_path, qwen3_dir):
+    """Ray's nodes end some time after their head, and engines with them; the run waits for a new cluster."""
+    needs_ray()
+    hosts, cpus = make_hosts(3), (0, 0, 1)
+    head = hosts.hosts[0]
+    with ray_cluster(hosts, tmp_path / "ray", cpus) as environment:
+        run = ClusterRun(hosts, tmp_path / "run")
+        start_script(run, qwen3_dir, environment, "--engines", "1", host=1)
+        wait_for(run.out / "under_way", run)
+        lost_at = time.time()
+        for process in head.processes():
+            process.kill()
+        wait_for(run.out / "noticed", run)
+        print(f"noticed after {time.time() - lost_at:.1f} s")
+        nothing_is_left("raylet/raylet", HEAD_GONE_S)
+        nothing_is_left(SERVER_MODULE)
+        again = start_nodes(hosts, tmp_path / "ray", cpus)
+        print(f"the cluster was back after {time.time() - lost_at:.1f} s")
+        try:
+            goes_on(run, lost_at, versions=(1, 2))
+        finally:
+            for process in run.processes:
+                process.kill()
+            end_nodes(again)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +127,11 @@ def judge(told: dict[str, Any], at: float, *, is_lost: bool = True) -> dict[str,
 
 def servers_of(host: Host) -> list[int]:
     """Processes of vLLM's API server on a host."""
-    space = Path(f"/proc/{host.pid}/ns/net").readlink()
     found = []
-    for process in psutil.process_iter():
-        try:
-            is_server = SERVER_MODULE in process.cmdline()
-            if is_server and Path(f"/proc/{process.pid}/ns/net").readlink() == space:
+    for process in host.processes():
+        with suppress(psutil.Error):
+            if SERVER_MODULE in process.cmdline():
                 found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
     return found
 
 

@@ -1,4 +1,4 @@
-"""One engine over several nodes: what is refused, and who hears of whose end; real ones are in tests/drills/cluster.py."""
+"""One engine over several nodes: what is refused, who hears of whose end; real ones are in tests/drills/cluster.py."""
 
 import re
 import time
