@@ -102,12 +102,15 @@ class Host:
         return self.start(log, sys.executable, *arguments, **options)
 
     def processes(self) -> list[psutil.Process]:
-        """All but the first, as this machine numbers them."""
+        """What was started on the host, as this machine numbers it."""
         space = Path(f"/proc/{self.pid}/ns/net").readlink()
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.pid != self.pid and Path(f"/proc/{process.pid}/ns/net").readlink() == space:
+                if (
+                    process.pid not in (self.pid, self.holder.pid)
+                    and Path(f"/proc/{process.pid}/ns/net").readlink() == space
+                ):
                     found.append(process)
         return found
 
