@@ -131,14 +131,20 @@ def start_script(run: ClusterRun, model: Path, environment: dict[str, str], *mor
     run.processes.append(run.hosts.hosts[host].python(run.out / "0.log", *arguments, **environment))
 
 
-def goes_on(run: ClusterRun, lost_at: float, versions: tuple[int, ...] = (1,)) -> None:
-    """An engine was lost, no response was, and it samples again with new weights."""
+def goes_on(run: ClusterRun, lost_at: float, *versions: list[int]) -> None:
+    """An engine was lost, no response was, and it samples again with new weights.
+
+    Args:
+        run: The trainer's.
+        lost_at: When.
+        versions: Of the weights that the responses may be drawn with.
+    """
     wait_for(run.out / "complete.json", run)
     told = json.loads((run.out / "complete.json").read_text())
     print(f"noticed after {told['noticed'] - lost_at:.1f} s, all responses complete after {told['at'] - lost_at:.1f} s")
     assert told["lengths"] == [TOKENS] * NUM_RESPONSES
     assert max(told["errors"]) < EXACT
-    assert tuple(told["versions"]) == versions
+    assert told["versions"] in versions
     wait_for(run.out / "again.json", run)
     again = json.loads((run.out / "again.json").read_text())
     print(f"placed and loaded again after {again['back'] - lost_at:.1f} s")
@@ -175,7 +181,7 @@ def test_a_killed_engine_is_placed_again_and_nothing_is_left_of_a_killed_trainer
         servers = command_lines(SERVER_MODULE)
         assert len(servers) == 2
         psutil.Process(min(servers)).kill()
-        goes_on(run, time.time())
+        goes_on(run, time.time(), [1])
         token = (run.out / "token").read_text()
         assert len(token) > 40
         assert not command_lines(token)
@@ -203,7 +209,7 @@ def test_responses_of_the_only_engine_wait_for_it(make_hosts, tmp_path, qwen3_di
         wait_for(run.out / "under_way", run)
         (driver,) = command_lines(DRIVER_MODULE)
         psutil.Process(driver).kill()
-        goes_on(run, time.time(), versions=(1, 2))
+        goes_on(run, time.time(), [1, 2])
 
 
 @pytest.mark.slow
@@ -227,7 +233,7 @@ def test_engines_go_on_when_a_lost_head_of_ray_is_back(make_hosts, tmp_path, qwe
         again = start_nodes(hosts, tmp_path / "ray", cpus)
         print(f"the cluster was back after {time.time() - lost_at:.1f} s")
         try:
-            goes_on(run, lost_at, versions=(1, 2))
+            goes_on(run, lost_at, [1], [1, 2])  # by how many were complete within the minute that Ray needs
         finally:
             for process in run.processes:
                 process.kill()
@@ -245,7 +251,7 @@ def test_engines_of_a_host_that_is_gone_are_placed_on_another(make_hosts, tmp_pa
         wait_for(run.out / "under_way", run)
         hosts.cut(hosts.hosts[2])  # without a word
         hosts.hosts[2].kill()
-        goes_on(run, time.time())
+        goes_on(run, time.time(), [1])
 
 
 @pytest.mark.slow
