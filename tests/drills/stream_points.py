@@ -59,6 +59,6 @@ DRILLS = [
     ),
 ]
 SHORT = {
-    "separate": [(DRILLS[1][3], DRILLS[0][3])],  # a save is complete; a group is ready
+    "separate": [(DRILLS[0][3],)],  # a group is ready
     "shared": [(DRILLS[2][4],)],  # the stream was told to a checkpoint, which is not complete
 }

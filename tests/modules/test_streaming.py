@@ -211,6 +211,7 @@ def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, r
     assert rest[0].extra["saved"][0] == first[0].extra["saved"][1]  # also before anything was sampled again
 
 
+@pytest.mark.slow  # five runs
 def test_an_epoch_may_go_on_with_other_bounds(worker_pool, qwen3_dir, rows, tmp_path):
     """0 is no stream at all: prompts that were read ahead are then sampled first, and saved again."""
     parts: list[Run] = []
