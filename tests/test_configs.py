@@ -1,6 +1,7 @@
 """Every config in `configs/` parses with the real command line and builds what it names."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_megatron_rl.algorithms import Sequences
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, Built, build
+from tests.selection import by_default
 
 GPU = ROOT / "configs" / "demo" / "gpu.yaml"  # an overlay of the others
 DEMO = sorted(set((ROOT / "configs" / "demo").glob("*.yaml")) - {GPU})
@@ -31,11 +33,23 @@ def test_all_configs_are_known_here():
     assert len(LAYOUTS) >= 3
 
 
-@pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
-@pytest.mark.parametrize("layout", [None, *LAYOUTS], ids=lambda path: path.stem if path else "as it is")
-def test_config_builds(config: Path, layout: Path | None):
-    overlay = [] if layout is None else ["--config", layout]
-    cli = build("fit", "--config", config, *overlay)
+@functools.cache
+def plain(config: Path) -> Built:
+    """A config without overlays, to compare with: a build takes seconds."""
+    return build("fit", "--config", config)
+
+
+COMBINATIONS = [(config, layout) for layout in (None, *LAYOUTS) for config in DEMO]
+
+
+@pytest.mark.parametrize(
+    "combination",
+    by_default([(config, layout) for config, layout in COMBINATIONS if layout is None or config == GRPO], COMBINATIONS),
+    ids=lambda found: f"{found[1].stem if found[1] else 'as it is'}-{found[0].stem}",
+)
+def test_config_builds(combination: tuple[Path, Path | None]):
+    config, layout = combination
+    cli = plain(config) if layout is None else build("fit", "--config", config, "--config", layout)
     assert isinstance(cli.trainer.strategy, MegatronStrategy)
     base = yaml.safe_load(config.read_text())["trainer"]
     expected = dict(base["strategy"]["init_args"])
@@ -69,25 +83,25 @@ def test_gpu_overlay_moves_the_demo_to_every_gpu(config: Path):
 
 @pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
 def test_lora_overlay_adds_adapters_and_nothing_else(config: Path):
-    plain, adapted = build("fit", "--config", config), build("fit", "--config", config, "--config", LORA)
-    assert plain.model.train_settings.lora is None
+    base, adapted = plain(config), build("fit", "--config", config, "--config", LORA)
+    assert base.model.train_settings.lora is None
     assert dataclasses.asdict(adapted.model.train_settings.lora) == {
         **dataclasses.asdict(LoRASettings()),
         **yaml.safe_load(LORA.read_text())["model"]["init_args"]["train"]["lora"],
     }
-    assert plain.config["fit"]["trainer"] == adapted.config["fit"]["trainer"]
-    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, adapted))
+    assert base.config["fit"]["trainer"] == adapted.config["fit"]["trainer"]
+    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (base, adapted))
     assert {name for name in ours if ours[name] != theirs[name]} == {"train"}
     assert {name for name, value in ours["train"].items() if value != theirs["train"][name]} == {"lora"}
     assert ours.keys() == theirs.keys()
 
 
 def test_distillation_overlay_names_a_teacher_and_weighs_no_reward():
-    plain, distilled = build("fit", "--config", GRPO), build("fit", "--config", GRPO, "--config", DISTILLATION)
+    distilled = build("fit", "--config", GRPO, "--config", DISTILLATION)
     assert distilled.model.reference_settings.model == "runs/demo/grpo/hf/last"
     assert distilled.model.reward_weights == [0.0]
     assert distilled.model.loss.config.kl_estimator == "k2"
-    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain, distilled))
+    ours, theirs = (dict(cli.config["fit"]["model"]["init_args"].as_dict()) for cli in (plain(GRPO), distilled))
     assert {name for name in ours if ours[name] != theirs[name]} == {"loss", "reference", "reward_weights"}
 
 
@@ -109,14 +123,10 @@ class Scaling:
         return self.scale * mask.float()
 
 
-@pytest.fixture(scope="module")
-def grpo() -> Built:
-    return build("fit", "--config", GRPO)
-
-
 @pytest.mark.parametrize("overlay", ALGORITHMS, ids=lambda path: path.stem)
-def test_algorithm_overlay_sets_what_it_says_and_nothing_else(overlay: Path, grpo: Built):
+def test_algorithm_overlay_sets_what_it_says_and_nothing_else(overlay: Path):
     """What the overlay names has its value; what it does not name is as in the base, also inside `loss`."""
+    grpo = plain(GRPO)
     method = build("fit", "--config", GRPO, "--config", overlay)
     changes = yaml.safe_load(overlay.read_text())["model"]["init_args"]
     written = yaml.safe_load(method.parser.dump(method.config, skip_none=False))["fit"]["model"][
