@@ -48,6 +48,7 @@ class Trainer:
 
     def __init__(self, host: Host, out: Path, model: Path, urls: list[str], token: str = TOKEN) -> None:
         out.mkdir()
+        self._host = host
         self.out = out
         self.log = out / "log"
         self._orders = 0
@@ -90,7 +91,7 @@ class Trainer:
 
     def end(self) -> None:
         """End it as a crash would."""
-        self.process.kill()
+        kill(self._host, str(self.out))
         self.process.wait(DEADLINE_S)
 
 
@@ -125,19 +126,20 @@ def judge(told: dict[str, Any], at: float, *, is_lost: bool = True) -> dict[str,
     }
 
 
-def servers_of(host: Host) -> list[int]:
-    """Processes of vLLM's API server on a host."""
+def processes(host: Host, word: str) -> list[psutil.Process]:
+    """Those of a host with this word in their command line; `nsenter`, which starts them, is outside."""
     found = []
     for process in host.processes():
         with suppress(psutil.Error):
-            if SERVER_MODULE in process.cmdline():
-                found.append(process.pid)
+            if any(word in part for part in process.cmdline()):
+                found.append(process)
     return found
 
 
-def kill_server_of(host: Host) -> None:
-    (pid,) = servers_of(host)
-    psutil.Process(pid).kill()
+def kill(host: Host, word: str = SERVER_MODULE) -> None:
+    """Kill a host's process, by a word of its command line; vLLM's server by default."""
+    for process in processes(host, word):
+        process.kill()
 
 
 def serve(host: Host, out: Path, model: Path, *more: str, **options: Any) -> "subprocess.Popen[bytes]":
@@ -175,12 +177,13 @@ def over_nodes(hosts: Sequence[Host], out: Path, model: Path) -> list[dict[str, 
     trainer.wait("ready.json")
     lines = [trainer.sample("one engine over two nodes")]
     print(lines[-1], flush=True)
-    lines.append(trainer.drill("a node of an engine over two killed", lambda: kill_server_of(nodes[1])))
+    lines.append(trainer.drill("a node of an engine over two killed", lambda: kill(nodes[1])))
     began = time.monotonic()
     code = processes[0].wait(DEADLINE_S)
     lines[-1]["other_node_ends_s"] = round(time.monotonic() - began, 1)
-    if code != 1 or any(servers_of(host) for host in nodes):
-        lines[-1]["problems"].append(f"the other node's serve ended with {code}, servers left: {servers_of(nodes[0])}")
+    left = [process.pid for host in nodes for process in processes(host, SERVER_MODULE)]
+    if code != 1 or left:
+        lines[-1]["problems"].append(f"the other node's serve ended with {code}, processes left: {left}")
     trainer.end()
     return lines
 
@@ -229,7 +232,7 @@ def run(hosts: Cluster, out: Path, model: Path, other_model: Path) -> list[dict[
     lines.append({"event": f"link down for {LINK_DOWN_S:.0f} s", **judge(trainer.wait(f"{number}.json"), at)})
     print(lines[-1], flush=True)
     wait_for_states(trainer, ["ready", "ready"])
-    lines.append(trainer.drill("server killed", lambda: kill_server_of(third)))
+    lines.append(trainer.drill("server killed", lambda: kill(third)))
     serve(third, out, model)
     joined = time.time()
     wait_for_states(trainer, ["ready", "ready"])
