@@ -93,7 +93,7 @@ def test_a_demo_leaves_other_runs_alone_and_a_failed_one_ends_without_a_tracebac
     (tmp_path / "overlay.yaml").write_text("trainer: {max_stepz: 1}\n")
     done = subprocess.run(
         [sys.executable, "examples/demo/run.py", "--out", str(tmp_path), "--config", str(tmp_path / "overlay.yaml")],
-        cwd=ROOT, env=ENVIRONMENT, timeout=300, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=ROOT, env=ENVIRONMENT, timeout=390, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout
     assert "max_stepz" in done.stdout
