@@ -83,3 +83,20 @@ def test_layout_overlays_train(demo, tmp_path, layout):
     )  # fmt: skip
     assert "loaded by Transformers, log-probs differ by at most" in output
     assert {"tp1": "tp 1 x pp 1", "pp2": "tp 1 x pp 2", "dp2": "tp 1 x pp 1 x cp 1 x dp 2"}[layout] in output
+
+
+def test_a_demo_leaves_other_runs_alone_and_a_failed_one_ends_without_a_traceback(tmp_path):
+    """What somebody has trained from its model lies beside it; a stage that fails has said why."""
+    for name in ("own_reward", "sft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("step\n1\n")
+    (tmp_path / "overlay.yaml").write_text("trainer: {max_stepz: 1}\n")
+    done = subprocess.run(
+        [sys.executable, "examples/demo/run.py", "--out", str(tmp_path), "--config", str(tmp_path / "overlay.yaml")],
+        cwd=ROOT, env=ENVIRONMENT, timeout=390, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    assert "max_stepz" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert (tmp_path / "own_reward" / "metrics.csv").exists()
+    assert not (tmp_path / "sft").exists()

@@ -1,7 +1,7 @@
 """The demo: a small Qwen3 learns sums by SFT, then gets them right by GRPO, on CPU cores or GPUs.
 
 ``make demo`` runs it. It leaves in ``runs/demo``: checkpoints, Hugging Face exports, samples, ``results.json``,
-``table.txt`` and ``curve.png``.
+``table.txt`` and ``curve.png``. These replace those of the demo before; other runs beside them stay.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from report import Results, describe_devices, hf_accuracy, last_value, plot, pri
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "demo"
+LEFT = ("model", "sft", "sft.yaml", "grpo", "grpo.yaml", "results.json", "table.txt", "curve.png")  # by a demo
 
 
 class PeakMemory(threading.Thread):
@@ -92,8 +93,12 @@ def main() -> None:
     if options.gpu:
         options.config.insert(0, str(CONFIGS / "gpu.yaml"))
     out = options.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in (out / name for name in LEFT):  # what somebody trained from the demo's model lies beside these
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     memory = PeakMemory()
     memory.start()
     started = time.perf_counter()
@@ -128,4 +133,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the stage that ran has said what stopped it
+    except subprocess.CalledProcessError as failed:
+        sys.exit(failed.returncode if failed.returncode > 0 else 128 - failed.returncode)  # and why it failed

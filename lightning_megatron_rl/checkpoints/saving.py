@@ -315,9 +315,10 @@ def _open(path: Path, run: RunFacts, base: dict[str, Any] | None, with_optimizer
 def _load_generators(path: Path, manifest: dict[str, Any], run: RunFacts) -> dict[str, Any] | None:
     """Return the states of this rank's random-number generators, if the checkpoint is of the same layout."""
     if manifest["layout"] != asdict(run.layout) or manifest["world_size"] != run.world_size:
+        saved = ParallelLayout(**manifest["layout"]).describe(manifest["world_size"])
         rank_zero_only(tell_loss)(
-            f"checkpoint {path} was saved in another layout ({manifest['layout']}, world size"
-            f" {manifest['world_size']}): random-number states start anew from the seed."
+            f"checkpoint {path} was saved in another layout ({saved}; this run: {run.layout.describe(run.world_size)}):"
+            " random-number states start anew from the seed."
         )
         return None
     return checkpoint_io.load_rng_state(path)

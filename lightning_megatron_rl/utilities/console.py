@@ -20,6 +20,7 @@ _LIBRARIES = tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_pa
 _MESSENGERS = ("logging", "warnings", "lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BUFFERED = 10_000  # records before the file is known
+_SHOWN = ('(ckpt_path="last") is set, but there is no last checkpoint',)  # of libraries: a run that starts anew
 
 _CLEAR = "\r\033[K"  # of the line that a terminal's cursor is in
 
@@ -30,7 +31,7 @@ class MessageLog(logging.Handler):
     """Takes all log records and warnings of this process: some to the console, all to a file once there is one.
 
     The console shows what this package and the user's own code say, and errors. What libraries say is in the file: the
-    banners, hints and deprecations of a dozen of them.
+    banners, hints and deprecations of a dozen of them. An exception is that ``ckpt_path="last"`` found no checkpoint.
 
     Args:
         console: Where the shown ones go.
@@ -52,7 +53,8 @@ class MessageLog(logging.Handler):
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Take the place of `warnings.showwarning`."""
-        if is_shown(logging.WARNING, inspect.currentframe()) and not issubclass(category, DeprecationWarning):
+        is_ours = is_shown(logging.WARNING, inspect.currentframe()) and not issubclass(category, DeprecationWarning)
+        if is_ours or any(words in str(message) for words in _SHOWN):
             self._show(f"{category.__name__}: {message}")
         text = f"{filename}:{lineno}: {category.__name__}: {message}"
         record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, None, None)

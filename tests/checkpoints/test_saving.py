@@ -4,6 +4,7 @@ import datetime
 import random
 import re
 import resource
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_megatron_rl.checkpoints import format as checkpoint_io
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
+from lightning_megatron_rl.checkpoints.saving import RunFacts, _load_generators
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+from lightning_megatron_rl.utilities import notices
 from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -365,3 +369,14 @@ class CopiesElsewhere(TorchCheckpointIO):
 def test_checkpoint_io_plugins_are_refused(plugin):
     with pytest.raises(ValueError, match=rf"plugins=\[{type(plugin).__name__}\]\): MegatronStrategy writes and reads"):
         pl.Trainer(accelerator="cpu", strategy=MegatronStrategy(), plugins=[plugin], logger=False)
+
+
+def test_another_layout_is_named_as_in_the_table_at_start(tmp_path, caplog):
+    here = RunFacts(ParallelLayout(2, sequence_parallel=True), 2, "run", True, verify=True, fall_back=True)
+    saved = {"layout": asdict(ParallelLayout(1, 2)), "world_size": 2}
+    assert _load_generators(tmp_path, saved, here) is None
+    assert (
+        "(world 2 = tp 1 x pp 2 x cp 1 x dp 1; this run: world 2 = tp 2 x pp 1 x cp 1 x dp 1, sequence parallel)"
+        in caplog.text
+    )
+    notices.forget()

@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import lightning as L
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_megatron_rl.utilities import console
 from lightning_megatron_rl.utilities.console import MessageLog, prints_to_log
@@ -102,6 +104,18 @@ def test_on_a_terminal_messages_take_the_place_of_a_progress_line(monkeypatch):
     terminal.write("step 5/10\r")
     say(WARNING.format(text="slow", category="UserWarning", level=1), OURS)
     assert terminal.getvalue() == "step 5/10\r\r\033[KUserWarning: slow\n"
+
+
+def test_a_run_that_finds_no_last_checkpoint_says_so(taken, shown, tmp_path):
+    """Lightning warns and starts anew; somebody who resumes has to see that."""
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False, limit_val_batches=0,
+        default_root_dir=tmp_path, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel(), ckpt_path="last")
+    assert 'fit(ckpt_path="last") is set, but there is no last checkpoint available' in shown.getvalue()
 
 
 def test_errors_are_shown_whoever_says_them(taken, shown):

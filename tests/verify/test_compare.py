@@ -94,6 +94,38 @@ def test_gradient_is_held_to_its_own_noise(error, noise, found):
     assert ("on rank 1" in on_another.reason) == found
 
 
+@pytest.mark.parametrize(
+    ("error", "noises", "found"),
+    [
+        (2e-4, (1e-6, 1e-6), True),
+        (2e-4, (1e-6, 2e-5), False),  # the next update shows what rounding can make of it
+        (2e-4, (2e-5, 1e-6), True),  # the first one's is of another kind
+        (6e-4, (1e-6, 1e-3), True),  # of a norm of 2: more than a quarter of 0.1 % is no rounding
+        (6e-4, (1e-6, 1e-3, 1e-4), False),  # unless rounding did it in this very update
+    ],
+)
+def test_noise_of_later_updates_is_the_largest_of_theirs(error, noises, found):
+    """Two steps of two updates; the error is in the second update."""
+    first, later, *own = noises
+    by_update = [first, *(own or [1e-7]), later, 1e-7]
+    norms = [dict.fromkeys(NAMES, 2.0)] * 4
+    errors = [dict.fromkeys(NAMES, value) for value in (0.0, error, 0.0, 0.0)]
+    reference = measured(gradient_norms=norms, gradient_errors=[dict.fromkeys(NAMES, 0.0)] * 4)
+    noise = measured(gradient_norms=norms, gradient_errors=[dict.fromkeys(NAMES, value) for value in by_update])
+    row = make_row(parse_layout("tp2"), [measured(gradient_errors=errors)], reference, 1e-5, noise)
+    assert ("the gradient of" in row.reason) == found, row.reason
+
+
+def test_norm_of_all_gradients_is_held_to_its_noise():
+    rows = []
+    for noise in (3.0, 3.0 + 1e-4):
+        perturbed = measured(grad_norms=[4.0, noise])
+        mine = [measured(grad_norms=[4.0, 3.0 + 5e-4])]
+        rows.append(make_row(parse_layout("tp2"), mine, measured(), 1e-5, perturbed))
+    assert "step 2: gradient norm" in rows[0].reason
+    assert rows[1].reason == ""
+
+
 def test_gradient_that_is_zero_is_held_to_the_norm_of_all():
     """Experts without tokens: what is not exactly zero there is a millionth of a rounding error, or a fault."""
     norms = [{NAMES[0]: 2.0, NAMES[1]: 0.0, NAMES[2]: 2.0}] * 2
