@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -38,7 +39,8 @@ def make_row(
         ranks: What its ranks saw.
         reference: What the single process saw.
         tolerance: Largest relative difference.
-        noise: What the single process saw when its weights were moved by rounding errors first; None for no noise.
+        noise: What the single process saw when its weights were moved by rounding errors first, as `largest_noise`
+            has it; None for no noise.
     """
     first = ranks[0]
     logprob_error, worst_token = _logprob_error(ranks, reference)
@@ -65,6 +67,32 @@ def make_row(
         checksum=first.checksum,
         step_s=max(rank.step_s for rank in ranks),
         peak_memory_gb=max(rank.peak_memory_gb for rank in ranks),
+    )
+
+
+def largest_noise(reference: Measurement, noises: Sequence[Measurement]) -> Measurement:
+    """Return of several runs with rounding errors how far each number was from the reference's at most.
+
+    One run is not enough: where a ratio is a rounding error from its clip, some runs clip it and others do not.
+    """
+
+    def errors(kind: str) -> list[dict[str, float]]:
+        steps = zip(*(getattr(noise, kind) for noise in noises), strict=True)
+        return [{name: max(errors[name] for errors in step) for name in step[0]} for step in steps]
+
+    def farthest(kind: str) -> list[float]:
+        steps = zip(*(getattr(noise, kind) for noise in noises), strict=True)
+        return [
+            max(values, key=lambda value: abs(value - expected))
+            for values, expected in zip(steps, getattr(reference, kind), strict=True)
+        ]
+
+    return replace(
+        noises[0],
+        losses=farthest("losses"),
+        grad_norms=farthest("grad_norms"),
+        gradient_errors=errors("gradient_errors"),
+        weight_errors=errors("weight_errors"),
     )
 
 
@@ -132,16 +160,11 @@ def _step_findings(
 ) -> list[str]:
     mine = ranks[0]
     findings = []
-    norm, their_norm, bound = (
-        mine.grad_norms[step],
-        theirs.grad_norms[step],
-        _allowed_norm(step, theirs, tolerance, noise),
-    )
-    for name, value, expected, scale, allowed_share in (
-        ("loss", mine.losses[step], theirs.losses[step], max(abs(theirs.losses[step]), _LOSS_FLOOR), tolerance),
-        ("gradient norm", norm, their_norm, abs(their_norm), bound),
-    ):
-        if not abs(value - expected) <= allowed_share * scale:  # not: nan departs
+    for name, kind, floor in (("loss", "losses", _LOSS_FLOOR), ("gradient norm", "grad_norms", 0.0)):
+        value, expected = getattr(mine, kind)[step], getattr(theirs, kind)[step]
+        scale = max(abs(expected), floor)
+        moved = abs(getattr(noise, kind)[step] - expected) if noise is not None else 0.0
+        if not abs(value - expected) <= max(tolerance * scale, _GRADIENT_NOISE * moved):  # not: nan departs
             findings.append(f"{name} {value:.7g} instead of {expected:.7g} ({_relative(value, expected, scale)})")
     updates = len(theirs.gradient_norms) // len(theirs.losses)
     gradients: list[str] = []
@@ -166,34 +189,8 @@ def _allowed_gradients(
     """How far each gradient may be from the reference's."""
     norms = theirs.gradient_norms[update]
     dust = _DUST * math.sqrt(sum(norm**2 for norm in norms.values()))
-    if noise is None:
-        return {name: max(tolerance * norm, dust) for name, norm in norms.items()}
-    shares = [
-        {name: _share(error, theirs_.get(name, 0.0)) for name, error in errors.items()}
-        for errors, theirs_ in zip(noise.gradient_errors, theirs.gradient_norms, strict=True)
-    ]
-    bounds = {name: _allowed_share([share.get(name, 0.0) for share in shares], update) for name in norms}
-    return {name: max(tolerance * norm, dust, bounds[name] * norm if norm else 0.0) for name, norm in norms.items()}
-
-
-def _allowed_norm(step: int, theirs: Measurement, tolerance: float, noise: Measurement | None) -> float:
-    """How far the norm of all gradients of a step's last update may be from the reference's, relative to it."""
-    if noise is None:
-        return tolerance
-    pairs = zip(noise.grad_norms, theirs.grad_norms, strict=True)
-    shares = [_share(abs(value - expected), abs(expected)) for value, expected in pairs]
-    not_seen = [0.0] if len(theirs.gradient_norms) > len(theirs.losses) else []  # the first of several updates
-    return max(tolerance, _allowed_share(not_seen + shares, step + len(not_seen)))
-
-
-def _allowed_share(noises: Sequence[float], update: int) -> float:
-    """How far something may be from the reference's in an update, by what rounding made of it in each.
-
-    Behind the first update gradients differ by what the updates before differed by, of which one run shows some by
-    chance: the largest of these updates is what counts. It is no excuse for an error that should be named.
-    """
-    own = _GRADIENT_NOISE * noises[update]
-    return own if update == 0 else max(own, min(_GRADIENT_NOISE * max(noises[1:]), SENSITIVITY / 4))
+    noises = noise.gradient_errors[update] if noise is not None else {}
+    return {name: max(tolerance * norm, dust, _GRADIENT_NOISE * noises.get(name, 0.0)) for name, norm in norms.items()}
 
 
 def _allowed_weights(step: int, theirs: Measurement, tolerance: float, noise: Measurement | None) -> dict[str, float]:

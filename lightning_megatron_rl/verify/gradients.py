@@ -58,7 +58,7 @@ def gradients_in_place(chunks: Sequence[nn.Module]) -> Iterator[None]:
                 parameter.copy_(weight)
 
 
-def perturb(chunks: Sequence[nn.Module], seed: int = 0) -> None:
+def perturb(chunks: Sequence[nn.Module], seed: int) -> None:
     """Move each number of fp32 parameters by about a unit in its last place, up or down.
 
     The effect on a run is that of rounding: how far its sums depend on the order of their terms.

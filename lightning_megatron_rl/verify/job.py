@@ -91,7 +91,7 @@ def run_layout(
     timeout_s: float,
     directory: Path,
     is_reference: bool,
-    is_perturbed: bool = False,
+    perturbation: int | None = None,
 ) -> Measurement:
     """Train on `batch` for `steps` steps as one rank of `layout`.
 
@@ -105,14 +105,14 @@ def run_layout(
         timeout_s: Deadline of a collective.
         directory: Where the reference leaves its weights and others find them.
         is_reference: Whether to write the weights there, or to compare with them.
-        is_perturbed: Whether to move all weights by a rounding error first, to see what rounding does.
+        perturbation: Seed of rounding errors by which all weights are moved first, to see what rounding does; or None.
 
     Raises:
         LayoutRefusedError: A `ValueError` before the first step.
     """
     pl.seed_everything(1234, verbose=False)
     reset_peak_memory(device)
-    probe = Probe(batch, directory, is_reference=is_reference, is_perturbed=is_perturbed)
+    probe = Probe(batch, directory, is_reference=is_reference, perturbation=perturbation)
     try:
         subject = build(layout.strategy)
         module, strategy = subject.module, subject.strategy
@@ -195,11 +195,13 @@ class FrozenData(pl.LightningDataModule):
 class Probe(pl.Callback):
     """Measures a run: log-probs before it, gradients before each update, loss and weights after each step."""
 
-    def __init__(self, batch: FrozenBatch, directory: Path, *, is_reference: bool, is_perturbed: bool = False) -> None:
+    def __init__(
+        self, batch: FrozenBatch, directory: Path, *, is_reference: bool, perturbation: int | None = None
+    ) -> None:
         self.batch = batch
         self.directory = directory
         self.is_reference = is_reference
-        self.is_perturbed = is_perturbed
+        self.perturbation = perturbation
         self.has_begun = False
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -212,8 +214,8 @@ class Probe(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Score the batch with the weights as they were loaded."""
-        if self.is_perturbed:
-            perturb(list(pl_module.model))
+        if self.perturbation is not None:
+            perturb(list(pl_module.model), self.perturbation)
         shard = trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
         indices = range(shard["rank"], len(self.batch.sequences), shard["num_replicas"])
         scores = pl_module.score([self.batch.sequences[index] for index in indices])

@@ -14,7 +14,7 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
-from lightning_megatron_rl.verify.compare import blurred_parameters, make_row, reference_row
+from lightning_megatron_rl.verify.compare import blurred_parameters, largest_noise, make_row, reference_row
 from lightning_megatron_rl.verify.job import Build, LayoutRefusedError, Measurement, run_layout
 from lightning_megatron_rl.verify.layouts import Layout, default_layouts, parse_layout
 from lightning_megatron_rl.verify.pool import WorkerError, WorkerPool
@@ -22,6 +22,7 @@ from lightning_megatron_rl.verify.report import Report, Row, describe_environmen
 
 _PARTS = 4  # micro-batches that the batch is cut into, about
 _SINGLE = parse_layout("single")
+_PERTURBED_RUNS = 3  # see `largest_noise`
 _BALANCE_NOTE = (
     "note: the load-balancing loss is on (train.moe.aux_loss_coeff={:g}); it is defined by the micro-batch"
     " (docs/moe.md), so every layout with other micro-batches than the single process departs. Verify with"
@@ -46,7 +47,7 @@ def verify_layouts(
 ) -> Report:
     """Train on one frozen batch under every layout and compare with a single process in fp32.
 
-    The single process runs twice, the second time with weights that are moved by rounding errors: how far its gradients
+    The single process runs again, each time with weights that are moved by other rounding errors: how far its gradients
     move then is the noise that those of a layout are held to, parameter by parameter.
     The single process takes the batch in micro-batches of the module's own budget, every other layout in about four,
     or in those that ``@N`` after its name asks for.
@@ -118,7 +119,7 @@ def verify_layouts(
         )
         reference = _run_reference(run)
         add(reference_row(_SINGLE, reference))
-        noise = _run_reference(run, is_perturbed=True)
+        noise = largest_noise(reference, [_run_reference(run, seed) for seed in range(_PERTURBED_RUNS)])
         report.blurred = blurred_parameters(reference, noise)
         if reference.balance_coeff:
             report.note = _BALANCE_NOTE.format(reference.balance_coeff)
@@ -139,17 +140,17 @@ def verify_layouts(
     return report
 
 
-def _run_reference(run: Callable[..., list[Measurement]], *, is_perturbed: bool = False) -> Measurement:
+def _run_reference(run: Callable[..., list[Measurement]], perturbation: int | None = None) -> Measurement:
     """Run the single process, to be compared with, or to see what rounding errors in its weights make of it.
 
-    The latter has the same micro-batches: in others, a loss that depends on them would pass for noise.
+    The latter have the same micro-batches: in others, a loss that depends on them would pass for noise.
     """
     try:
         (reference,) = run(
             _SINGLE,
             max_tokens_per_microbatch=None,
-            is_reference=not is_perturbed,
-            is_perturbed=is_perturbed,
+            is_reference=perturbation is None,
+            perturbation=perturbation,
             world_size=1,
         )
     except WorkerError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.verify.compare import blurred_parameters, make_row, model_order, reference_row
+from lightning_megatron_rl.verify.compare import blurred_parameters, largest_noise, make_row, model_order, reference_row
 from lightning_megatron_rl.verify.job import Measurement, compare_tensors, write_tensors
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.report import Report, Row
@@ -94,36 +94,29 @@ def test_gradient_is_held_to_its_own_noise(error, noise, found):
     assert ("on rank 1" in on_another.reason) == found
 
 
-@pytest.mark.parametrize(
-    ("error", "noises", "found"),
-    [
-        (2e-4, (1e-6, 1e-6), True),
-        (2e-4, (1e-6, 2e-5), False),  # the next update shows what rounding can make of it
-        (2e-4, (2e-5, 1e-6), True),  # the first one's is of another kind
-        (6e-4, (1e-6, 1e-3), True),  # of a norm of 2: more than a quarter of 0.1 % is no rounding
-        (6e-4, (1e-6, 1e-3, 1e-4), False),  # unless rounding did it in this very update
-    ],
-)
-def test_noise_of_later_updates_is_the_largest_of_theirs(error, noises, found):
-    """Two steps of two updates; the error is in the second update."""
-    first, later, *own = noises
-    by_update = [first, *(own or [1e-7]), later, 1e-7]
-    norms = [dict.fromkeys(NAMES, 2.0)] * 4
-    errors = [dict.fromkeys(NAMES, value) for value in (0.0, error, 0.0, 0.0)]
-    reference = measured(gradient_norms=norms, gradient_errors=[dict.fromkeys(NAMES, 0.0)] * 4)
-    noise = measured(gradient_norms=norms, gradient_errors=[dict.fromkeys(NAMES, value) for value in by_update])
-    row = make_row(parse_layout("tp2"), [measured(gradient_errors=errors)], reference, 1e-5, noise)
-    assert ("the gradient of" in row.reason) == found, row.reason
+def test_noise_is_the_largest_of_several_runs():
+    """A ratio that is a rounding error from its clip is clipped in one of them."""
+    errors = [[dict.fromkeys(NAMES, value), dict.fromkeys(NAMES, 0.0)] for value in (1e-7, 4e-5)]
+    weights = [[dict.fromkeys(NAMES, value)] * 2 for value in (3e-8, 1e-8)]
+    runs = [
+        measured(gradient_errors=error, weight_errors=weight, losses=[2.0, 1.0 + loss], grad_norms=[4.0, 3.0 - loss])
+        for error, weight, loss in zip(errors, weights, (-3e-5, 1e-5), strict=True)
+    ]
+    noise = largest_noise(measured(), runs)
+    assert noise.gradient_errors == errors[1]
+    assert noise.weight_errors == weights[0]
+    assert noise.losses == [2.0, 1.0 - 3e-5]
+    assert noise.grad_norms == [4.0, 3.0 + 3e-5]
 
 
-def test_norm_of_all_gradients_is_held_to_its_noise():
-    rows = []
-    for noise in (3.0, 3.0 + 1e-4):
-        perturbed = measured(grad_norms=[4.0, noise])
-        mine = [measured(grad_norms=[4.0, 3.0 + 5e-4])]
-        rows.append(make_row(parse_layout("tp2"), mine, measured(), 1e-5, perturbed))
-    assert "step 2: gradient norm" in rows[0].reason
-    assert rows[1].reason == ""
+@pytest.mark.parametrize(("name", "says"), [("losses", "step 2: loss"), ("grad_norms", "step 2: gradient norm")])
+def test_loss_and_norm_are_held_to_their_noise(name, says):
+    theirs = measured()
+    first, value = getattr(theirs, name)
+    mine = [measured(**{name: [first, value + 2e-4]})]
+    for moved, found in ((0.0, True), (1.9e-5, True), (2.1e-5, False)):
+        row = make_row(parse_layout("tp2"), mine, theirs, 1e-5, measured(**{name: [first, value - moved]}))
+        assert (says in row.reason) == found
 
 
 def test_gradient_that_is_zero_is_held_to_the_norm_of_all():

@@ -109,7 +109,7 @@ def test_noise_is_that_of_rounding():
     before = layer.weight.detach().clone()
     with torch.no_grad():
         layer.bias.zero_()
-    perturb([layer])
+    perturb([layer], 0)
     relative = (layer.weight.detach() / before - 1).abs()
     assert 5e-8 < float(relative.mean()) < 2e-7
     assert float(relative.max()) < 3e-7
