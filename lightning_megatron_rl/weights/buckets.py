@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.weights.copies import Copies
-from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan
+from lightning_megatron_rl.weights.rectangles import matrix_shape
 from lightning_megatron_rl.weights.placement import aligned
 from lightning_megatron_rl.weights.source import WeightView, WeightViews
 

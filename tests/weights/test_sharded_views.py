@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.weights.export_views import RowBlocks
-from lightning_megatron_rl.weights.pieces import Piece, matrix_shape
+from lightning_megatron_rl.weights.pieces import Piece
 from lightning_megatron_rl.weights.placement import aligned
+from lightning_megatron_rl.weights.rectangles import matrix_shape
 from lightning_megatron_rl.weights.source import WeightSource
 from tests.selection import by_default
 
