@@ -133,9 +133,9 @@ class WeightSource:
     """All weights of a model, for one update of an engine; `source_of` makes one of named tensors.
 
     An engine takes them as suits it: `whole` where they lie, from `lender`, by `direct` messages to its workers, in
-    `buckets`, or by `tensors`. Weights that are not whole on this rank are put together by all ranks that share the model: taking them is a collective. The rank
-    with the engine calls `finish_collectives` after the update, however it ended, and a rank without an engine calls
-    `run_collectives` meanwhile.
+    `buckets`, or by `tensors`. Weights that are not whole on this rank are put together by all ranks that share the
+    model: taking them is a collective. The rank with the engine calls `finish_collectives` after the update, however it
+    ended, and a rank without an engine calls `run_collectives` meanwhile.
 
     Args:
         device: Where the tensors are.

@@ -291,7 +291,9 @@ class ServerPool(StreamingEngine):
         connections.run(self._stop())
         there = meet(connections, connections.on_each(there, ServerClient.pause), self.call_timeout_s)
         direct = deliver(connections, checked, there, self.bucket_mb * _MIB)
-        loaded, num_bytes, largest = send(connections, checked, direct.others, self.bucket_mb * _MIB)
+        loaded, num_bytes, largest = send(
+            connections, checked, direct.others, self.bucket_mb * _MIB, record=direct.is_possible
+        )
         loaded = [server for server in direct.done + loaded if server.state != LOST]
         there = connections.on_each(loaded, ServerClient.resume)
         self.weight_version = connections.version = version
@@ -333,8 +335,8 @@ class ServerPool(StreamingEngine):
 
 def _tell(report: DirectReport, count: int) -> None:
     log.info(
-        "straight from the ranks to %d server(s): %.1f MB, %.1f MB to the worker that got most; %.3f s, %.0f MB/s, %.0f %%"
-        " of what the links carried when they met",
+        "straight from the ranks to %d server(s): %.1f MB, %.1f MB to the worker that got most; %.3f s, %.0f MB/s,"
+        " %.0f %% of what the links carried when they met",
         count,
         report.num_bytes / 1e6,
         report.worker_bytes / 1e6,

@@ -21,6 +21,7 @@ from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.weights.direct import Delivery, Order, Route
 from lightning_megatron_rl.weights.messages import can_send, plan_messages
 from lightning_megatron_rl.weights.placement import Placement, fill_buckets
+from lightning_megatron_rl.weights.reads import Reads
 from lightning_megatron_rl.weights.source import DirectSender, WeightSource
 from lightning_megatron_rl.weights.transports.base import total_bytes
 from lightning_megatron_rl.weights.transports.direct import DirectMeeting
@@ -63,6 +64,7 @@ def meet(connections: Connections, servers: list[ServerClient], timeout_s: float
 class Deliveries:
     """What came of sending straight to servers."""
 
+    is_possible: bool  # to workers whose reads are known
     done: list[ServerClient] = field(default_factory=list)  # have loaded what came
     others: list[ServerClient] = field(default_factory=list)  # take buckets
     num_bytes: int = 0  # of the weights
@@ -83,10 +85,11 @@ def deliver(
     """
     sender = connections.direct_sender(source)
     if sender is None:
-        return Deliveries(others=servers)
+        return Deliveries(False, others=servers)
     found = {server: _route(connections, sender, server, bucket_bytes) for server in servers}
     routes = {server: route for server, route in found.items() if route is not None}
-    result = Deliveries(others=[server for server in servers if server not in routes])
+    sizes = [_total_bytes(server.reads[0]) for server in routes if server.reads]
+    result = Deliveries(True, others=[server for server in servers if server not in routes])
     answers = {
         server: _ask(connections, server, "receive_parts", vars(route.meeting) if route.meeting else None)
         for server, route in routes.items()
@@ -108,8 +111,7 @@ def deliver(
     result.done = connections.without(there, _at_once(there, lambda server: answers[server].result()))
     connections.let_go()
     if came:
-        assert (reads := next(iter(came)).reads) is not None
-        result.num_bytes = sum(prod(read.shape) * read.dtype.itemsize for read in reads[0].values())
+        result.num_bytes = sizes[0]
         result.buffer_bytes = sum(delivery.buffer_bytes for delivery in came.values())
         result.report = _report(list(came.values()))
     return result
@@ -135,6 +137,10 @@ def _route(connections: Connections, sender: DirectSender, server: ServerClient,
     return Route(key, meeting, messages)
 
 
+def _total_bytes(reads: Reads) -> int:
+    return sum(prod(read.shape) * read.dtype.itemsize for read in reads.values())
+
+
 def _report(came: list[Delivery]) -> DirectReport:
     num_bytes = sum(sum(delivery.sent) for delivery in came)
     seconds = max(delivery.seconds for delivery in came)
@@ -152,11 +158,18 @@ def _ask(connections: Connections, server: ServerClient, method: str, *arguments
 
 
 def send(
-    connections: Connections, source: WeightSource, servers: list[ServerClient], bucket_bytes: int
+    connections: Connections, source: WeightSource, servers: list[ServerClient], bucket_bytes: int, *, record: bool
 ) -> tuple[list[ServerClient], int, int]:
     """Broadcast all weights to servers, which load them; those that fail are lost.
 
     The source is read to its end whatever happens, since other ranks take part; not at all if there is no server.
+
+    Args:
+        connections: Of the engine.
+        source: Of the weights.
+        servers: That have met this trainer.
+        bucket_bytes: Size of the buffer.
+        record: Whether workers note what they read, where it is not known.
 
     Returns:
         The servers that have loaded them, bytes of the weights, and bytes of the largest buffer.
@@ -172,9 +185,7 @@ def send(
         if records[server]:
             server.reads = [plain_reads(answer["reads"]) for answer in sorted(told, key=lambda one: one["rank"])]
 
-    is_direct = connections.direct_sender(source) is not None
-    connections.let_go()
-    records = {server: is_direct and server.reads is None and not server.takes_buckets for server in servers}
+    records = {server: record and server.reads is None and not server.takes_buckets for server in servers}
     answers = {server: _ask(connections, server, "receive_weights", records[server]) for server in servers}
     left, num_bytes, largest = servers, 0, 0
     for buffer, placements in fill_buckets(source.tensors(), bucket_bytes):
