@@ -52,7 +52,7 @@ class Delivered:
 
 
 def held_views(weights: WeightViews) -> dict[str, HeldTensor] | None:
-    """Return whole weights as what a rank holds; None if the elements of a row lie apart."""
+    """Return whole weights as what a rank holds; None if one is no matrix as it lies."""
     found = {}
     for weight in weights.views:
         rows, columns = matrix_shape(weight.shape)
