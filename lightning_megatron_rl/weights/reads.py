@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.compat.torch_names import TorchDispatchMode, tree_leaves
+from lightning_megatron_rl.compat.torch_names import TorchDispatchMode, changes_arguments, tree_leaves
 from lightning_megatron_rl.weights.rectangles import Rectangle, disjoint, rectangle_of
 
 MOST_PARTS = 256  # of a tensor that is read in parts; one of more is sent whole
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         if not given:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        changes = func._schema.is_mutable and isinstance(args[0], Tensor) and self._is_weight(args[0])
+        changes = changes_arguments(func) and isinstance(args[0], Tensor) and self._is_weight(args[0])
         if changes:
             self._wholes.update(self._name(tensor) for tensor in given)
         elif not made or not all(self._is_weight(tensor) for tensor in made):

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,7 +107,7 @@ def test_two_ranks_send_two_workers_what_each_loads(worker_pool, two_workers, ha
     harness.version += 1
     harness.engine.update_weights(source_of(weights), harness.version)
     local = harness.engine.generate(asked, EIGHT)
-    for mine, theirs in zip(sum(sampled, []), sum(local, []), strict=True):
+    for mine, theirs in zip(chain(*sampled), chain(*local), strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=EXACT)
 
