@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def changes_arguments(operation: Any) -> bool:
-    """Return whether one of torch's operations, as a `TorchDispatchMode` gets it, writes to a tensor that it is given."""
+    """Return whether an operation, as a `TorchDispatchMode` gets it, writes to a tensor that it is given."""
     return bool(operation._schema.is_mutable)
 
 

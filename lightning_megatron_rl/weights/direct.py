@@ -111,6 +111,8 @@ class DirectRanks:
         for key in found.keys() - set(there):
             found[key].has_met = False
         if there:
+            if self._device.type == "cuda":  # other threads have streams of their own
+                torch.cuda.current_stream(self._device).synchronize()
             held = self._held()
             sent = _at_once(lambda key: self._send(key, held), there)
             self._merge(found, dict(zip(there, sent, strict=True)))

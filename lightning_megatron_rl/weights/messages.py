@@ -231,6 +231,15 @@ def read_message(message: Message, packed: Tensor, tensors: Mapping[str, Tensor]
         part.rectangle.of(tensor.view(matrix_shape(tensor.shape))).copy_(part.of(packed))
 
 
-def empty_tensors(reads: Reads) -> dict[str, Tensor]:
-    """Return whole tensors to put parts into; on a CPU memory that is not written to is not taken."""
-    return {name: torch.empty(prod(read.shape), dtype=read.dtype).view(read.shape) for name, read in reads.items()}
+def empty_tensors(reads: Reads, *, nan: bool = False) -> dict[str, Tensor]:
+    """Return whole tensors to put parts into, on the CPU, where memory that is not written to is not taken.
+
+    Args:
+        reads: Of the tensors.
+        nan: Whether to write NaN to all of it: bytes of ones.
+    """
+    found = {name: torch.empty(prod(read.shape), dtype=read.dtype) for name, read in reads.items()}
+    if nan:
+        for tensor in found.values():
+            tensor.view(torch.uint8).fill_(255)
+    return {name: tensor.view(reads[name].shape) for name, tensor in found.items()}

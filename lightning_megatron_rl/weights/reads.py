@@ -1,7 +1,7 @@
 """Records which parts of its weights a model's loader reads: what a worker needs of later updates."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,36 @@ def record_reads(
     for parameter in parameters():
         recorder.note_owner(parameter)
     return {name: recorder.read(name, tensor) for name, tensor in weights}
+
+
+def prove_reads(
+    load: Callable[[Iterator[tuple[str, Tensor]]], Any],
+    tensors: Mapping[str, Tensor],
+    reads: Reads,
+    parameters: Callable[[], Iterable[Tensor]],
+) -> None:
+    """Load weights of which nothing is there but what was read before, and NaN in place of the rest.
+
+    Args:
+        load: Takes all weights.
+        tensors: By name, as in `record_reads`.
+        reads: What was read of them.
+        parameters: As in `record_reads`.
+
+    Raises:
+        RuntimeError: Other parts are read than before, or a NaN has come into a parameter.
+    """
+    before = sum(map(_has_nan, parameters()))
+    found = record_reads(load, list(tensors.items()), parameters)
+    for name, read in reads.items():
+        if found[name] != read:
+            raise RuntimeError(f"{name} is not loaded as before: {found[name].parts} were read, not {read.parts}")
+    if sum(map(_has_nan, parameters())) > before:
+        raise RuntimeError("the model's loader reads parts of weights in a way that is not seen")
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
 class _Recorder(TorchDispatchMode):

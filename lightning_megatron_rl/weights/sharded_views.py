@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.parallel.distributed import ReplicaGroup
@@ -36,6 +37,7 @@ class ShardedViews:
     ) -> None:
         self._plans = plans
         self._held = held
+        self._sharing = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         self._direct: DirectRanks | None = None
         self._parameters = parameters
         self._buckets = Buckets(plans, parameters, groups, bucket_bytes)
@@ -47,7 +49,8 @@ class ShardedViews:
         """Return the weights in the parameters' dtype, for one push, in which all ranks take part.
 
         Args:
-            replica: The ranks that share a replica, if they are to send to servers what each has.
+            replica: The ranks that share a replica, if they are to send to servers what each has; experts that are with
+                ranks of other replicas cannot be sent so.
             stays: Whether buckets are put together in the same memory in all pushes, which is kept between them: that
                 of two buckets, of the largest tensor if it is larger than a bucket (of two that follow each other), and
                 of the largest message, which is one rank's part of a bucket or of such a tensor.
@@ -57,9 +60,10 @@ class ShardedViews:
         if memory is None or not stays or places != self._places:
             memory = self._buckets.memory(stays=stays)
         self._memory, self._places = (memory, places) if stays else (None, [])
-        if replica is not None and self._direct is None:
-            self._direct = DirectRanks(self.held, self._buckets.device, replica)
-        direct = DirectPush(self._direct) if replica is not None and self._direct is not None else None
+        direct = None
+        if replica is not None and self._sharing <= set(replica.ranks):
+            self._direct = self._direct or DirectRanks(self.held, self._buckets.device, replica)
+            direct = DirectPush(self._direct)
         push = _Push(self, self._buckets, memory, self._lending if stays else None, direct, places)
         return WeightSource(
             self._buckets.device,

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.weights.messages import empty_tensors
 from lightning_megatron_rl.weights.placement import fill_buckets, view_all
-from lightning_megatron_rl.weights.reads import MOST_PARTS, Read, record_reads
+from lightning_megatron_rl.weights.reads import MOST_PARTS, Read, prove_reads, record_reads
 from lightning_megatron_rl.weights.rectangles import Rectangle
 
 WHOLE = [Rectangle(0, 0, 8, 6)]
@@ -85,3 +86,35 @@ def test_a_scalar_and_an_empty_weight():
 def test_a_dtype_that_is_none_is_refused():
     with pytest.raises(ValueError, match="'nn' is none of torch's dtypes"):
         Read.from_plain([[8, 6], "nn", []])
+
+
+def test_what_is_read_is_proved_with_nan_in_place_of_the_rest():
+    """A loader that reads other parts than before, or in a way that is not seen."""
+    weights = in_bucket([("it", torch.randn(8, 6))])
+    target = torch.zeros(8, 6)
+    offset = 0
+
+    def load(given: Iterator[tuple[str, Tensor]]) -> None:
+        weight = dict(given)["it"]
+        target[:3].copy_(weight[offset : offset + 3])
+
+    def load_unseen(given: Iterator[tuple[str, Tensor]]) -> None:
+        weight = dict(given)["it"]
+        target[:3].copy_(weight[:3])
+        target[5, 0] = float(weight.numpy()[7, 0])
+
+    reads = record_reads(load, weights, lambda: [target])
+
+    def received() -> dict[str, Tensor]:
+        tensors = empty_tensors(reads, nan=True)
+        tensors["it"][:3] = 1
+        return tensors
+
+    prove_reads(load, received(), reads, lambda: [target])
+    assert target[:3].eq(1).all()
+    with pytest.raises(RuntimeError, match="in a way that is not seen"):
+        prove_reads(load_unseen, received(), reads, lambda: [target])
+    target.zero_()
+    offset = 1
+    with pytest.raises(RuntimeError, match="it is not loaded as before"):
+        prove_reads(load, received(), reads, lambda: [target])

@@ -21,8 +21,8 @@ class VLLMServers(ServerPool):
     A server that comes back samples again after the next push of weights.
 
     Weights go over the network, by gloo, to all servers at the same time: after a server's first update from each rank
-    what it has, and to each worker what it loads. Responses under way at an
-    update go on with the new weights; what was cached for them is computed anew.
+    what it has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
+    cached for them is computed anew.
 
     Args:
         urls: Of the servers, ``http://host:port``. Replicas of the model share them out, at least one for each.

@@ -51,8 +51,8 @@ class ServerPool(StreamingEngine):
     A server that comes back, here or at another address, samples again after the next push of weights.
 
     Weights go over the network, by gloo, to all servers at the same time: after a server's first update from each rank
-    what it has, and to each worker what it loads. Responses under way at an
-    update go on with the new weights; what was cached for them is computed anew.
+    what it has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
+    cached for them is computed anew.
 
     Args:
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]

@@ -119,7 +119,8 @@ def deliver(
 
 def _route(connections: Connections, sender: DirectSender, server: ServerClient, bucket_bytes: int) -> Route | None:
     """Return the way to a server, planned if it is new; None: it takes buckets."""
-    if server.reads is None or server.takes_buckets or server not in connections.senders:
+    met = connections.senders.get(server)
+    if server.reads is None or server.takes_buckets or met is None:
         return None
     held, reads = sender.holdings, server.reads
     if not all(can_send(held, of_worker) for of_worker in reads):
@@ -132,7 +133,7 @@ def _route(connections: Connections, sender: DirectSender, server: ServerClient,
         log.info("weights go to the server %s in buckets: parts are with ranks of other replicas", server.url)
         server.takes_buckets = True
         return None
-    place, key = connections.senders[server].meeting, uuid.uuid4().hex
+    place, key = met.meeting, uuid.uuid4().hex
     meeting = DirectMeeting(key, place.address, place.port, server.host, len(held), len(reads), place.timeout_s)
     return Route(key, meeting, messages)
 

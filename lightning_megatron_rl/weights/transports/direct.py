@@ -27,7 +27,8 @@ from lightning_megatron_rl.weights.messages import (
 )
 from lightning_megatron_rl.weights.reads import Reads
 
-PROBE_BYTES = 4 * 2**20  # that each rank sends each worker when they meet, to measure what the link carries
+PROBE_BYTES = 16 * 2**20  # that ranks send the workers when they meet, to measure what the link carries
+LEAST_PROBE = 2**16  # of them, from one rank to one worker
 NUM_PROBES = 3  # of which the fastest counts: the first opens the connections' windows
 
 
@@ -50,6 +51,11 @@ class DirectMeeting:
     num_ranks: int
     num_workers: int
     timeout_s: float  # deadline of the meeting, and of each message
+
+    @property
+    def probe_bytes(self) -> int:
+        """That each rank sends each worker at a time to measure the link."""
+        return max(LEAST_PROBE, PROBE_BYTES // (self.num_ranks * self.num_workers))
 
     def join(self, rank: int, towards: str) -> Any:
         """Return the group, in which this process has a number; `towards` is a host that it is reached from.
@@ -93,12 +99,12 @@ class RankEnd:
         """
         meeting = self._meeting
         self._group = meeting.join(self._rank, meeting.host)
-        probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        probe = torch.zeros(meeting.probe_bytes, dtype=torch.uint8)
         for _ in range(NUM_PROBES):
             began = time.perf_counter()
             self._wait([self._post(probe, worker) for worker in range(meeting.num_workers)])
             self._hear()
-            rate = PROBE_BYTES * meeting.num_ranks * meeting.num_workers / (time.perf_counter() - began)
+            rate = probe.numel() * meeting.num_ranks * meeting.num_workers / (time.perf_counter() - began)
             self.link_rate = max(self.link_rate, rate)
         if self._rank == 0:
             for worker in range(meeting.num_workers):
@@ -165,7 +171,7 @@ class WorkerEnd:
     def __init__(self, meeting: DirectMeeting, worker: int, reads: Reads) -> None:
         self._reads = reads
         self._group = meeting.join(meeting.num_ranks + worker, meeting.address)
-        probes = [torch.empty(PROBE_BYTES, dtype=torch.uint8) for _ in range(meeting.num_ranks)]
+        probes = [torch.empty(meeting.probe_bytes, dtype=torch.uint8) for _ in range(meeting.num_ranks)]
         for _ in range(NUM_PROBES):
             for work in [self._post(probe, rank) for rank, probe in enumerate(probes)]:
                 work.wait()
@@ -189,8 +195,11 @@ class WorkerEnd:
         if planned != wanted:
             raise ValueError(f"the trainer's ranks send {planned} bytes of {wanted} that this worker reads")
 
-    def receive(self) -> tuple[dict[str, Tensor], int]:
+    def receive(self, *, nan: bool = False) -> tuple[dict[str, Tensor], int]:
         """Take all messages of an update.
+
+        Args:
+            nan: Whether what this worker does not read is NaN, and not whatever was in the memory.
 
         Returns:
             Whole tensors, of which what this worker reads is filled in; and the bytes that came.
@@ -198,7 +207,7 @@ class WorkerEnd:
         Raises:
             RuntimeError: A rank is gone, or takes too long.
         """
-        tensors, num_bytes = empty_tensors(self._reads), 0
+        tensors, num_bytes = empty_tensors(self._reads, nan=nan), 0
         lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
         buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
         under_way = {

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from lightning_megatron_rl.parallel.hosts import own_address
 from lightning_megatron_rl.weights.loader import reload_weights
 from lightning_megatron_rl.weights.placement import Placement, view_all
-from lightning_megatron_rl.weights.reads import Read, Reads, dtype_of, record_reads
+from lightning_megatron_rl.weights.reads import Read, Reads, dtype_of, prove_reads, record_reads
 from lightning_megatron_rl.weights.transports.direct import DirectMeeting, WorkerEnd, server_group
 from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
 
@@ -118,15 +118,10 @@ class NetworkReceiver(SharedWeightsReceiver):
             held += list(zip((place.name for place in placements), view_all(placements, [bucket]), strict=True))
             num_bytes += bucket.numel()
         if not record:
-            reload_weights(self.model_runner, iter(held))
+            self._load(iter(held))
             return {"num_bytes": num_bytes, "rank": self.rank}
-        model = self.model_runner.model
         self._ranks = None
-        self._reads = record_reads(
-            lambda weights: reload_weights(self.model_runner, weights),
-            held,
-            lambda: [*model.parameters(), *model.buffers()],
-        )
+        self._reads = record_reads(self._load, held, self._tensors)
         reads = {name: read.to_plain() for name, read in self._reads.items()}
         return {"num_bytes": num_bytes, "rank": self.rank, "reads": reads}
 
@@ -140,16 +135,26 @@ class NetworkReceiver(SharedWeightsReceiver):
             The bytes that came, and the number of the worker.
         """
         ranks, self._ranks = self._ranks, None  # a failure leaves the group, which nobody waits in then
+        if self._reads is None:
+            raise RuntimeError("this worker has not noted what it reads: it takes buckets first")
         if meeting is not None:
-            if self._reads is None:
-                raise RuntimeError("this worker has not noted what it reads: it takes buckets first")
             ranks = WorkerEnd(DirectMeeting(**meeting), self.rank, self._reads)
         if ranks is None:
             raise RuntimeError("this worker has not met the trainer's ranks")
-        tensors, num_bytes = ranks.receive()
-        reload_weights(self.model_runner, iter(tensors.items()))
+        tensors, num_bytes = ranks.receive(nan=meeting is not None)
+        if meeting is not None:
+            prove_reads(self._load, tensors, self._reads, self._tensors)
+        else:
+            self._load(iter(tensors.items()))
         self._ranks = ranks
         return {"num_bytes": num_bytes, "rank": self.rank}
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        reload_weights(self.model_runner, weights)
+
+    def _tensors(self) -> list[Tensor]:
+        model = self.model_runner.model
+        return [*model.parameters(), *model.buffers()]
 
     def _buckets(self) -> Iterator[tuple[Tensor, list[Placement]]]:
         while True:
