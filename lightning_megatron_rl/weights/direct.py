@@ -129,16 +129,17 @@ class DirectRanks:
         try:
             end.meet(route.messages)
         except Exception as error:
+            end.leave()
             return Delivery(error=f"{type(error).__name__}: {error}")
         self._ends[route.key] = end
         return Delivery(link_rate=end.link_rate)
 
     def _send(self, key: str, held: Mapping[str, HeldTensor]) -> Delivery:
+        end = self._ends[key]
         try:
-            end = self._ends[key]
             sent, buffer_bytes, seconds = end.send(held)
         except Exception as error:
-            self._ends.pop(key, None)  # which closes its connections: nobody waits for this rank
+            end.leave()  # nobody waits for this rank
             return Delivery(error=f"{type(error).__name__}: {error}")
         return Delivery(sent=sent, buffer_bytes=buffer_bytes, seconds=seconds, link_rate=end.link_rate)
 
@@ -156,8 +157,8 @@ class DirectRanks:
                 if rank == 0:
                     total.seconds, total.link_rate = step.seconds, step.link_rate
         for key, delivery in found.items():
-            if delivery.error is not None:
-                self._ends.pop(key, None)
+            if delivery.error is not None and key in self._ends:
+                self._ends.pop(key).leave()
 
     def _from_leader(self, order: Order | None) -> Order:
         if self._replica is not None:

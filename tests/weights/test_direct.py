@@ -1,21 +1,23 @@
 """Ranks of a split model send workers what they read: the elements of an export, from ranks that have them."""
 
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.weights.direct import DirectPush, DirectRanks, Order, Route, held_views
+from lightning_megatron_rl.weights.direct import Delivered, DirectPush, DirectRanks, Order, Route, held_views
 from lightning_megatron_rl.weights.messages import plan_messages
 from lightning_megatron_rl.weights.reads import Read
 from lightning_megatron_rl.weights.rectangles import Rectangle, matrix_shape
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
-from lightning_megatron_rl.weights.transports.direct import DirectMeeting, WorkerEnd
+from lightning_megatron_rl.weights.transports.direct import DirectMeeting, RankEnd, WorkerEnd
 from lightning_megatron_rl.weights.transports.network import NetworkSender
 from tests.selection import by_default
 from tests.weights.test_sharded_views import count_calls, disturb, exported, run_case, train
@@ -38,6 +40,7 @@ LAYOUTS = {  # family and layout: whether the ranks of a replica have all of its
     "deepseek_v3_plain pp2": True,
 }
 DEFAULT = ("qwen3 tp2_sp", "qwen3 pp2", "qwen3 cp2", "qwen3_moe tp2_sp_ep2_etp1", "qwen3_moe ep2")
+DEADLINE = 10.0  # seconds, of a meeting and of a message
 LIMIT = 3000  # bytes of a message: rows of large tensors go in several
 
 
@@ -73,8 +76,8 @@ class Workers:
     def __init__(self, reads: list[dict[str, Read]]) -> None:
         self.reads = reads
         self._threads = ThreadPoolExecutor(2)
-        self._sender = NetworkSender("127.0.0.1", 2, 20.0)  # which has the store
-        self._ends: list[WorkerEnd] = []
+        self._sender = NetworkSender("127.0.0.1", 2, DEADLINE)  # which has the store
+        self._ends: dict[int, WorkerEnd] = {}
 
     def route(self, source: WeightSource, key: str) -> Route | None:
         assert source.direct is not None
@@ -88,19 +91,23 @@ class Workers:
         meeting = DirectMeeting(key, place.address, place.port, "127.0.0.1", len(holdings), 2, place.timeout_s)
         return Route(key, meeting, messages)
 
-    def push(self, source: WeightSource, route: Route) -> tuple[list[dict[str, Tensor]], Any]:
+    def send(self, source: WeightSource) -> tuple[Delivered, list[Future[dict[str, Tensor]]]]:
+        """What the ranks say, and what each worker gets."""
         assert source.direct is not None
+        route = self.route(source, "key")
+        assert route is not None
 
-        def take(worker: int) -> tuple[dict[str, Tensor], int]:
+        def receive(worker: int) -> dict[str, Tensor]:
+            end = self._ends.pop(worker, None)
             if route.meeting is not None:
-                return WorkerEnd(route.meeting, worker, self.reads[worker])
-            return self._ends[worker]
+                end = WorkerEnd(route.meeting, worker, self.reads[worker])
+            assert end is not None
+            tensors, _ = end.receive()
+            self._ends[worker] = end
+            return tensors
 
-        ends = [self._threads.submit(lambda worker=worker: (end := take(worker), end.receive())) for worker in (0, 1)]
-        delivered = source.direct.send(Order([route], others_take_buckets=False)).deliveries[route.key]
-        assert delivered.error is None, delivered.error
-        self._ends = [end.result()[0] for end in ends]
-        return [end.result()[1][0] for end in ends], delivered
+        came = [self._threads.submit(receive, worker) for worker in (0, 1)]
+        return source.direct.send(Order([route], others_take_buckets=False)), came
 
 
 def push_directly(model: Path, strategy: dict[str, Any], world_size: int) -> Pushes:
@@ -113,7 +120,6 @@ def push_directly(model: Path, strategy: dict[str, Any], world_size: int) -> Pus
         disturb(policy, copies_differ=False)
         expected = exported(policy)
         source = policy.weights_to_push(direct=True)
-        assert source.direct is not None or len(replica.ranks) == 1
 
         def push(source: WeightSource = source, expected: list[tuple[str, Tensor]] = expected) -> None:
             nonlocal workers
@@ -121,17 +127,13 @@ def push_directly(model: Path, strategy: dict[str, Any], world_size: int) -> Pus
                 source.run_collectives()
                 return
             workers = workers or Workers(halves(expected))
-            route = workers.route(source, "key")
-            if route is None:
-                found.is_planned = False
-                list(source.tensors())
-            else:
-                tensors, delivered = workers.push(source, route)
-                found.sent = delivered.sent
-                found.different += differences(workers.reads, tensors, dict(expected))
+            delivered, came = workers.send(source)
+            assert delivered.deliveries["key"].error is None
+            found.sent = delivered.deliveries["key"].sent
+            found.different += differences(workers.reads, [one.result() for one in came], dict(expected))
             source.finish_collectives()
 
-        if source.direct is None:  # this rank alone, which has not the whole model
+        if source.direct is None:
             found.is_planned = False
             list(source.tensors())
         else:
@@ -158,11 +160,68 @@ def differences(
 def test_workers_get_what_they_read_of_an_export(worker_pool, checkpoint, case):
     """Nothing is put together: no collective of tensors, and from each rank only what it has."""
     for found in run_case(worker_pool, checkpoint, case, push_directly):
-        assert found.is_planned == LAYOUTS[case] or not found.read
+        assert found.is_planned == LAYOUTS[case]
         assert not found.different
-        if found.is_planned and LAYOUTS[case]:
-            assert found.sent == found.read
+        assert found.sent == found.read
+        if found.is_planned:
+            assert len(found.calls) == 3
             assert all(not calls.keys() - {"broadcast_object_list", "all_gather_object"} for calls in found.calls)
+
+
+@dataclass
+class Failed:
+    """What a rank saw of a push in which rank 1 failed."""
+
+    keys: int  # servers that it can send to
+    delivered: Delivered | None = None
+    errors: list[BaseException | None] = field(default_factory=list)  # of the workers
+    seconds: float = 0.0
+    different: list[str] = field(default_factory=list)  # of what came in buckets then
+
+
+def push_with_a_failure(model: Path, strategy: dict[str, Any], step: str) -> Failed:
+    """Rank 1 fails when it meets the workers, or in the second push when it sends; then the leader takes buckets."""
+    policy = train(model, strategy, 2)
+    expected, is_leader = exported(policy), policy.strategy.replica.is_leader
+    workers = Workers(halves(expected))
+    if step == "send":
+        first = policy.weights_to_push(direct=True)
+        if is_leader:
+            workers.send(first)
+        else:
+            first.run_collectives()
+    source = policy.weights_to_push(direct=True)
+    assert source.direct is not None
+    began = time.monotonic()
+    if not is_leader:
+        with mock.patch.object(RankEnd, step, side_effect=RuntimeError("no way to the server")):
+            source.run_collectives()
+        return Failed(len(source.direct.keys))
+    delivered, came = workers.send(source)
+    errors = [one.exception() for one in came]
+    found = Failed(len(source.direct.keys), delivered, errors, time.monotonic() - began)
+    if delivered.buckets_follow:
+        pushed = dict(source.tensors())
+        found.different = [name for name, tensor in expected if not torch.equal(pushed[name], tensor)]
+    source.finish_collectives()
+    return found
+
+
+@pytest.mark.parametrize("step", ["meet", "send"])
+def test_a_rank_that_fails_is_known_to_all(worker_pool, qwen3_dir, step):
+    """Where it cannot meet the workers, they take buckets; in the middle the server is lost. Nobody waits for it."""
+    strategy = {"tensor_model_parallel_size": 2}
+    leader, other = worker_pool.run(
+        push_with_a_failure, qwen3_dir, strategy, step, world_size=2, init_process_group=False
+    )
+    assert leader.keys == other.keys == 0
+    delivery = leader.delivered.deliveries["key"]
+    assert delivery.error is not None
+    assert delivery.has_met == (step == "send")
+    assert leader.delivered.buckets_follow == (step == "meet")
+    assert not leader.different
+    assert all(isinstance(error, RuntimeError) for error in leader.errors)
+    assert leader.seconds < (1.5 * DEADLINE if step == "meet" else DEADLINE / 2)  # or its connections are closed
 
 
 def views(*tensors: Tensor) -> WeightViews:

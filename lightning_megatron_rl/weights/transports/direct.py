@@ -57,8 +57,8 @@ class DirectMeeting:
         """That each rank sends each worker at a time to measure the link."""
         return max(LEAST_PROBE, PROBE_BYTES // (self.num_ranks * self.num_workers))
 
-    def join(self, rank: int, towards: str) -> Any:
-        """Return the group, in which this process has a number; `towards` is a host that it is reached from.
+    def join(self, rank: int, towards: str) -> "_Lines":
+        """Return the lines to all others of process `rank`, which is reached from the host `towards`.
 
         Raises:
             RuntimeError: Not all came in time.
@@ -67,7 +67,46 @@ class DirectMeeting:
         store = dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
         prefixed = dist.PrefixStore(self.key, store)
         size = self.num_ranks + self.num_workers
-        return server_group(prefixed, rank, size, timeout, own_address(towards, self.port))
+        return _Lines(server_group(prefixed, rank, size, timeout, own_address(towards, self.port)))
+
+
+class _Lines:
+    """One process's connections to the others of a group, on each of which one message is under way at a time.
+
+    The first failure closes them, so that none of the others waits for this process. What is under way keeps them open:
+    it is known here alone, not to the frames of an error that somebody keeps.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._under_way: dict[int, Any] = {}
+
+    def send(self, tensor: Tensor, other: int) -> None:
+        """Begin to send to process `other`."""
+        self._under_way[other] = self._group.send([tensor], other, 0)
+
+    def receive(self, tensor: Tensor, other: int) -> None:
+        """Begin to receive from process `other`."""
+        self._under_way[other] = self._group.recv([tensor], other, 0)
+
+    def wait(self, other: int | None = None) -> None:
+        """Wait for what is under way to or from a process, if there is anything; None: all of them.
+
+        Raises:
+            RuntimeError: It is gone, or takes too long.
+        """
+        for number in list(self._under_way) if other is None else [other]:
+            try:
+                if number in self._under_way:
+                    self._under_way.pop(number).wait()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._under_way.clear()
+        self._group = None
 
 
 class RankEnd:
@@ -85,7 +124,7 @@ class RankEnd:
         self._rank = rank
         self._messages = messages
         self._device = device
-        self._group: Any = None
+        self._lines: _Lines | None = None
         self.link_rate = 0.0  # what the leader has measured of the link to the server. # bytes per second
 
     def meet(self, plan: Sequence[Sequence[Messages]]) -> None:
@@ -98,20 +137,24 @@ class RankEnd:
             RuntimeError: Not all came in time.
         """
         meeting = self._meeting
-        self._group = meeting.join(self._rank, meeting.host)
+        lines = self._lines = meeting.join(self._rank, meeting.host)
+        workers = self._workers
         probe = torch.zeros(meeting.probe_bytes, dtype=torch.uint8)
         for _ in range(NUM_PROBES):
             began = time.perf_counter()
-            self._wait([self._post(probe, worker) for worker in range(meeting.num_workers)])
+            for worker in workers:
+                lines.send(probe, worker)
+            lines.wait()
             self._hear()
             rate = probe.numel() * meeting.num_ranks * meeting.num_workers / (time.perf_counter() - began)
             self.link_rate = max(self.link_rate, rate)
         if self._rank == 0:
-            for worker in range(meeting.num_workers):
-                plain = [[message.to_plain() for message in of_rank[worker]] for of_rank in plan]
+            for number, worker in enumerate(workers):
+                plain = [[message.to_plain() for message in of_rank[number]] for of_rank in plan]
                 text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
-                self._wait([self._post(torch.tensor([text.numel()]), worker)])
-                self._wait([self._post(text, worker)])
+                for told in (torch.tensor([text.numel()]), text):
+                    lines.send(told, worker)
+                    lines.wait()
 
     def send(self, held: Mapping[str, HeldTensor]) -> tuple[list[int], int, float]:
         """Send all messages; the leader returns when the workers have those of all ranks.
@@ -125,34 +168,39 @@ class RankEnd:
         Raises:
             RuntimeError: A worker is gone, takes too long, or has not got what the plan says.
         """
-        began = time.perf_counter()
+        began, lines = time.perf_counter(), self._lines
+        assert lines is not None
         lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
         buffers = [torch.empty(length, dtype=torch.uint8, device=self._device) for length in lengths]
-        sent, under_way = [0] * len(buffers), {}
+        sent = [0] * len(buffers)
         for number in range(max(map(len, self._messages), default=0)):
-            for worker, messages in enumerate(self._messages):
+            for place, (worker, messages) in enumerate(zip(self._workers, self._messages, strict=True)):
                 if number < len(messages):
-                    if worker in under_way:
-                        under_way.pop(worker).wait()  # its buffer is free
-                    packed = write_message(messages[number], held, buffers[worker]).cpu()
-                    under_way[worker] = self._post(packed, worker)
-                    sent[worker] += packed.numel()
-        self._wait(list(under_way.values()))
+                    lines.wait(worker)  # then its buffer is free
+                    packed = write_message(messages[number], held, buffers[place]).cpu()
+                    lines.send(packed, worker)
+                    sent[place] += packed.numel()
+        lines.wait()
         self._hear()
         return sent, sum(lengths), time.perf_counter() - began
 
-    def _post(self, tensor: Tensor, worker: int) -> Any:
-        return self._group.send([tensor], self._meeting.num_ranks + worker, 0)
+    def leave(self) -> None:
+        """Close the connections."""
+        if self._lines is not None:
+            self._lines.close()
 
-    def _wait(self, works: list[Any]) -> None:
-        for work in works:
-            work.wait()
+    @property
+    def _workers(self) -> list[int]:
+        """Their numbers in the group."""
+        return [self._meeting.num_ranks + worker for worker in range(self._meeting.num_workers)]
 
     def _hear(self) -> None:
         """On the leader, wait until each worker says that it has everything."""
         if self._rank == 0:
-            for worker in range(self._meeting.num_workers):
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], self._meeting.num_ranks + worker, 0).wait()
+            assert self._lines is not None
+            for worker in self._workers:
+                self._lines.receive(torch.empty(1, dtype=torch.uint8), worker)
+            self._lines.wait()
 
 
 class WorkerEnd:
@@ -170,16 +218,15 @@ class WorkerEnd:
 
     def __init__(self, meeting: DirectMeeting, worker: int, reads: Reads) -> None:
         self._reads = reads
-        self._group = meeting.join(meeting.num_ranks + worker, meeting.address)
+        self._lines = meeting.join(meeting.num_ranks + worker, meeting.address)
         probes = [torch.empty(meeting.probe_bytes, dtype=torch.uint8) for _ in range(meeting.num_ranks)]
         for _ in range(NUM_PROBES):
-            for work in [self._post(probe, rank) for rank, probe in enumerate(probes)]:
-                work.wait()
+            for rank, probe in enumerate(probes):
+                self._lines.receive(probe, rank)
+            self._lines.wait()
             self._confirm()
-        length = torch.empty(1, dtype=torch.int64)
-        self._post(length, 0).wait()
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self._post(text, 0).wait()
+        length = self._hear(torch.empty(1, dtype=torch.int64))
+        text = self._hear(torch.empty(int(length), dtype=torch.uint8))
         shapes = {name: read.shape for name, read in reads.items()}
         plain = json.loads(text.numpy().tobytes())
         self._messages = [[Message.from_plain(message, shapes) for message in of_rank] for of_rank in plain]
@@ -210,25 +257,30 @@ class WorkerEnd:
         tensors, num_bytes = empty_tensors(self._reads, nan=nan), 0
         lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
         buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        under_way = {
-            rank: self._post(buffers[rank][: messages[0].num_bytes], rank)
-            for rank, messages in enumerate(self._messages)
-            if messages
-        }
+
+        def begin(rank: int, number: int) -> None:
+            if number < len(self._messages[rank]):
+                self._lines.receive(buffers[rank][: self._messages[rank][number].num_bytes], rank)
+
+        for rank in range(len(buffers)):
+            begin(rank, 0)
         for number in range(max(map(len, self._messages), default=0)):
             for rank, messages in enumerate(self._messages):
-                if number >= len(messages):
-                    continue
-                under_way.pop(rank).wait()
-                read_message(messages[number], buffers[rank][: messages[number].num_bytes], tensors)
-                num_bytes += messages[number].num_bytes
-                if number + 1 < len(messages):
-                    under_way[rank] = self._post(buffers[rank][: messages[number + 1].num_bytes], rank)
+                if number < len(messages):
+                    self._lines.wait(rank)
+                    read_message(messages[number], buffers[rank], tensors)
+                    num_bytes += messages[number].num_bytes
+                    begin(rank, number + 1)
         self._confirm()
         return tensors, num_bytes
 
-    def _post(self, tensor: Tensor, rank: int) -> Any:
-        return self._group.recv([tensor], rank, 0)
+    def _hear(self, tensor: Tensor) -> Tensor:
+        """What the leader says."""
+        self._lines.receive(tensor, 0)
+        self._lines.wait()
+        return tensor
 
     def _confirm(self) -> None:
-        self._group.send([torch.ones(1, dtype=torch.uint8)], 0, 0).wait()
+        """Tell the leader that everything has come."""
+        self._lines.send(torch.ones(1, dtype=torch.uint8), 0)
+        self._lines.wait()
