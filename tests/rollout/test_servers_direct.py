@@ -102,7 +102,8 @@ def test_two_ranks_send_two_workers_what_each_loads(worker_pool, two_workers, ha
     )
     weights = ranks[0].weights
     asked, sampled = make_requests(6, 2), ranks[0].sampled
-    assert max_logprob_error(harness.model, asked, sampled) > 100 * EXACT
+    at_start = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    assert max_logprob_error(at_start, asked, sampled) > 100 * EXACT
     harness.model.load_state_dict(dict(weights))
     assert max_logprob_error(harness.model, asked, sampled) < EXACT
     harness.version += 1
