@@ -154,7 +154,7 @@ def engine_core(server: ServerProcess) -> int:
 
 @pytest.mark.slow
 @pytest.mark.deadline(1200)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir, monkeypatch, how):
     """The other server has the new weights; the one that comes back gets buckets, then messages again."""
     monkeypatch.setattr(pool, "_MIB", 4096)  # so that there are many messages
