@@ -11,6 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 
+def changes_arguments(operation: Any) -> bool:
+    """Return whether an operation, as a `TorchDispatchMode` gets it, writes to a tensor that it is given."""
+    return bool(operation._schema.is_mutable)
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail on the device if `condition` is false, without waiting for the device."""
     torch._assert_async(condition, message)

@@ -331,12 +331,15 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
 
     # ---- weights on their way out ----------------------------------------------------------------------------------
 
-    def weights_to_push(self) -> WeightSource:
+    def weights_to_push(self, *, direct: bool = False) -> WeightSource:
         """Return the policy's weights for an engine, which takes them in any precision: in that of training.
 
         Where this rank has the whole model, views of its parameters; otherwise a push that all ranks take part in.
         Both are planned at the first call, a collective of the world; what cannot be planned, and adapters, come as
         `export_weights` yields them. Biases that balance experts are in fp32 in any case.
+
+        Args:
+            direct: Whether the ranks of a replica may send what each has straight to the engine's workers.
         """
         self.strategy.gather_parameters()
         chunks, model = list(self.model), self.hf_model
@@ -345,7 +348,8 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         if views is None:
             exported = model.export_weights(chunks, self.strategy.precision_plugin.params_dtype)
             return WeightSource.streamed(exported, next(self.model.parameters()).device)
-        return views.weights(stays="parameters" not in self.strategy.offloads)
+        replica = self.strategy.replica if direct else None
+        return views.weights(stays="parameters" not in self.strategy.offloads, replica=replica)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under Hugging Face names in `dtype` (default: the checkpoint's); a collective."""

@@ -229,7 +229,7 @@ class Sampler:
         self.memory.prepare_sync()
         with policy.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted
-                report = self._push(policy.weights_to_push(), version)
+                report = self._push(policy.weights_to_push(direct=self.engine.takes_direct), version)
                 if not self._lost_anywhere(report is None):
                     break
         self.last_sync, self.version = report, version

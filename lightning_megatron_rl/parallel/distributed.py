@@ -54,6 +54,13 @@ class ReplicaGroup:
         dist.broadcast_object_list(box, src=self.ranks[0] if source is None else source, group=self._group)
         return box[0]
 
+    def gather_object(self, value: T) -> list[T]:
+        """Return the objects of all ranks of the replica, in their order, on every one of them."""
+        values: list[Any] = [value] * len(self.ranks)
+        if len(self.ranks) > 1:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def wait_for_all(self) -> None:
         """Wait for every rank of the replica."""
         if len(self.ranks) > 1:

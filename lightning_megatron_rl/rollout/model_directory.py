@@ -85,7 +85,8 @@ class CheckpointLayout:
             ValueError: As `check`; of weights that come one by one, the first is looked at, which may be a collective.
         """
         if source.whole is not None:
-            return WeightSource.of_views(self.check_whole(source.whole))
+            whole = self.check_whole(source.whole)
+            return replace(source, whole=whole, tensors=whole.__iter__)
         buckets = source.buckets
         if buckets is not None:
             return replace(

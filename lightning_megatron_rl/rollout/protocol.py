@@ -151,6 +151,22 @@ class SyncReport:
     transport: str  # "shared memory", "CUDA IPC", "NCCL", "in process" or "none"
     replayed: bool = False  # whether the engine replayed the copies that it recorded in an earlier update
     peer_bytes: int = 0  # read in place out of the memory of other GPUs, by the worker that read most
+    direct: "DirectReport | None" = None  # what ranks sent straight to servers; None: nothing
+
+
+@dataclass(frozen=True)
+class DirectReport:
+    """What the ranks of a replica sent straight to the workers of servers in one update."""
+
+    num_bytes: int  # to all workers
+    worker_bytes: int  # to the worker that got most
+    seconds: float  # until the workers of the slowest server had everything
+    link_share: float  # of what the links of all these servers carried when they met, one after the other
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.num_bytes / self.seconds if self.seconds else 0.0
 
 
 class WeightsLostError(RuntimeError):
@@ -180,6 +196,7 @@ class RolloutEngine(Protocol):
     streams: bool = False  # whether it is a `StreamingEngine`
     replays_run: bool = False  # whether it has the rewarded rollout of each step, and samples nothing
     is_apart: bool = False  # whether it samples on devices that the trainer has no part in, whatever `devices` says
+    takes_direct: bool = False  # whether every rank of a replica can send to its workers; see `WeightSource.direct`
     is_collective: bool = False  # whether every rank of a replica calls it, with the same requests, or its leader alone
     activity: SpanLog | None = None  # what it did when; None: it does not tell, and the time of calls is taken for it
 

@@ -2,35 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 
 from lightning_megatron_rl.weights.copy_plan import CopyPlan
 from lightning_megatron_rl.weights.lent import LentPiece, LentWeight
-from lightning_megatron_rl.weights.placement import Placement, merge_dimensions
-
-
-@dataclass(frozen=True)
-class _Rectangle:
-    """A part of a matrix."""
-
-    row: int
-    column: int
-    rows: int
-    columns: int
-
-    @property
-    def size(self) -> int:
-        return self.rows * self.columns
-
-    def common(self, other: "_Rectangle") -> "_Rectangle | None":
-        """The intersection."""
-        row, column = max(self.row, other.row), max(self.column, other.column)
-        rows = min(self.row + self.rows, other.row + other.rows) - row
-        columns = min(self.column + self.columns, other.column + other.columns) - column
-        return _Rectangle(row, column, rows, columns) if rows > 0 and columns > 0 else None
+from lightning_megatron_rl.weights.placement import Placement
+from lightning_megatron_rl.weights.rectangles import Rectangle, rectangle_of
 
 
 def gather_copies(
@@ -72,33 +50,24 @@ def gather_copies(
     return targets, sources
 
 
-def _rectangle(source: Placement, whole: Placement) -> _Rectangle | None:
+def _rectangle(source: Placement, whole: Placement) -> Rectangle | None:
     """Return what part of a weight, as a matrix, was copied; None if it is not a rectangle."""
-    columns = prod(whole.shape[1:])
-    row, column = divmod((source.offset - whole.offset) // source.dtype.itemsize, columns)
-    dimensions = merge_dimensions(source.shape, source.stride)
-    width, step = dimensions.pop() if dimensions else (1, 1)
-    if step != 1:
-        return None
-    if not dimensions and column == 0 and width % columns == 0:
-        return _Rectangle(row, 0, width // columns, columns)
-    rows, between = dimensions.pop() if dimensions else (1, columns)
-    if dimensions or between != columns or column + width > columns:
-        return None
-    return _Rectangle(row, column, rows, width)
+    return rectangle_of(
+        source.shape, source.stride, (source.offset - whole.offset) // source.dtype.itemsize, whole.shape
+    )
 
 
-def _pieces(rectangle: _Rectangle, weight: LentWeight) -> Iterator[tuple[_Rectangle, Placement]]:
+def _pieces(rectangle: Rectangle, weight: LentWeight) -> Iterator[tuple[Rectangle, Placement]]:
     """Yield the parts of a rectangle that lie in one block of rows each, and where they lie."""
     for piece in weight.pieces:
         for block in range(piece.blocks):
-            rows = _Rectangle(piece.row + block * piece.size, piece.column, piece.size, piece.width)
+            rows = Rectangle(piece.row + block * piece.size, piece.column, piece.size, piece.width)
             part = rectangle.common(rows)
             if part is not None:
                 yield part, _place(piece, block, part, rows, weight)
 
 
-def _place(piece: LentPiece, block: int, part: _Rectangle, rows: _Rectangle, weight: LentWeight) -> Placement:
+def _place(piece: LentPiece, block: int, part: Rectangle, rows: Rectangle, weight: LentWeight) -> Placement:
     first = block * piece.step + (part.row - rows.row) * piece.stride + part.column - rows.column
     return Placement(
         "",

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.weights.copies import Copies
-from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan
 from lightning_megatron_rl.weights.placement import aligned
+from lightning_megatron_rl.weights.rectangles import matrix_shape
 from lightning_megatron_rl.weights.source import WeightView, WeightViews
 
 # Of whole tensors. Whoever takes them holds one, or reads it, while the next bucket is filled from one rank's part of

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.parallel.distributed import ReplicaGroup
+from lightning_megatron_rl.weights.direct import DirectPush, DirectRanks, held_views
+from lightning_megatron_rl.weights.messages import HeldTensor
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 
 Convert = Callable[[Iterable[Any]], Iterable[tuple[str, Tensor]]]
@@ -86,23 +89,39 @@ class ExportViews:
         self._parameters = list({id(plan.parameter): plan.parameter for plan in planned}.values())
         self._seen: tuple[list[int], bool] = [], False  # where the parameters were, and whether they stay
         self._weights: WeightSource | None = None
+        self._direct: DirectRanks | None = None
 
     @torch.no_grad()
-    def weights(self, *, stays: bool = False) -> WeightSource:
-        """Return the weights in the parameters' dtype, the same object for as long as the parameters stay in place.
+    def weights(self, *, stays: bool = False, replica: ReplicaGroup | None = None) -> WeightSource:
+        """Return the weights in the parameters' dtype, the same views for as long as the parameters stay in place.
 
         Args:
             stays: Whether they do until the receiver is told to let go; see `WeightViews`.
+            replica: The ranks that have the same weights, if they are to share out what goes to servers.
         """
         places = [parameter.data_ptr() for parameter in self._parameters]
         if self._weights is None or (places, stays) != self._seen:
             self._weights = WeightSource.of_views(WeightViews([_view(plan) for plan in self._planned], stays=stays))
             self._seen = places, stays
-        return self._weights
+        if replica is None or len(replica.ranks) == 1:
+            return self._weights
+        if self._direct is None:
+            self._direct = DirectRanks(self._held, self._weights.device, replica)
+        push = DirectPush(self._direct)
+        return dataclasses.replace(self._weights, direct=push, run_collectives=push.run, finish_collectives=push.finish)
+
+    def _held(self) -> dict[str, HeldTensor]:
+        assert self._weights is not None
+        assert self._weights.whole is not None
+        held = held_views(self._weights.whole)
+        assert held is not None  # rows of parameters
+        return held
 
     def let_go(self) -> None:
-        """Drop all views; their readers have let go of them."""
+        """Drop all views, whose readers have let go of them, and the connections to servers."""
         self._weights = None
+        if self._direct is not None:
+            self._direct.close()
 
 
 def _view(plan: _Planned) -> WeightView:

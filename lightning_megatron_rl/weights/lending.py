@@ -13,7 +13,8 @@ from lightning_megatron_rl.compat.torch_names import group_timeout
 from lightning_megatron_rl.weights import cuda_memory
 from lightning_megatron_rl.weights.cuda_memory import Handle, whole_storage
 from lightning_megatron_rl.weights.lent import LentMemory, LentPiece, LentWeight, LentWeights, Readiness
-from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan
+from lightning_megatron_rl.weights.rectangles import matrix_shape
 
 # Of one rank's memory. Parameters of Megatron's distributed optimizer lie in a few; without it each has its own.
 MOST_BLOCKS = 1024

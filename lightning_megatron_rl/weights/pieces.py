@@ -9,14 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.weights.export_views import RowBlocks
+from lightning_megatron_rl.weights.rectangles import Rectangle, matrix_shape
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The ranks that share a model without its experts, and those that share its experts."""
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor: its first dimension, and all others as one; a vector has one column."""
-    return prod(shape[:1]), prod(shape[1:])
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,11 @@ class Piece:
     def shape(self) -> tuple[int, int, int]:
         """Blocks of rows, rows of each, columns."""
         return self.rows.count, self.rows.size, self.width
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The part of the tensor."""
+        return Rectangle(self.row, self.column, self.rows.count * self.rows.size, self.width)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape has such a rectangle."""

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from lightning_megatron_rl.weights.buckets import BUCKET_BYTES
 from lightning_megatron_rl.weights.export_views import Convert, ReplacedWeights, find_blocks, same
-from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan, matrix_shape
+from lightning_megatron_rl.weights.messages import HeldTensor
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan
+from lightning_megatron_rl.weights.rectangles import matrix_shape
 from lightning_megatron_rl.weights.sharded_views import ShardedViews
 
 Edges = tuple[bytes, ...]
@@ -57,10 +59,13 @@ def plan_sharded_views(
         plans.append(None if pieces is None else dataclasses.replace(tensor, pieces=pieces))
     if _refused(next((tensor.name for tensor, plan in zip(tensors, plans, strict=True) if plan is None), None)):
         return None
-    agreed = _agree([plan for plan in plans if plan is not None], groups)
-    if _refused(_first_misfit(tensors, agreed, parameters, groups)):
+    mine = [plan for plan in plans if plan is not None]
+    agreed = _agree(mine, groups)
+    misfit = _first_misfit(tensors, agreed, parameters, groups) or _first_misfit(tensors, mine, parameters, groups)
+    if _refused(misfit):
         return None
-    views = ShardedViews(agreed, parameters, groups, bucket_bytes)
+    held = [[piece for piece in plan.pieces if piece.source == dist.get_rank(groups[plan.is_expert])] for plan in mine]
+    views = ShardedViews(agreed, parameters, groups, held, bucket_bytes)
     return None if _refused(_first_difference(views, convert(tasks))) else views
 
 
@@ -264,10 +269,19 @@ def _first_misfit(
 def _first_difference(views: ShardedViews, exported: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name the first tensor that differs from the export; a collective, through all of them."""
     different: str | None = None
+    held = views.held()
     for (name, view), (exported_name, tensor) in zip(views.weights().tensors(), exported, strict=True):
-        if different is None and not (name == exported_name and same(view, tensor)):
+        if different is None and not (name == exported_name and same(view, tensor) and _holds(held.get(name), tensor)):
             different = name
     return different
+
+
+def _holds(held: HeldTensor | None, tensor: Tensor) -> bool:
+    """Whether what this rank has of a tensor are parts of it, also where the plan takes them from another rank."""
+    if held is None:
+        return True
+    matrix = tensor.reshape(matrix_shape(tensor.shape))
+    return all(same(part.view.flatten(0, 1), part.rectangle.of(matrix)) for part in held.parts)
 
 
 def _refused(name: str | None) -> bool:

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron_rl.parallel.distributed import ReplicaGroup
 from lightning_megatron_rl.weights.buckets import BUCKET_BYTES, BucketMemory, Buckets
+from lightning_megatron_rl.weights.direct import DirectPush, DirectRanks
 from lightning_megatron_rl.weights.lending import Lending
 from lightning_megatron_rl.weights.lent import LentWeights, Readiness
-from lightning_megatron_rl.weights.pieces import Groups, TensorPlan
+from lightning_megatron_rl.weights.messages import HeldPart, HeldTensor
+from lightning_megatron_rl.weights.pieces import Groups, Piece, TensorPlan
 from lightning_megatron_rl.weights.source import CollectiveIterator, WeightSource, WeightViews
 
 
@@ -19,6 +23,7 @@ class ShardedViews:
         plans: What each consists of; the same names, shapes and order on all ranks, the same pieces within a group.
         parameters: This rank's, by number of the conversion task; None is another rank's.
         groups: The ranks that share a model without its experts, and those that share its experts.
+        held: By plan: all pieces of its tensor that this rank has, also those that the plan takes from another.
         bucket_bytes: Of the tensors that are put together at a time; a larger one is alone.
     """
 
@@ -27,18 +32,25 @@ class ShardedViews:
         plans: Sequence[TensorPlan],
         parameters: Sequence[Tensor | None],
         groups: Groups,
+        held: Sequence[Sequence[Piece]],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        self._plans = plans
+        self._held = held
+        self._sharing = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        self._direct: DirectRanks | None = None
         self._parameters = parameters
         self._buckets = Buckets(plans, parameters, groups, bucket_bytes)
         self._places: list[int] = []
         self._memory: BucketMemory | None = None
         self._lending = Lending(plans, parameters, groups)
 
-    def weights(self, *, stays: bool = False) -> WeightSource:
+    def weights(self, *, stays: bool = False, replica: ReplicaGroup | None = None) -> WeightSource:
         """Return the weights in the parameters' dtype, for one push, in which all ranks take part.
 
         Args:
+            replica: The ranks that share a replica, if they are to send to servers what each has; experts that are with
+                ranks of other replicas cannot be sent so.
             stays: Whether buckets are put together in the same memory in all pushes, which is kept between them: that
                 of two buckets, of the largest tensor if it is larger than a bucket (of two that follow each other), and
                 of the largest message, which is one rank's part of a bucket or of such a tensor.
@@ -48,18 +60,35 @@ class ShardedViews:
         if memory is None or not stays or places != self._places:
             memory = self._buckets.memory(stays=stays)
         self._memory, self._places = (memory, places) if stays else (None, [])
-        push = _Push(self, self._buckets, memory, self._lending if stays else None, places)
+        direct = None
+        if replica is not None and self._sharing <= set(replica.ranks):
+            self._direct = self._direct or DirectRanks(self.held, self._buckets.device, replica)
+            direct = DirectPush(self._direct)
+        push = _Push(self, self._buckets, memory, self._lending if stays else None, direct, places)
         return WeightSource(
             self._buckets.device,
             push.tensors,
             lender=push if stays else None,
+            direct=direct,
             buckets=push.buckets,
             run_collectives=push.run_collectives,
             finish_collectives=push.finish_collectives,
         )
 
+    def held(self) -> dict[str, HeldTensor]:
+        """Return what this rank has of each tensor, where it lies now."""
+        found = {}
+        for plan, pieces in zip(self._plans, self._held, strict=True):
+            parameter = self._parameters[plan.task]
+            if pieces and parameter is not None:
+                parts = tuple(HeldPart(piece.rectangle, piece.of(parameter.detach())) for piece in pieces)
+                found[plan.name] = HeldTensor(plan.shape, plan.dtype, parts)
+        return found
+
     def let_go(self) -> None:
-        """Drop the memory of pushes; its readers have let go of it."""
+        """Drop the memory of pushes, whose readers have let go of it, and the connections to servers."""
+        if self._direct is not None:
+            self._direct.close()
         self.free()
         self._lending.let_go()
 
@@ -76,6 +105,7 @@ class _Push:
         buckets: How they are put together.
         memory: Where.
         lending: Agreements between the ranks; None: nothing is lent in this push.
+        direct: Sends to servers; None: nothing is sent in this push.
         places: Where this rank's parameters are.
     """
 
@@ -85,8 +115,10 @@ class _Push:
         buckets: Buckets,
         memory: BucketMemory,
         lending: Lending | None,
+        direct: DirectPush | None,
         places: Sequence[int],
     ) -> None:
+        self._direct = direct
         self._views = views
         self._buckets = buckets
         self._memory = memory
@@ -142,7 +174,9 @@ class _Push:
             yield from self._buckets.assembly(number).run()  # which is held no longer than its tensors
 
     def run_collectives(self) -> None:
-        """See `WeightSource`; other ranks' samplers may read what this rank lends."""
+        """See `WeightSource`; other ranks' samplers may read what this rank lends, or has sent."""
+        if self._direct is not None:
+            self._direct.run()
         self.lend(Readiness.KNOWS_PLACES, readers=0)
         self.finish_collectives()
 
@@ -153,6 +187,11 @@ class _Push:
 
     def _choose_buckets(self) -> None:
         """Take no more than buckets from here on; what is lent has been read, or its reader is gone."""
+        if self._direct is not None:
+            self._direct.finish()
+            if not self._direct.buckets_follow:
+                self._next = len(self._buckets)
+                self._views.free()
         self.lend(Readiness.CANNOT, readers=0)
         if self._way == "lent":
             self.settle(loaded=True)

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Protocol, overload
+from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from lightning_megatron_rl.weights.lent import LentWeights, Readiness
+
+if TYPE_CHECKING:
+    from lightning_megatron_rl.weights.direct import Delivered, Order
+    from lightning_megatron_rl.weights.messages import Holdings
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,25 @@ class Lender(Protocol):
         """
 
 
+class DirectSender(Protocol):
+    """Ranks that send what they hold straight to the workers of servers, each of which gets what it loads."""
+
+    @property
+    def holdings(self) -> "Sequence[Holdings]":
+        """What each rank of the replica has, the leader's first."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Of the meetings with servers that can be sent to."""
+
+    def send(self, order: "Order | None") -> "Delivered":
+        """Send all weights to servers; a collective of the replica, before anything else of the source is taken.
+
+        Each rank calls it once in an update: the leader with its order, the others, in
+        `WeightSource.run_collectives`, with None. It fails on no rank because of a server.
+        """
+
+
 def _nothing() -> None:
     pass
 
@@ -109,10 +132,10 @@ def _nothing() -> None:
 class WeightSource:
     """All weights of a model, for one update of an engine; `source_of` makes one of named tensors.
 
-    An engine takes them as suits it: `whole` where they lie, from `lender`, in `buckets`, or by `tensors`. Weights that
-    are not whole on this rank are put together by all ranks that share the model: taking them is a collective. The rank
-    with the engine calls `finish_collectives` after the update, however it ended, and a rank without an engine calls
-    `run_collectives` meanwhile.
+    An engine takes them as suits it: `whole` where they lie, from `lender`, by `direct` messages to its workers, in
+    `buckets`, or by `tensors`. Weights that are not whole on this rank are put together by all ranks that share the
+    model: taking them is a collective. The rank with the engine calls `finish_collectives` after the update, however it
+    ended, and a rank without an engine calls `run_collectives` meanwhile.
 
     Args:
         device: Where the tensors are.
@@ -121,6 +144,7 @@ class WeightSource:
             rank that takes the other.
         whole: All weights where they lie, as often as they are asked for; None: each comes once.
         lender: Lends the weights where they lie on several ranks; None: none are lent.
+        direct: Sends them to servers from the ranks that hold them; None: nobody has asked for it, or it cannot be.
         buckets: Yields the weights in memory that is used again: what was yielded is overwritten by the next but one. A
             collective. The same objects in each update for as long as everything stays in place and nothing was lent in
             between. None: there are no buckets.
@@ -133,6 +157,7 @@ class WeightSource:
     tensors: Callable[[], CollectiveIterator[tuple[str, Tensor]]]
     whole: WeightViews | None = None
     lender: Lender | None = None
+    direct: DirectSender | None = None
     buckets: Callable[[], CollectiveIterator[WeightViews]] | None = None
     run_collectives: Callable[[], None] = _nothing
     finish_collectives: Callable[[], None] = _nothing

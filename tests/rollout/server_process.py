@@ -26,11 +26,11 @@ TOKEN = "0123456789abcdef-of-a-test"
 START_S = 400.0  # on a busy machine
 
 
-def serve_command(model: Path, port: int, host: str = "127.0.0.1") -> list[str]:
-    """The command line of a small server."""
+def serve_command(model: Path, port: int, host: str = "127.0.0.1", *more: str) -> list[str]:
+    """The command line of a small server, with `more` arguments."""
     sizes = ["--max-model-len", "512", "--kv-cache-memory-gb", "0.25", "--num-threads", "1"]
     place = ["--host", host, "--port", str(port)]
-    return [sys.executable, "-m", "lightning_megatron_rl", "serve", str(model), *place, *sizes]
+    return [sys.executable, "-m", "lightning_megatron_rl", "serve", str(model), *place, *sizes, *more]
 
 
 def ask(url: str, path: str, token: str | None = TOKEN, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -48,18 +48,19 @@ def ask(url: str, path: str, token: str | None = TOKEN, body: Any = None, **head
 class ServerProcess:
     """One `serve` on this machine."""
 
-    def __init__(self, model: Path, log: Path, port: int | None = None) -> None:
-        self.port = port or free_port()
+    def __init__(self, model: Path, log: Path, *more: str) -> None:
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._model = model
+        self._more = more
         self.start()
 
     def start(self) -> None:
         variables = {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                serve_command(self._model, self.port),
+                serve_command(self._model, self.port, "127.0.0.1", *self._more),
                 env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -67,7 +67,7 @@ INNER = {
     "Response", "SequenceCost", "ShardedViews",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "Transcript", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
-    "Flight", "HostFacts", "News", "Place", "Server",
+    "Deliveries", "Delivery", "Flight", "HostFacts", "News", "Place", "Server",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.weights.export_views import RowBlocks
-from lightning_megatron_rl.weights.pieces import Piece, matrix_shape
+from lightning_megatron_rl.weights.pieces import Piece
 from lightning_megatron_rl.weights.placement import aligned
+from lightning_megatron_rl.weights.rectangles import matrix_shape
 from lightning_megatron_rl.weights.source import WeightSource
 from tests.selection import by_default
 
@@ -84,11 +85,11 @@ def train(
 
 
 @torch.no_grad()
-def disturb(policy: Any) -> None:
-    """Give every weight other numbers, and those of each replica their own."""
+def disturb(policy: Any, *, copies_differ: bool = True) -> None:
+    """Give every weight other numbers, and those of each replica their own; of context parallelism's copies, too."""
     from megatron.core import parallel_state
 
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=copies_differ)
     expert_replica = parallel_state.get_expert_data_parallel_rank()
     biases = [buffer for name, buffer in policy.model.named_buffers() if name.endswith("expert_bias")]
     for tensor in [*policy.model.parameters(), *biases]:

@@ -13,6 +13,7 @@ import aiohttp
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
 from lightning_megatron_rl.rollout.servers.guard import ABOUT, LEASE, RUN
+from lightning_megatron_rl.weights.reads import Reads
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class ServerClient:
         self.about: About | None = None
         self.pushed: tuple[str, int] | None = None  # instance and version of the weights that it has
         self.met: str | None = None  # the instance whose workers are in a group with this trainer
+        self.reads: list[Reads] | None = None  # what each of these workers reads of the weights; None: not known yet
+        self.direct_key: str | None = None  # of their meeting with all ranks of the replica
+        self.takes_buckets = False  # for as long as it has these workers: the ranks do not reach them, or lack a part
         self.load = 0  # responses under way
         self.failure: str | None = None  # why it will never answer, if somebody knows
         self._run = run
@@ -70,6 +74,11 @@ class ServerClient:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._streams: set[aiohttp.ClientResponse] = set()  # of responses under way
+
+    def forget_workers(self) -> None:
+        """Know no more of its workers: they are gone, or other ones."""
+        self.met, self.reads, self.direct_key = None, None, None
+        self.takes_buckets = False
 
     async def move(self, url: str) -> None:
         """Ask at another address, or anew at this one, from now on; what is under way is lost."""

@@ -21,6 +21,9 @@ from lightning_megatron_rl.rollout.servers.client import (
 from lightning_megatron_rl.rollout.servers.flights import Board
 from lightning_megatron_rl.rollout.servers.guard import LEASE_S
 from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.weights.direct import DirectPush, DirectRanks, held_views
+from lightning_megatron_rl.weights.messages import HeldTensor
+from lightning_megatron_rl.weights.source import DirectSender, WeightSource
 from lightning_megatron_rl.weights.transports.network import NetworkSender
 
 RENEW_S = 3.0  # between two looks at a server, each of which renews the lease
@@ -49,6 +52,8 @@ class Connections:
         self.lock = threading.RLock()  # of whoever changes what is under way
         self.tasks: dict[str, asyncio.Task[None]] = {}  # of flights, by name; the event loop's own
         self.senders: dict[ServerClient, NetworkSender] = {}
+        self._whole: dict[str, HeldTensor] = {}  # of this update
+        self._ranks: DirectRanks | None = None  # this rank alone, which has the whole model
         self.version = 0  # of the weights that sample
         self.num_lost = 0
         self._model_path = model_path
@@ -85,6 +90,22 @@ class Connections:
             if isinstance(error := results.get(server), Exception):
                 self.lose(server, error)
         return [server for server in servers if not isinstance(results.get(server), Exception)]
+
+    def direct_sender(self, source: WeightSource) -> DirectSender | None:
+        """Return what sends the weights straight to workers; None if they come one by one, or lie scattered."""
+        if source.direct is not None or source.whole is None:
+            return source.direct
+        held = held_views(source.whole)
+        if held is None:
+            return None
+        self._whole = held
+        if self._ranks is None or self._ranks.holdings != [{name: tensor.holding for name, tensor in held.items()}]:
+            self._ranks = DirectRanks(lambda: self._whole, source.device)
+        return DirectPush(self._ranks)
+
+    def let_go(self) -> None:
+        """Drop what is held of an update's weights."""
+        self._whole = {}
 
     def close(self) -> None:
         """Give the servers back; what is under way is lost."""
@@ -184,7 +205,7 @@ class Connections:
         server.state = LOST
         self.num_lost += 1
         self.senders.pop(server, None)
-        server.met = None
+        server.forget_workers()
         # a host that has gone without a word closes no connection: what is under way would wait for it
         asyncio.run_coroutine_threadsafe(server.move(server.url), self.loop)
         tell_loss(f"a server is lost, and its {server.load} responses go on elsewhere, or when one is back: {error}")

@@ -20,8 +20,9 @@ class VLLMServers(ServerPool):
     that is lost loses no response: each goes on from the tokens that are there, on another server, or when one is back.
     A server that comes back samples again after the next push of weights.
 
-    Weights go over the network to the workers of all servers at the same time, by gloo. Responses under way at an
-    update go on with the new weights; what was cached for them is computed anew.
+    Weights go over the network, by gloo, to all servers at the same time: after a server's first update from each rank
+    what it has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
+    cached for them is computed anew.
 
     Args:
         urls: Of the servers, ``http://host:port``. Replicas of the model share them out, at least one for each.
@@ -30,7 +31,7 @@ class VLLMServers(ServerPool):
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
         start_timeout_s: How long to wait for servers that do not answer yet, before weights load. # seconds
         call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
-        bucket_mb: Size of the buffer that weights are sent in. # MiB
+        bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.protocol import (
+    DirectReport,
     Generation,
     GenerationRequest,
     Progress,
@@ -30,7 +31,7 @@ from lightning_megatron_rl.rollout.servers.client import (
 )
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.flights import Flight, choose_server
-from lightning_megatron_rl.rollout.servers.push import meet, send
+from lightning_megatron_rl.rollout.servers.push import deliver, meet, send
 from lightning_megatron_rl.rollout.turns import one_at_a_time
 from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
@@ -49,17 +50,19 @@ class ServerPool(StreamingEngine):
     that is lost loses no response: each goes on from the tokens that are there, on another server, or when one is back.
     A server that comes back, here or at another address, samples again after the next push of weights.
 
-    Weights go over the network to the workers of all servers at the same time, by gloo. Responses under way at an
-    update go on with the new weights; what was cached for them is computed anew.
+    Weights go over the network, by gloo, to all servers at the same time: after a server's first update from each rank
+    what it has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
+    cached for them is computed anew.
 
     Args:
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
         call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
-        bucket_mb: Size of the buffer that weights are sent in. # MiB
+        bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
     """
 
     streams = True
     is_apart = True
+    takes_direct = True
     stream_mode: StreamMode | None = None
     devices: list[int] | None = None
     sleep_level = 0
@@ -288,8 +291,12 @@ class ServerPool(StreamingEngine):
         there = self._wait_for_any()
         connections.run(self._stop())
         there = meet(connections, connections.on_each(there, ServerClient.pause), self.call_timeout_s)
-        num_bytes, largest = send(connections, checked, there, self.bucket_mb * _MIB)
-        there = connections.on_each([server for server in there if server.state != LOST], ServerClient.resume)
+        direct = deliver(connections, checked, there, self.bucket_mb * _MIB)
+        loaded, num_bytes, largest = send(
+            connections, checked, direct.others, self.bucket_mb * _MIB, record=direct.is_possible
+        )
+        loaded = [server for server in direct.done + loaded if server.state != LOST]
+        there = connections.on_each(loaded, ServerClient.resume)
         self.weight_version = connections.version = version
         for server in there:
             assert server.about is not None
@@ -303,9 +310,13 @@ class ServerPool(StreamingEngine):
         flights = list(connections.board.flights.values())
         connections.run(self._launch([flight for flight in flights if not flight.is_complete]))
         seconds = time.perf_counter() - began
+        num_bytes = max(num_bytes, direct.num_bytes)
         rate = num_bytes / 1e6 / seconds
         log.info("weights of version %d to %d server(s): %.3f s, %.0f MB/s to each", version, len(there), seconds, rate)
-        return SyncReport(num_bytes, seconds, largest, NETWORK)
+        if direct.report is not None:
+            _tell(direct.report, len(direct.done))
+        largest = max(largest, direct.buffer_bytes)
+        return SyncReport(num_bytes, seconds, largest, NETWORK, direct=direct.report)
 
     def _wait_for_any(self) -> list[ServerClient]:
         servers, deadline = self.connections.servers, time.monotonic() + self.call_timeout_s
@@ -321,6 +332,19 @@ class ServerPool(StreamingEngine):
 
     def let_go(self) -> None:
         """Do nothing: servers have weights of their own."""
+
+
+def _tell(report: DirectReport, count: int) -> None:
+    log.info(
+        "straight from the ranks to %d server(s): %.1f MB, %.1f MB to the worker that got most; %.3f s, %.0f MB/s,"
+        " %.0f %% of what the links carried when they met",
+        count,
+        report.num_bytes / 1e6,
+        report.worker_bytes / 1e6,
+        report.seconds,
+        report.rate / 1e6,
+        100 * report.link_share,
+    )
 
 
 def _generation(news: Progress) -> Generation:

@@ -1,19 +1,33 @@
-"""One push of weights to the workers of several servers, at the same time and bucket by bucket."""
+"""One push of weights to the workers of several servers, at the same time: straight from the ranks, or in buckets.
+
+A server's first push is one of buckets, of which its workers note what they read. Later ones bring each worker that.
+"""
 
 import asyncio
 import functools
+import logging
+import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from torch import Tensor
 
+from lightning_megatron_rl.rollout.protocol import DirectReport
 from lightning_megatron_rl.rollout.servers.client import LOST, ServerClient
 from lightning_megatron_rl.rollout.servers.connections import Connections
+from lightning_megatron_rl.weights.direct import Delivery, Order, Route
+from lightning_megatron_rl.weights.messages import can_send, plan_messages
 from lightning_megatron_rl.weights.placement import Placement, fill_buckets
-from lightning_megatron_rl.weights.source import WeightSource
+from lightning_megatron_rl.weights.reads import Reads
+from lightning_megatron_rl.weights.source import DirectSender, WeightSource
 from lightning_megatron_rl.weights.transports.base import total_bytes
-from lightning_megatron_rl.weights.transports.network import NetworkSender
+from lightning_megatron_rl.weights.transports.direct import DirectMeeting
+from lightning_megatron_rl.weights.transports.network import NetworkSender, plain_reads
+
+log = logging.getLogger(__name__)
 
 MEET_S = 30.0  # for the workers of a server to come to the trainer's group
 
@@ -40,35 +54,147 @@ def meet(connections: Connections, servers: list[ServerClient], timeout_s: float
             answer.result()  # which says more, if the server has failed
             raise
         answer.result()
+        server.forget_workers()
         connections.senders[server], server.met = sender, server.about.instance
 
     return connections.without(servers, _at_once(servers, join))
 
 
-def send(
-    connections: Connections, source: WeightSource, servers: list[ServerClient], bucket_bytes: int
-) -> tuple[int, int]:
-    """Broadcast all weights to the servers, which load them; those that fail are lost.
+@dataclass
+class Deliveries:
+    """What came of sending straight to servers."""
 
-    The source is read to its end whatever happens, since other ranks take part.
+    is_possible: bool  # to workers whose reads are known
+    done: list[ServerClient] = field(default_factory=list)  # have loaded what came
+    others: list[ServerClient] = field(default_factory=list)  # take buckets
+    num_bytes: int = 0  # of the weights
+    buffer_bytes: int = 0  # of the rank that had most
+    report: DirectReport | None = None
+
+
+def deliver(
+    connections: Connections, source: WeightSource, servers: list[ServerClient], bucket_bytes: int
+) -> Deliveries:
+    """Let all ranks send each worker what it loads, if its reads are known; servers that fail are lost.
+
+    Args:
+        connections: Of the engine.
+        source: Of which nothing has been taken.
+        servers: That have met this trainer.
+        bucket_bytes: That a rank holds for each server, and a worker.
+    """
+    sender = connections.direct_sender(source)
+    if sender is None:
+        return Deliveries(False, others=servers)
+    found = {server: _route(connections, sender, server, bucket_bytes) for server in servers}
+    routes = {server: route for server, route in found.items() if route is not None}
+    sizes = [_total_bytes(server.reads[0]) for server in routes if server.reads]
+    result = Deliveries(True, others=[server for server in servers if server not in routes])
+    answers = {
+        server: _ask(connections, server, "receive_parts", vars(route.meeting) if route.meeting else None)
+        for server, route in routes.items()
+    }
+    delivered = sender.send(Order(list(routes.values()), bool(result.others) or not routes))
+    came: dict[ServerClient, Delivery] = {}
+    for server, route in routes.items():
+        delivery = delivered.deliveries[route.key]
+        if not delivery.has_met:
+            log.warning("weights go to the server %s in buckets: %s", server.url, delivery.error)
+            server.takes_buckets = True
+            answers[server].exception()  # it has given up as well
+            result.others.append(server)
+        elif delivery.error is not None:
+            connections.lose(server, RuntimeError(f"not all weights went to {server.url}: {delivery.error}"))
+        else:
+            came[server], server.direct_key = delivery, route.key
+    there = [server for server in came if server.state != LOST]
+    result.done = connections.without(there, _at_once(there, lambda server: answers[server].result()))
+    connections.let_go()
+    if came:
+        result.num_bytes = sizes[0]
+        result.buffer_bytes = sum(delivery.buffer_bytes for delivery in came.values())
+        result.report = _report(list(came.values()))
+    return result
+
+
+def _route(connections: Connections, sender: DirectSender, server: ServerClient, bucket_bytes: int) -> Route | None:
+    """Return the way to a server, planned if it is new; None: it takes buckets."""
+    met = connections.senders.get(server)
+    if server.reads is None or server.takes_buckets or met is None:
+        return None
+    held, reads = sender.holdings, server.reads
+    if not all(can_send(held, of_worker) for of_worker in reads):
+        server.reads = None  # they are other weights now
+        return None
+    if server.direct_key in sender.keys:
+        return Route(server.direct_key)
+    messages = plan_messages(held, reads, max(1, bucket_bytes // max(len(held), len(reads))))
+    if messages is None:
+        log.info("weights go to the server %s in buckets: parts are with ranks of other replicas", server.url)
+        server.takes_buckets = True
+        return None
+    place, key = met.meeting, uuid.uuid4().hex
+    meeting = DirectMeeting(key, place.address, place.port, server.host, len(held), len(reads), place.timeout_s)
+    return Route(key, meeting, messages)
+
+
+def _total_bytes(reads: Reads) -> int:
+    return sum(prod(read.shape) * read.dtype.itemsize for read in reads.values())
+
+
+def _report(came: list[Delivery]) -> DirectReport:
+    num_bytes = sum(sum(delivery.sent) for delivery in came)
+    seconds = max(delivery.seconds for delivery in came)
+    carried = sum(delivery.link_rate for delivery in came)
+    return DirectReport(
+        num_bytes,
+        max(max(delivery.sent) for delivery in came),
+        seconds,
+        num_bytes / seconds / carried if seconds and carried else 0.0,
+    )
+
+
+def _ask(connections: Connections, server: ServerClient, method: str, *arguments: Any) -> Future[list[Any]]:
+    return asyncio.run_coroutine_threadsafe(server.call(method, *arguments), connections.loop)
+
+
+def send(
+    connections: Connections, source: WeightSource, servers: list[ServerClient], bucket_bytes: int, *, record: bool
+) -> tuple[list[ServerClient], int, int]:
+    """Broadcast all weights to servers, which load them; those that fail are lost.
+
+    The source is read to its end whatever happens, since other ranks take part; not at all if there is no server.
+
+    Args:
+        connections: Of the engine.
+        source: Of the weights.
+        servers: That have met this trainer.
+        bucket_bytes: Size of the buffer.
+        record: Whether workers note what they read, where it is not known.
 
     Returns:
-        Bytes of the weights, and bytes of the largest buffer.
+        The servers that have loaded them, bytes of the weights, and bytes of the largest buffer.
     """
+    if not servers:
+        return [], 0, 0
 
     def lost(results: Mapping[ServerClient, Any]) -> list[ServerClient]:
         return connections.without(left, results)
 
-    asked = {server: server.call("receive_weights") for server in servers}
-    answers = {server: asyncio.run_coroutine_threadsafe(call, connections.loop) for server, call in asked.items()}
+    def load(server: ServerClient) -> None:
+        told = answers[server].result()
+        if records[server]:
+            server.reads = [plain_reads(answer["reads"]) for answer in sorted(told, key=lambda one: one["rank"])]
+
+    records = {server: record and server.reads is None and not server.takes_buckets for server in servers}
+    answers = {server: _ask(connections, server, "receive_weights", records[server]) for server in servers}
     left, num_bytes, largest = servers, 0, 0
     for buffer, placements in fill_buckets(source.tensors(), bucket_bytes):
         bucket = buffer[: placements[-1].end].cpu()
         left = lost(_at_once(left, functools.partial(_broadcast, connections, bucket, placements)))
         num_bytes, largest = num_bytes + total_bytes(placements), max(largest, buffer.numel())
     left = lost(_at_once(left, lambda server: connections.senders[server].end()))
-    lost(_at_once(left, lambda server: answers[server].result()))
-    return num_bytes, largest
+    return lost(_at_once(left, load)), num_bytes, largest
 
 
 def _broadcast(connections: Connections, bucket: Tensor, placements: list[Placement], server: ServerClient) -> None:

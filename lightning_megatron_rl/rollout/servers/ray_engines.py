@@ -45,7 +45,7 @@ class RayEngines(ServerPool):
         vllm_args: Other arguments of vLLM's own, as `VLLMEngine` takes them.
         start_timeout_s: How long to wait for the resources, and then for engines to load. # seconds
         call_timeout_s: Deadline of an update, and of waiting for an engine when all are lost. # seconds
-        bucket_mb: Size of the buffer that weights are sent in. # MiB
+        bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
 
     Raises:
         ValueError: An argument is outside its range.

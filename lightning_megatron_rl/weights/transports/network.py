@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_megatron_rl.compat.gloo import gloo_group
 from lightning_megatron_rl.parallel.hosts import own_address
 from lightning_megatron_rl.weights.loader import reload_weights
 from lightning_megatron_rl.weights.placement import Placement, view_all
+from lightning_megatron_rl.weights.reads import Read, Reads, dtype_of, prove_reads, record_reads
+from lightning_megatron_rl.weights.transports.direct import DirectMeeting, WorkerEnd, server_group
 from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
 
 NETWORK = "network"  # the name of this way
@@ -59,7 +60,7 @@ class NetworkSender:
             RuntimeError: They did not come in time.
         """
         prefixed = dist.PrefixStore("weights", self._store)
-        self._group = gloo_group(prefixed, 0, self.meeting.world_size, self._deadline, self.meeting.address)
+        self._group = server_group(prefixed, 0, self.meeting.world_size, self._deadline, self.meeting.address)
 
     def send(self, bucket: Tensor, placements: list[Placement]) -> None:
         """Broadcast one bucket.
@@ -93,21 +94,67 @@ class NetworkReceiver(SharedWeightsReceiver):
         """Meet the trainer, in place of an earlier one."""
         place = NetworkMeeting(**meeting)
         self._trainer: Any = None
+        self._ranks: WorkerEnd | None = None
+        self._reads: Reads | None = None
         timeout = timedelta(seconds=place.timeout_s)
         store = dist.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
         prefixed = dist.PrefixStore("weights", store)
         here = own_address(place.address, place.port)
-        self._trainer = gloo_group(prefixed, self.rank + 1, place.world_size, timeout, here)
+        self._trainer = server_group(prefixed, self.rank + 1, place.world_size, timeout, here)
         return {"rank": self.rank}
 
-    def receive_weights(self) -> dict[str, Any]:
-        """Take all buckets of an update, then load them layer by layer; returns the bytes that came."""
-        held, num_bytes = [], 0
+    def receive_weights(self, record: bool = False) -> dict[str, Any]:
+        """Take all buckets of an update, then load them layer by layer.
+
+        Args:
+            record: Whether to note what is read of them.
+
+        Returns:
+            The bytes that came, the number of the worker, and what it reads.
+        """
+        held: list[tuple[str, Tensor]] = []
+        num_bytes = 0
         for bucket, placements in self._buckets():
             held += list(zip((place.name for place in placements), view_all(placements, [bucket]), strict=True))
             num_bytes += bucket.numel()
-        reload_weights(self.model_runner, iter(held))
-        return {"num_bytes": num_bytes}
+        if not record:
+            self._load(iter(held))
+            return {"num_bytes": num_bytes, "rank": self.rank}
+        self._ranks = None
+        self._reads = record_reads(self._load, held, self._tensors)
+        reads = {name: read.to_plain() for name, read in self._reads.items()}
+        return {"num_bytes": num_bytes, "rank": self.rank, "reads": reads}
+
+    def receive_parts(self, meeting: dict[str, Any] | None) -> dict[str, Any]:
+        """Take what this worker reads of an update from the ranks that hold it, then load it layer by layer.
+
+        Args:
+            meeting: Where the ranks are; None: where they were the last time.
+
+        Returns:
+            The bytes that came, and the number of the worker.
+        """
+        ranks, self._ranks = self._ranks, None  # a failure leaves the group, which nobody waits in then
+        if self._reads is None:
+            raise RuntimeError("this worker has not noted what it reads: it takes buckets first")
+        if meeting is not None:
+            ranks = WorkerEnd(DirectMeeting(**meeting), self.rank, self._reads)
+        if ranks is None:
+            raise RuntimeError("this worker has not met the trainer's ranks")
+        tensors, num_bytes = ranks.receive(nan=meeting is not None)
+        if meeting is not None:
+            prove_reads(self._load, tensors, self._reads, self._tensors)
+        else:
+            self._load(iter(tensors.items()))
+        self._ranks = ranks
+        return {"num_bytes": num_bytes, "rank": self.rank}
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        reload_weights(self.model_runner, weights)
+
+    def _tensors(self) -> list[Tensor]:
+        model = self.model_runner.model
+        return [*model.parameters(), *model.buffers()]
 
     def _buckets(self) -> Iterator[tuple[Tensor, list[Placement]]]:
         while True:
@@ -125,7 +172,7 @@ class NetworkReceiver(SharedWeightsReceiver):
 
     def leave_trainer(self) -> dict[str, Any]:
         """Close the connections to the trainer."""
-        self._trainer = None
+        self._trainer = self._ranks = None
         return {}
 
 
@@ -141,7 +188,13 @@ def from_plain(plain: list[Any]) -> Placement:
         ValueError: The dtype is none of torch's.
     """
     name, dtype, shape, stride, offset = plain
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"weight {name!r} has dtype {dtype!r}, which is none of torch's")
-    return Placement(name, 0, kind, tuple(shape), tuple(stride), offset)
+    return Placement(name, 0, dtype_of(dtype), tuple(shape), tuple(stride), offset)
+
+
+def plain_reads(plain: dict[str, Any]) -> Reads:
+    """Return what a worker reads, of its answer.
+
+    Raises:
+        ValueError: A dtype is none of torch's, or a part is none of its tensor's.
+    """
+    return {name: Read.from_plain(read) for name, read in plain.items()}
