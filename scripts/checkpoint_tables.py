@@ -1,4 +1,4 @@
-"""The tables of results.md, kill_drills.md, resharding.md and exports.md in docs/: saves, kill drills, resharding and `convert`."""
+"""Tables of results.md, kill_drills.md, resharding.md and exports.md in docs/: saves, drills, resharding, `convert`."""
 
 from pathlib import Path
 
