@@ -95,7 +95,8 @@ def push_often(model: Path, strategy: dict[str, Any], url: str) -> Ranked:
 
 
 @pytest.mark.deadline(600)
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a server of its own; test_servers.py pushes straight to one worker
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_two_ranks_send_two_workers_what_each_loads(worker_pool, two_workers, harness, model_dir, layout):
     ranks = worker_pool.run(
         push_often, model_dir, LAYOUTS[layout], two_workers.url, world_size=2, init_process_group=False
