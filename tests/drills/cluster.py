@@ -172,14 +172,14 @@ def over_nodes(hosts: Sequence[Host], out: Path, model: Path) -> list[dict[str, 
         hosts: Of the trainer, of the other server, and of the engine's nodes.
     """
     first, second, *nodes = hosts
-    processes = serve_over(nodes, out, model)
+    started = serve_over(nodes, out, model)
     trainer = Trainer(first, out / "spread", model, [f"http://{host.name}:{PORT}" for host in (nodes[0], second)])
     trainer.wait("ready.json")
     lines = [trainer.sample("one engine over two nodes")]
     print(lines[-1], flush=True)
     lines.append(trainer.drill("a node of an engine over two killed", lambda: kill(nodes[1])))
     began = time.monotonic()
-    code = processes[0].wait(DEADLINE_S)
+    code = started[0].wait(DEADLINE_S)
     lines[-1]["other_node_ends_s"] = round(time.monotonic() - began, 1)
     left = [process.pid for host in nodes for process in processes(host, SERVER_MODULE)]
     if code != 1 or left:
