@@ -45,6 +45,7 @@ def cluster_drill(results: Path = RESULTS) -> str:
         for line in result["drills"]:
             cells = [line.get(name) for name in ("noticed_s", "goes_on_s", "lost", "repeated")]
             told = " | ".join("–" if cell is None else f"{cell:g}" for cell in cells)
-            rows.append(f"| {line['event']} | {told} | {len(line['problems']) or 'none'} |")
+            push = f": a push takes {line['push_s']:g} s, not {line['push_before_s']:g} s" if "push_s" in line else ""
+            rows.append(f"| {line['event']}{push} | {told} | {len(line['problems']) or 'none'} |")
     header = "| what happened | noticed after, s | goes on after, s | responses lost | repeated | problems |"
     return table(header, rows)
