@@ -61,12 +61,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _console_is_given_back() -> Iterator[None]:
     """Undo what the command line does to a process that it thinks its own: records and warnings go to its console."""
-    shown, level = warnings.showwarning, logging.root.level
+    shown = warnings.showwarning
     yield
     console = sys.modules.get("lightning_megatron_rl.utilities.console")
     if console is not None and console._current is not None:
         logging.root.removeHandler(console._current)
-        logging.root.setLevel(level)
         console._current = None
         warnings.showwarning = shown
 

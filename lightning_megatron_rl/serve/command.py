@@ -203,9 +203,9 @@ def run_server(
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
 
+    presence = join(lost.append) if join is not None else None  # may wait for node 0: signals end this process at once
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
-    presence = join(lost.append) if join is not None else None
     server = Server(arguments, environment)
     try:
         while server.is_running and not told and not lost:
@@ -257,6 +257,8 @@ def main(arguments: Sequence[str]) -> int:
     except (RuntimeError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before anything was started
+        return 128 + signal.SIGINT
     if code > 128 and code - 128 in (signal.SIGTERM, signal.SIGINT):
         return code
     print(f"{PROGRAM}: the server has ended with {code}: what it printed last says why", file=sys.stderr)

@@ -148,7 +148,7 @@ class Cluster:
         self.switch.ip("link", "set", f"port-{host.name}", "master", "bridge")
 
     def slow(self, host: Host, rate: str) -> None:
-        """Slow a host's link both ways, such as to "2mbit"; what waits for it, waits up to two seconds."""
+        """Slow a host's link both ways, such as to "2mbit": packets wait up to two seconds, then they are lost."""
         shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "2s"]
         self._shape(host, "replace", *shape)
 

@@ -79,6 +79,12 @@ class ServerProcess:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
 
+    def start_again(self) -> None:
+        """Start it when it has ended, and wait until it answers."""
+        self.process.wait(60)
+        self.start()
+        self.wait()
+
     def family(self) -> list[int]:
         """Ids of all processes below it, the API server first."""
         return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]

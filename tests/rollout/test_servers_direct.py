@@ -25,7 +25,7 @@ from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process
 from tests.rollout.conftest import Harness, make_requests, max_logprob_error, random_weights
 from tests.rollout.server_process import TOKEN, ServerProcess
-from tests.rollout.test_servers import EIGHT, connect
+from tests.rollout.test_servers import EIGHT, connect, wait_without_weights
 from tests.weights.test_sharded_views import count_calls, exported, train
 
 EXACT = 1e-5  # nats, fp32: sums in another order
@@ -185,7 +185,7 @@ def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir
             report = update(3)
         seconds = time.monotonic() - began
         print(f"{how.name}: {seconds:.2f} s, {count} messages")
-        assert seconds < 15
+        assert seconds < 15  # a deadline of 5 s, and twice that for a busy machine
         assert report.direct is not None
         assert [server.state for server in engine.connections.servers] == ["ready", "lost"]
         asked = make_requests(4)
@@ -193,13 +193,8 @@ def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir
         if how == signal.SIGSTOP:
             os.kill(engine_core(two_servers[1]), signal.SIGCONT)
         else:
-            two_servers[1].process.wait(60)
-            two_servers[1].start()
-            two_servers[1].wait()
-        deadline = time.monotonic() + 60
-        while engine.connections.servers[1].state != "without weights":
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+            two_servers[1].start_again()
+        wait_without_weights(engine, 1)
         sizes = [update(seed).direct for seed in (4, 5)]
         assert [server.state for server in engine.connections.servers] == ["ready", "ready"]
         assert all(size is not None for size in sizes)

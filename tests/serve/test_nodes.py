@@ -1,6 +1,10 @@
 """One engine over several nodes: what is refused, who hears of whose end; real ones are in tests/drills/cluster.py."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -9,7 +13,7 @@ import pytest
 from lightning_megatron_rl.rollout.servers import nodes as module
 from lightning_megatron_rl.rollout.servers.nodes import EngineNodes
 from lightning_megatron_rl.serve.command import main
-from tests.distributed import free_port
+from tests.distributed import ROOT, free_port
 from tests.rollout.server_process import TOKEN
 
 HERE = "127.0.0.1"
@@ -59,7 +63,7 @@ def test_each_node_hears_when_another_is_gone(two):
     assert lost == [[], []]
     second.stop()
     wait_until(lambda: lost[0])
-    assert "rank 1 on host number 1 has ended or was killed" in lost[0][0]
+    assert "rank 1 on host with --node-rank 1 has ended or was killed" in lost[0][0]
     first.stop()
     assert lost[1] == []  # it ended by itself
 
@@ -88,3 +92,22 @@ def test_a_node_0_that_is_not_there_is_named(two, monkeypatch):
 def test_vllm_gets_the_interface_of_the_address(two):
     assert two[0].environment(HERE, {}) == {"VLLM_HOST_IP": HERE, "GLOO_SOCKET_IFNAME": "lo"}
     assert two[0].environment(HERE, {"GLOO_SOCKET_IFNAME": "ib0"})["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_for_node_0_ends_at_once(qwen3_dir, number):
+    line = [sys.executable, "-m", "lightning_megatron_rl", "serve", str(qwen3_dir), "--tensor-parallel-size", "2"]
+    line += ["--nodes", "2", "--node-rank", "1", "--master", HERE, "--master-port", str(free_port())]
+    variables = {**os.environ, "LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        line, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        said = ""
+        while "sharing" not in said:
+            said += (line_ := process.stdout.readline())
+            assert line_, said
+        process.send_signal(number)
+        rest = process.stdout.read()
+        assert process.wait(20) in (128 + number, -number)
+        assert "Traceback" not in rest

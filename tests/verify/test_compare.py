@@ -95,7 +95,7 @@ def test_gradient_is_held_to_its_own_noise(error, noise, found):
 
 
 def test_noise_is_the_largest_of_several_runs():
-    """A ratio that is a rounding error from its clip is clipped in one of them."""
+    """Of each number that of the run in which it moved most."""
     errors = [[dict.fromkeys(NAMES, value), dict.fromkeys(NAMES, 0.0)] for value in (1e-7, 4e-5)]
     weights = [[dict.fromkeys(NAMES, value)] * 2 for value in (3e-8, 1e-8)]
     runs = [

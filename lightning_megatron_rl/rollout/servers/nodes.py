@@ -90,7 +90,7 @@ class EngineNodes:
             RuntimeError: Node 0 does not answer.
             OSError: Node 0's port is in use.
         """
-        names = [self.master, *(f"number {number}" for number in range(1, self.count))]
+        names = [self.master, *(f"with --node-rank {number}" for number in range(1, self.count))]
         presence = Presence(names, self.rank, LOST_AFTER_S, on_lost)
         token = self._agreement(secret, kind, arguments)
         if self.rank == 0:
