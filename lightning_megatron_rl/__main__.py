@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from lightning_megatron_rl import __version__
 from lightning_megatron_rl.utilities.cpus import openmp_defaults
+from lightning_megatron_rl.utilities.garbage import collect_rarely
 
 TOOLS = {  # by command: where its `main` is
     "init": "lightning_megatron_rl.recipes.init",
@@ -77,6 +78,7 @@ def main(args: list[str] | None = None) -> None:
     if args is None:  # this process is the command's own, and has not loaded OpenMP yet
         os.environ.update(openmp_defaults())
         allow_interrupt()
+        collect_rarely()  # until the first batch of a training: what comes until then are imports
     if arguments[0] in ("init", "plan"):
         from lightning_megatron_rl.utilities import console
 

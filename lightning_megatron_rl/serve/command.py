@@ -247,11 +247,11 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
-    if nodes is None or nodes.rank == 0:
-        print(f"serving {options.model} on http://{address}:{options.port}", flush=True)
-    else:
-        print(f"sharing {options.model} with the server of {nodes.master}", flush=True)
     try:
+        if nodes is None or nodes.rank == 0:
+            print(f"serving {options.model} on http://{address}:{options.port}", flush=True)
+        else:
+            print(f"sharing {options.model} with the server of {nodes.master}", flush=True)
         join = None if nodes is None else partial(nodes.join, token, fingerprint(options.model), vllm_arguments)
         code = run_server(vllm_arguments, environment, join)
     except (RuntimeError, OSError) as error:

@@ -37,7 +37,7 @@ from lightning_megatron_rl.parallel.nodes import NodeSettings
 from lightning_megatron_rl.strategy import checks
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.checkpointing import RunCheckpoints
-from lightning_megatron_rl.strategy.garbage import LongLived
+from lightning_megatron_rl.utilities.garbage import LongLived
 from lightning_megatron_rl.strategy.guarding import answer_nonfinite, bare, gradients_of, show_gradients
 from lightning_megatron_rl.strategy.joining import check_ranks, join_run, rest, show_hosts, watch
 from lightning_megatron_rl.strategy.log_directories import LogDirectories

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from lightning_megatron_rl.utilities.files import driver_files, remove_files
+from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD
 
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
 
 _MOST_THREADS = 600
 _MODULES_WORTH_A_FREEZE = 100
-_OBJECTS_BETWEEN_COLLECTIONS = 50_000  # Python's 700 cost a quarter of the time in which Megatron is imported
 
 
 class WorkerError(RuntimeError):
@@ -325,7 +325,7 @@ def _watch_parent() -> None:
 def _serve(descriptor: int) -> None:
     """The main loop of a worker: run jobs until the pipe closes."""
     threading.Thread(target=_watch_parent, daemon=True).start()
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    gc.set_threshold(IMPORT_THRESHOLD)
     num_modules = 0
     connection = Connection(descriptor)
     while True:

@@ -9,6 +9,7 @@ import threading
 import time
 
 from lightning_megatron_rl.rollout.servers.process_group import end_group
+from lightning_megatron_rl.utilities.garbage import collect_rarely
 
 GUARD = "lightning_megatron_rl.rollout.servers.guard.Guard"
 LOOK_S = 1.0
@@ -53,5 +54,7 @@ def main(parent_pid: int) -> None:
         asyncio.run(run_server(arguments))
 
 
+if __name__ in ("__main__", "__mp_main__"):  # the latter: vLLM's engine and workers, which multiprocessing starts
+    collect_rarely()
 if __name__ == "__main__":
     main(int(sys.argv[1]))

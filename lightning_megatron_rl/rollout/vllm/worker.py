@@ -21,6 +21,7 @@ from lightning_megatron_rl.rollout.protocol import (
     StreamRequest,
 )
 from lightning_megatron_rl.rollout.vllm.step_loop import StepLoop, tokens_prompt, vllm_params
+from lightning_megatron_rl.utilities.garbage import collect_as_usual, collect_rarely
 from lightning_megatron_rl.utilities.spans import JOIN_S, SAMPLING, Reader, Span, SpanLog
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Worker:
             from vllm import LLM
 
             self._llm = LLM(**arguments)
+        collect_as_usual()
         if stream is not None:
             self._stream = StepLoop(self._llm, keeps_cache=stream.keeps_cache, activity=self.activity)
             self._in_background = stream.background
@@ -334,4 +336,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    collect_rarely()
     main(sys.argv[1:])
+elif __name__ == "__mp_main__":  # a worker of vLLM's executor, which multiprocessing starts with this module
+    collect_rarely()

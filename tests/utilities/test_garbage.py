@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_megatron_rl.strategy.garbage import LongLived
+from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD, LongLived, collect_as_usual, collect_rarely
 from tests.training import fit_sft
 
 
@@ -72,3 +72,19 @@ def test_objects_are_set_aside_once_and_again_in_the_next_run():
         assert len(kept) == 1000
         long_lived.release()
         assert gc.get_freeze_count() == before
+
+
+def test_collections_are_rare_until_the_first_batch():
+    before = gc.get_threshold()
+    gc.set_threshold(700, 11, 12)
+    try:
+        collect_rarely()
+        collect_rarely()  # as a rank does whose launcher has
+        assert gc.get_threshold() == (IMPORT_THRESHOLD, 11, 12)
+        LongLived().batch_starts()
+        assert gc.get_threshold() == (700, 11, 12)
+        collect_as_usual()
+        assert gc.get_threshold() == (700, 11, 12)
+    finally:
+        collect_as_usual()
+        gc.set_threshold(*before)
