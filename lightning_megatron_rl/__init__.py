@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.parallel.leader import watch
+from lightning_megatron_rl.utilities.garbage import importing
 from lightning_megatron_rl.utilities.versions import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     # importing the package stays cheap: torch, Lightning and Megatron come with the first name that needs them
     if name in _HOMES:
-        _register_strategy()
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        with importing():
+            _register_strategy()
+            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -80,6 +82,7 @@ def _register_strategy() -> None:
 
 # --help and the engine's process skip the seconds that importing Lightning takes; others get the strategy
 if "lightning.pytorch" in sys.modules:
-    _register_strategy()
+    with importing():
+        _register_strategy()
 
 watch()  # before the imports that take long

@@ -37,7 +37,6 @@ from lightning_megatron_rl.parallel.nodes import NodeSettings
 from lightning_megatron_rl.strategy import checks
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.checkpointing import RunCheckpoints
-from lightning_megatron_rl.utilities.garbage import LongLived
 from lightning_megatron_rl.strategy.guarding import answer_nonfinite, bare, gradients_of, show_gradients
 from lightning_megatron_rl.strategy.joining import check_ranks, join_run, rest, show_hosts, watch
 from lightning_megatron_rl.strategy.log_directories import LogDirectories
@@ -52,6 +51,7 @@ from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backwar
 from lightning_megatron_rl.strategy.stopping import RunStop, was_interrupted
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
+from lightning_megatron_rl.utilities.garbage import LongLived
 from lightning_megatron_rl.utilities.notices import forget
 from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges
 from lightning_megatron_rl.utilities.spans import SpanLog

@@ -1,6 +1,8 @@
 """Keeps Python's garbage collector from walking through objects that live for the whole run."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 IMPORT_THRESHOLD = 50_000  # objects between two collections while libraries are imported; Python's own is 700
 _MANY = 10_000  # objects: already set aside, by `gc.freeze`
@@ -8,13 +10,22 @@ _MANY = 10_000  # objects: already set aside, by `gc.freeze`
 _usual: tuple[int, int, int] | None = None  # thresholds that `collect_rarely` has replaced
 
 
-def collect_rarely() -> None:
-    """Collect garbage rarely from now on: that takes a quarter of the time in which Megatron or vLLM is imported.
+@contextmanager
+def importing() -> Iterator[None]:
+    """Collect garbage rarely within: that takes a quarter of the time in which Megatron or vLLM is imported."""
+    before = gc.get_threshold()
+    if before[0]:  # 0: it is off
+        gc.set_threshold(max(before[0], IMPORT_THRESHOLD), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
-    `collect_as_usual` ends it.
-    """
+
+def collect_rarely() -> None:
+    """Collect garbage rarely from now on, as `importing` does, until `collect_as_usual`."""
     global _usual
-    if _usual is None:
+    if _usual is None and gc.isenabled():
         _usual = gc.get_threshold()
         gc.set_threshold(IMPORT_THRESHOLD, *_usual[1:])
 

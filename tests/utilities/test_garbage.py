@@ -6,7 +6,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD, LongLived, collect_as_usual, collect_rarely
+from lightning_megatron_rl.utilities.garbage import (
+    IMPORT_THRESHOLD,
+    LongLived,
+    collect_as_usual,
+    collect_rarely,
+    importing,
+)
 from tests.training import fit_sft
 
 
@@ -87,4 +93,16 @@ def test_collections_are_rare_until_the_first_batch():
         assert gc.get_threshold() == (700, 11, 12)
     finally:
         collect_as_usual()
+        gc.set_threshold(*before)
+
+
+def test_collections_are_rare_while_the_package_is_imported():
+    before = gc.get_threshold()
+    try:
+        for usual, within in (((700, 11, 12), (IMPORT_THRESHOLD, 11, 12)), ((0, 11, 12), (0, 11, 12))):
+            gc.set_threshold(*usual)
+            with importing():
+                assert gc.get_threshold() == within
+            assert gc.get_threshold() == usual
+    finally:
         gc.set_threshold(*before)
