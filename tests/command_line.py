@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Built(CommandLine):
     """Builds Trainer, module and data module, and leaves it at that."""
 
+    config_dump: dict[str, Any] = {}  # noqa: RUF012  of `save_hyperparameters`; to write it takes a third of the time
+
     def fit(self, **_: Any) -> None:
         """Do not train."""
 

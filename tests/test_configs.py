@@ -66,7 +66,7 @@ def test_config_builds(combination: tuple[Path, Path | None]):
     assert type(cli.model).__name__ in ("SFTModule", "GRPOModule", "PPOModule", "DPOModule", "RewardModule")
 
 
-@pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", by_default([GRPO], DEMO), ids=lambda path: path.stem)
 def test_gpu_overlay_moves_the_demo_to_every_gpu(config: Path):
     """With the accelerator given back, since none may be here: the rest is what the overlay says."""
     cli = build(
@@ -81,7 +81,7 @@ def test_gpu_overlay_moves_the_demo_to_every_gpu(config: Path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", DEMO, ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", by_default([GRPO], DEMO), ids=lambda path: path.stem)
 def test_lora_overlay_adds_adapters_and_nothing_else(config: Path):
     base, adapted = plain(config), build("fit", "--config", config, "--config", LORA)
     assert base.model.train_settings.lora is None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import policing
 from tests.policing import MARKER, clean_up, shared_memory, take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +51,8 @@ def test_what_a_test_leaves_behind_is_named_and_undone(tmp_path: Path):
     assert f"{len(LEAKS)} passed, {len(LEAKS)} errors" in output
 
 
-def test_shared_memory_left_behind_is_seen():
+def test_shared_memory_left_behind_is_seen(monkeypatch):
+    monkeypatch.setattr(policing, "MEMORY_GRACE", 1.0)
     before = take_snapshot()
     memory = SharedMemory(create=True, size=16)
     try:
@@ -185,6 +187,7 @@ def test_a_test_that_does_not_react_ends_the_run_with_its_stack(tmp_path: Path):
     assert os.path.basename(tmp_path) in done.stderr
 
 
+@pytest.mark.slow
 def test_what_shares_fixtures_is_in_one_process():
     """Fails without the scheduler in conftest.py: tests would go to whichever process is free."""
     files = ["tests/parallel/test_layout.py", "tests/algorithms/test_advantages.py", "tests/weights/test_placement.py"]

@@ -111,6 +111,10 @@ class Sampler:
             metrics["perf/offloaded_gb"] = self.memory.offloaded_bytes / 1e9
         if self.engine.sleep_level:
             metrics["perf/sleep_freed_gb"] = self.memory.freed_bytes / 1e9
+        if self.engine.takes_direct:  # on every rank, since all of them log the same metrics
+            sent = None if self.last_sync is None else self.last_sync.direct
+            metrics["perf/sync_gb_per_s"] = 0.0 if sent is None else sent.rate / 1e9
+            metrics["perf/sync_link_frac"] = 0.0 if sent is None else sent.link_share
         if self.stream is not None:
             metrics |= self.stream.metrics()
         return metrics

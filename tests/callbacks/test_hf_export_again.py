@@ -15,6 +15,7 @@ from lightning_megatron_rl.checkpoints import directories
 from tests.callbacks.test_hf_export import KeepWarnings, run
 from tests.distributed import WorkerError
 from tests.modules.runs import fit_grpo
+from tests.selection import by_default
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 PREEMPTED = "the run is preempted"
@@ -73,7 +74,7 @@ def inode(directory: Path) -> int:
     return directory.stat().st_ino
 
 
-@pytest.mark.parametrize("layout", ["single", "dp2"])
+@pytest.mark.parametrize("layout", by_default(["dp2"], ["single", "dp2"]))
 def test_resumed_run_replaces_the_exports_of_steps_that_it_does_again(worker_pool, qwen3_dir, tmp_path, layout):
     """Exports every 3 steps, checkpoints every 2: a run that is killed behind step 3 goes on from step 2."""
     out, checkpoints = tmp_path / "out", tmp_path / "checkpoints"
@@ -109,7 +110,7 @@ def never_built(**options: Any) -> Any:
     return NeverBuilt(**options)
 
 
-@pytest.mark.parametrize("layout", ["single", "dp2"])
+@pytest.mark.parametrize("layout", by_default(["dp2"], ["single", "dp2"]))
 def test_run_that_is_not_resumed_is_refused_before_its_model_is_built(worker_pool, qwen3_dir, tmp_path, layout):
     """Also one with ``ckpt_path="last"`` that finds none; one that finds a checkpoint comes to its model."""
     (tmp_path / "out" / "last").mkdir(parents=True)
@@ -162,7 +163,7 @@ def test_second_fit_of_a_trainer_replaces_its_exports(worker_pool, qwen3_dir, tm
     assert first != second
 
 
-@pytest.mark.parametrize("layout", ["single", "dp2"])
+@pytest.mark.parametrize("layout", by_default(["dp2"], ["single", "dp2"]))
 def test_run_that_was_not_resumed_is_refused_before_its_first_step(worker_pool, qwen3_dir, tmp_path, layout):
     """Also for exports of steps; not for those that it does not write."""
     (tmp_path / "step-000002").mkdir()
@@ -178,7 +179,7 @@ def test_run_that_was_not_resumed_is_refused_before_its_first_step(worker_pool, 
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003", "step-final"]
 
 
-@pytest.mark.parametrize("layout", ["single", "dp2"])
+@pytest.mark.parametrize("layout", by_default(["dp2"], ["single", "dp2"]))
 def test_export_that_cannot_be_proved_is_set_aside(worker_pool, qwen3_dir, tmp_path, layout):
     out = tmp_path / "out"
     callbacks = [NoMemory(), HFExport(str(out), every_n_steps=1), KeepWarnings(tmp_path / "told")]

@@ -90,6 +90,7 @@ def main() -> None:
     module.close_engine()
     steps = [{name: step[name] for name in KEPT} for step in recorder.steps]
     result = {"steps": steps, "tokens": tokens.steps, "restarts": recorder.steps[-1]["perf/engine_restarts"]}
+    result["links"] = [step.get("perf/sync_link_frac") for step in recorder.steps]
     (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(result))
 
 

@@ -39,6 +39,10 @@ def same_as_a_local_engines(remote: ClusterRun, local: ClusterRun, staleness: in
     """Hold a run whose engines are on other hosts to one whose engine is on its own."""
     (mine,), (theirs,) = remote.results(), local.results()
     assert mine["restarts"] == 0
+    first, *others = mine["links"]
+    assert first == 0  # a first push goes by buckets
+    assert all(share > 0 for share in others)
+    assert theirs["links"] == [None] * len(mine["links"])
     if staleness == 0:
         assert mine["tokens"] == theirs["tokens"]
         equal_steps(mine, theirs)

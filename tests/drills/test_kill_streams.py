@@ -12,6 +12,7 @@ import pytest
 from tests.command_line import ROOT
 from tests.drills.kill_streams import count_prompts
 from tests.drills.stream_points import DRILLS, PLACEMENTS, SHORT
+from tests.selection import by_default
 
 
 def report(out: Path, *options: str, timeout: float) -> list[dict[str, Any]]:
@@ -25,9 +26,10 @@ def report(out: Path, *options: str, timeout: float) -> list[dict[str, Any]]:
     return json.loads(out.read_text())["drills"]
 
 
-def test_a_killed_stream_loses_no_prompt_and_repeats_none(tmp_path):
-    found = report(tmp_path / "report.json", "--short", timeout=380)
-    assert [line["problems"] for line in found] == [[]] * sum(len(each) for one in SHORT.values() for each in one)
+@pytest.mark.parametrize("placement", by_default(["separate"], PLACEMENTS))
+def test_a_killed_stream_loses_no_prompt_and_repeats_none(tmp_path, placement):
+    found = report(tmp_path / "report.json", "--short", "--placements", placement, timeout=380)
+    assert [line["problems"] for line in found] == [[]] * sum(len(each) for each in SHORT[placement])
 
 
 @pytest.mark.slow

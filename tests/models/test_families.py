@@ -84,7 +84,7 @@ def test_the_table_says_what_the_tests_run():
 
 
 # all families in all layouts are minutes on two cores
-@pytest.mark.parametrize("layout", by_default(["tp1", "tp2+sp", "pp2", "ep2"], LAYOUTS))
+@pytest.mark.parametrize("layout", by_default(["tp2+sp", "ep2"], LAYOUTS))
 def test_logprobs_and_export(
     layout: str, checkpoint: Callable[[str], Path], sequences: list[list[int]], worker_pool: WorkerPool
 ):

@@ -22,6 +22,7 @@ from tests.models.workers import (
     save_until_files_are_too_large,
     sinks_of_rank,
 )
+from tests.selection import by_default
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_export_under_other_pipelines(
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), by_default([(1, 1)], [(1, 1), (2, 2)]))
 def test_export_cuts_off_the_padding_of_the_vocabulary(tp: int, pp: int, odd_vocabulary: Path, worker_pool: WorkerPool):
     expected = load_file(odd_vocabulary / "model.safetensors")
     for result in worker_pool.run(exported_weights, str(odd_vocabulary), tp, pp, world_size=tp * pp):

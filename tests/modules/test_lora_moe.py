@@ -53,7 +53,7 @@ def reference(worker_pool, qwen3_moe_dir) -> Run:
 
 
 @pytest.mark.parametrize(
-    "layout", by_default(["ep2", "pp2", "tp2_sp"], ["ep2", "pp2", "tp2_sp", "dp2", "tp2_sp_etp1", "etp2"])
+    "layout", by_default(["ep2", "tp2_sp"], ["ep2", "pp2", "tp2_sp", "dp2", "tp2_sp_etp1", "etp2"])
 )
 def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_moe_dir, reference, layout):
     """`tp2_sp` splits experts as well; `etp2` splits nothing else."""

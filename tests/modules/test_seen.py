@@ -106,6 +106,7 @@ def check_seen(run: Run, content: dict[str, Any], lag: float) -> None:
         assert metrics["perf/sampler_idle_frac"] == pytest.approx(idle, abs=tolerance + lag / length_s)
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_is_idle_by_turns(worker_pool, qwen3_dir, rows, tmp_path):
     """The trainer waits while its sampler works, and nothing is sampled that is not trained on."""
     path = tmp_path / "timeline.json"

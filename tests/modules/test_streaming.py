@@ -20,6 +20,7 @@ from lightning_megatron_rl.modules.streaming import STATE, StreamingSettings
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.verify.pool import WorkerError
+from tests.modules.kept_engine import kept_engine
 from tests.modules.runs import fit_grpo, length, recorded_samples
 from tests.selection import by_default
 from tests.training import Run
@@ -99,7 +100,7 @@ def fit_stream(
     vllm: Any = (
         ReplayEngine(path=replayed)
         if replayed
-        else VLLMEngine(**{"max_model_len": 64, "kv_cache_memory_gb": 0.25, "num_threads": 1, **(engine or {})})
+        else kept_engine(**{"max_model_len": 64, "kv_cache_memory_gb": 0.25, "num_threads": 1, **(engine or {})})
     )
     if record_to is not None:
         callbacks.append(RolloutSamples(num_samples=0, dirpath=str(record_to), max_samples_per_step=None))
@@ -126,7 +127,6 @@ def fit_stream(
         )
     finally:
         logging.getLogger("lightning_megatron_rl.modules.streaming").removeHandler(log)
-        vllm.close()  # a module keeps its engine for the next run
     run.extra |= {"rows": used.rows, "ages": used.ages, "segments": used.segments, "saved": used.saved}
     run.extra["log"] = log.lines
     run.extra["checksum"] = {name: sha256(weight.numpy().tobytes()).hexdigest() for name, weight in run.weights.items()}
@@ -171,61 +171,6 @@ def test_bound_holds_and_every_prompt_is_used_once(worker_pool, qwen3_dir, rows,
         assert max(run.extra["segments"]) == 1
 
 
-@pytest.mark.slow  # as the first half of a resumed run below
-def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
-    settings = {"max_staleness": 1}
-    runs = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 2, settings, world_size=2, **ALONE)
-    check(runs, 1)
-
-
-def test_a_sampler_that_sleeps_goes_on_with_what_was_put_away(worker_pool, qwen3_dir, rows):
-    """Two ranks train on one stream, whose cache holds less than is in flight: vLLM computes some again."""
-    engine, strategy = {"sleep_level": 1, "kv_cache_memory_gb": 0.0012}, {"tensor_model_parallel_size": 2}
-    settings = {"max_staleness": 2}
-    run, other = worker_pool.run(
-        fit_stream, qwen3_dir, rows, strategy, 2, settings, engine=engine, world_size=2, **ALONE
-    )
-    assert other.extra["rows"] == run.extra["rows"]
-    check([run], 2)
-    assert max(step["mismatch/abs_logp_diff"] for step in run.steps if step["rollout/staleness_max"] == 0) < 1e-4
-    (warning,) = (line for line in run.extra["log"] if "in flight x max_model_len" in line)
-    assert "responses of a replica in flight x max_model_len=64 = " in warning
-
-
-@pytest.mark.parametrize("replicas", by_default(["2 to 1"], ["2 to 1", "1 to 2"]))
-def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, rows, tmp_path, replicas):
-    """Also where the number of replicas changes."""
-    before, after = map(int, replicas.split(" to "))
-    settings = {"max_staleness": 2}
-    first = worker_pool.run(
-        fit_stream, qwen3_dir, rows, {}, before, settings, save_to=tmp_path, stop_after=3, world_size=before, **ALONE
-    )
-    rest = worker_pool.run(
-        fit_stream, qwen3_dir, rows, {}, after, settings, ckpt_path=tmp_path / "step=3.ckpt", world_size=after, **ALONE
-    )
-    used = [row for run in (*first, *rest) for step in run.extra["rows"] for row in step]
-    assert [len(run.extra["rows"]) for run in (first[0], rest[0])] == [3, 3]
-    assert sorted(used) == list(range(ROWS))
-    assert max(age for run in rest for age in run.extra["ages"]) <= 2
-    assert len(first[0].extra["saved"][1]) == before
-    assert rest[0].extra["saved"][0] == first[0].extra["saved"][1]  # also before anything was sampled again
-
-
-@pytest.mark.slow  # five runs
-def test_an_epoch_may_go_on_with_other_bounds(worker_pool, qwen3_dir, rows, tmp_path):
-    """0 is no stream at all: prompts that were read ahead are then sampled first, and saved again."""
-    parts: list[Run] = []
-    for number, (bound, steps) in enumerate([(2, 1), (0, 1), (3, 1), (1, 3)]):
-        options: dict[str, Any] = {"save_to": tmp_path, "stop_after": steps}
-        if number:
-            options["ckpt_path"] = tmp_path / f"step={number}.ckpt"
-        settings = {"max_staleness": bound}
-        parts += worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, **options, world_size=1, **ALONE)
-        assert len(parts[-1].extra["rows"]) == steps
-        assert max(parts[-1].extra["ages"]) <= bound
-    assert sorted(row for part in parts for step in part.extra["rows"] for row in step) == list(range(ROWS))
-
-
 class Pauses(Environment):
     """Two turns; every fifth row takes its time."""
 
@@ -263,6 +208,47 @@ def test_episodes_stream(worker_pool, qwen3_dir, rows, tmp_path):
         assert step["rollout/staleness_max"] <= 2
 
 
+@pytest.mark.slow  # as the first half of a resumed run below
+def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
+    settings = {"max_staleness": 1}
+    runs = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 2, settings, world_size=2, **ALONE)
+    check(runs, 1)
+
+
+@pytest.mark.parametrize("replicas", by_default(["2 to 1"], ["2 to 1", "1 to 2"]))
+def test_a_checkpoint_loses_no_prompt_and_repeats_none(worker_pool, qwen3_dir, rows, tmp_path, replicas):
+    """Also where the number of replicas changes."""
+    before, after = map(int, replicas.split(" to "))
+    settings = {"max_staleness": 2}
+    first = worker_pool.run(
+        fit_stream, qwen3_dir, rows, {}, before, settings, save_to=tmp_path, stop_after=3, world_size=before, **ALONE
+    )
+    rest = worker_pool.run(
+        fit_stream, qwen3_dir, rows, {}, after, settings, ckpt_path=tmp_path / "step=3.ckpt", world_size=after, **ALONE
+    )
+    used = [row for run in (*first, *rest) for step in run.extra["rows"] for row in step]
+    assert [len(run.extra["rows"]) for run in (first[0], rest[0])] == [3, 3]
+    assert sorted(used) == list(range(ROWS))
+    assert max(age for run in rest for age in run.extra["ages"]) <= 2
+    assert len(first[0].extra["saved"][1]) == before
+    assert rest[0].extra["saved"][0] == first[0].extra["saved"][1]  # also before anything was sampled again
+
+
+@pytest.mark.slow  # five runs
+def test_an_epoch_may_go_on_with_other_bounds(worker_pool, qwen3_dir, rows, tmp_path):
+    """0 is no stream at all: prompts that were read ahead are then sampled first, and saved again."""
+    parts: list[Run] = []
+    for number, (bound, steps) in enumerate([(2, 1), (0, 1), (3, 1), (1, 3)]):
+        options: dict[str, Any] = {"save_to": tmp_path, "stop_after": steps}
+        if number:
+            options["ckpt_path"] = tmp_path / f"step={number}.ckpt"
+        settings = {"max_staleness": bound}
+        parts += worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, **options, world_size=1, **ALONE)
+        assert len(parts[-1].extra["rows"]) == steps
+        assert max(parts[-1].extra["ages"]) <= bound
+    assert sorted(row for part in parts for step in part.extra["rows"] for row in step) == list(range(ROWS))
+
+
 def test_dynamic_sampling_takes_from_the_stream(worker_pool, qwen3_dir, rows):
     """Rows divisible by three get no spread: they make room for others, and hardly any is trained on."""
     module = {"dynamic_sampling": DynamicSampling(max_rounds=4), "rewards": [flat_thirds]}
@@ -296,6 +282,20 @@ def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp
         assert replay.extra["rows"] == run.extra["rows"]
         for name in ("policy/loss", "rollout/staleness_mean", "mismatch/k3", "reward/mean"):
             assert [step[name] for step in replay.steps] == [step[name] for step in run.steps]
+
+
+def test_a_sampler_that_sleeps_goes_on_with_what_was_put_away(worker_pool, qwen3_dir, rows):
+    """Two ranks train on one stream, whose cache holds less than is in flight: vLLM computes some again."""
+    engine, strategy = {"sleep_level": 1, "kv_cache_memory_gb": 0.0012}, {"tensor_model_parallel_size": 2}
+    settings = {"max_staleness": 2}
+    run, other = worker_pool.run(
+        fit_stream, qwen3_dir, rows, strategy, 2, settings, engine=engine, world_size=2, **ALONE
+    )
+    assert other.extra["rows"] == run.extra["rows"]
+    check([run], 2)
+    assert max(step["mismatch/abs_logp_diff"] for step in run.steps if step["rollout/staleness_max"] == 0) < 1e-4
+    (warning,) = (line for line in run.extra["log"] if "in flight x max_model_len" in line)
+    assert "responses of a replica in flight x max_model_len=64 = " in warning
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_what_was_begun_ends_with_the_weights_it_was_begun_with(model_dir):
     """Of five steps the odd ones begin a token of each response and the even ones end it: `settle` ends the third."""
     command = [sys.executable, "-m", "tests.rollout.steps_ahead", str(model_dir)]

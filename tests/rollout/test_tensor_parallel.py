@@ -69,6 +69,7 @@ def sample_in_process(model_dir: Path, refused_dir: Path) -> Sampled:
     return Sampled(*found, shared)
 
 
+@pytest.mark.slow
 def test_engine_in_two_trainers_processes_leaves_no_shared_memory(fresh_pool, model_dir, tmp_path):
     """vLLM's workers talk through shared memory, which would stay for as long as the run's processes do.
 

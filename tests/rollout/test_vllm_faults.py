@@ -64,6 +64,7 @@ def test_kill_minus_9_during_generate_is_survived(fault_harness, caplog):
     assert [[g.token_ids for g in group] for group in again] == [[g.token_ids for g in group] for group in results]
 
 
+@pytest.mark.slow
 def test_process_that_is_stopped_is_replaced_at_the_deadline(fault_harness, caplog):
     engine, requests = fault_harness.engine, make_requests(4)
     fault_harness.push_random_weights(27)

@@ -133,6 +133,7 @@ def test_every_launcher_gives_the_same_run(launch, qwen3_dir, expected, launcher
                 assert value == pytest.approx(theirs[name], rel=RELATIVE), name
 
 
+@pytest.mark.slow
 def test_nobody_else_gets_the_port_of_a_run(launch, qwen3_dir):
     """Somebody tries when the port was chosen, and at the last moment before rank 0 listens there."""
     launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--port-is-wanted")
@@ -153,6 +154,7 @@ def test_ranks_end_soon_after_the_first_was_refused(launch, qwen3_dir, launcher)
     assert "ValueError: no such data set" in launch.output()
 
 
+@pytest.mark.slow
 def test_port_of_the_users_that_is_in_use_ends_all_ranks(launch, qwen3_dir):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -163,6 +165,7 @@ def test_port_of_the_users_that_is_in_use_ends_all_ranks(launch, qwen3_dir):
     assert f"is in use: 127.0.0.1:{port}" in launch.output()
 
 
+@pytest.mark.slow
 def test_one_device_trains_in_an_interactive_interpreter(launch, qwen3_dir):
     """A notebook is one: Lightning refuses strategies there that start processes by running a script again."""
     launch.start("-i", "-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--devices", "1")

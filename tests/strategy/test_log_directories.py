@@ -148,6 +148,7 @@ def fit_with_numbers(model: Path, directory: Path, world_size: int) -> list[str]
     return [*places, (taken / "metrics.csv").read_bytes()]
 
 
+@pytest.mark.slow
 def test_numbered_versions_are_counted_on(worker_pool, qwen3_dir, tmp_path):
     arguments = (fit_with_numbers, qwen3_dir, tmp_path, 2)
     for found in worker_pool.run(*arguments, world_size=2, init_process_group=False):

@@ -98,6 +98,7 @@ def test_bf16_mixed_follows_fp32(worker_pool, qwen3_dir, reference):
         assert mine["policy/loss"] != pytest.approx(theirs["policy/loss"], rel=RELATIVE)
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_numbers_of_one(worker_pool, qwen3_dir):
     """The same sums in the same order, bit by bit; local ranks differ from global ones."""
     layout = {"world_size": 2, "init_process_group": False}
