@@ -85,6 +85,7 @@ def test_layout_overlays_train(demo, tmp_path, layout):
     assert {"tp1": "tp 1 x pp 1", "pp2": "tp 1 x pp 2", "dp2": "tp 1 x pp 1 x cp 1 x dp 2"}[layout] in output
 
 
+@pytest.mark.slow
 def test_a_demo_leaves_other_runs_alone_and_a_failed_one_ends_without_a_traceback(tmp_path):
     """What somebody has trained from its model lies beside it; a stage that fails has said why."""
     for name in ("own_reward", "sft"):

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron_rl.checkpoints.manifest import is_checkpoint, read_manifest
 from lightning_megatron_rl.utilities.files import Lock
 from tests.checkpoints.test_saving import make_module
+from tests.selection import by_default
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 Notes = dict[str, Any]
@@ -331,7 +332,7 @@ def trainer_rank() -> int:
     return int(os.environ["RANK"])
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", by_default(["link"], [True, "link"]))
 def test_last_is_the_newest_whatever_the_run_went_on_from(worker_pool, qwen3_dir, tmp_path, save_last):
     """One name, that of the newest checkpoint, which `ckpt_path="last"` takes; a foreign run's is not deleted.
 

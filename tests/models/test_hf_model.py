@@ -41,7 +41,7 @@ def test_export_under_other_pipelines(
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("tp", "pp"), by_default([(1, 1)], [(1, 1), (2, 2)]))
+@pytest.mark.parametrize(("tp", "pp"), by_default([(1, 1)], [(1, 1), (2, 2)], several=True))
 def test_export_cuts_off_the_padding_of_the_vocabulary(tp: int, pp: int, odd_vocabulary: Path, worker_pool: WorkerPool):
     expected = load_file(odd_vocabulary / "model.safetensors")
     for result in worker_pool.run(exported_weights, str(odd_vocabulary), tp, pp, world_size=tp * pp):

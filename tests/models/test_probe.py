@@ -269,6 +269,7 @@ def check_mutants(worker_pool: WorkerPool, batch: list[tuple[str, dict[str, Any]
 
 @settings(PROPERTY, max_examples=6)
 @given(st.lists(mutants(), min_size=8, max_size=8))
+@pytest.mark.slow
 def test_a_mutated_config_is_refused_or_right(worker_pool: WorkerPool, batch: list[tuple[str, dict[str, Any]]]):
     check_mutants(worker_pool, batch)
 

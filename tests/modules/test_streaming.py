@@ -284,6 +284,7 @@ def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp
             assert [step[name] for step in replay.steps] == [step[name] for step in run.steps]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_sleeps_goes_on_with_what_was_put_away(worker_pool, qwen3_dir, rows):
     """Two ranks train on one stream, whose cache holds less than is in flight: vLLM computes some again."""
     engine, strategy = {"sleep_level": 1, "kv_cache_memory_gb": 0.0012}, {"tensor_model_parallel_size": 2}

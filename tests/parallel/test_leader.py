@@ -67,6 +67,7 @@ def test_rank_whose_run_has_ended_may_go_on():
     assert said == ""
 
 
+@pytest.mark.slow
 def test_what_a_rank_starts_is_no_rank():
     """A sampler's process, which has another parent, must not end for that."""
     grandchild = "import os, sys, time; from lightning_megatron_rl.parallel.leader import LEADER, GRACE_S;"

@@ -101,6 +101,7 @@ def test_steps_are_spread_and_each_has_its_first_sample_before_any_has_its_secon
     assert f"{len(rows)} of 200 training samples are here" in notes[0]
 
 
+@pytest.mark.slow
 def test_samples_of_32k_tokens_stay_below_30_mb_and_say_what_is_left_out(tmp_path):
     """Characters that JSON in a page writes with six are the worst; all of them are kept in the file of samples."""
     run = write_run(tmp_path / "run")

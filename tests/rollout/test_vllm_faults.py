@@ -29,6 +29,7 @@ PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_it_outlives_the_thread_that_started_it(fault_harness):
     """PR_SET_PDEATHSIG fires when the parent's *thread* ends, so it must not be set from another than the main one."""
     assert fault_harness.restarts_after_its_starter == 0

@@ -188,6 +188,7 @@ OVERLONG = OverlongSettings(penalty=1.0, buffer=0.5, filter=True)
     by_default(
         [("gspo", "cp2_dp2@80"), ("sapo", "pp2@160")],
         [("gspo", "cp2_dp2@80"), ("masks", "cp2_dp2@80"), ("cispo", "dp2@56"), ("sapo", "pp2@160")],
+        several=True,
     ),
 )
 def test_no_layout_changes_a_loss(worker_pool, qwen3_dir, name, layout):

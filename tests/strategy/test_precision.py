@@ -14,6 +14,7 @@ from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from tests.checkpoints.test_saving import OrderedDataModule
+from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE
 from tests.training import Recorder, Run, fit_sft, frozen_sequences, make_trainer
 
@@ -78,7 +79,7 @@ def reference(worker_pool, qwen3_dir) -> Run:
     return on(worker_pool, 1, qwen3_dir, {})[0]
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("sharded", by_default([True], [True, False]), ids=["sharded", "plain"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtypes_and_agreement_with_fp32(worker_pool, qwen3_dir, reference, name, sharded):
     """Two replicas, two steps. Fails when a precision does not reach the model, DDP or the optimizer."""
@@ -191,7 +192,7 @@ def fit_and_resume(
     return runs
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("sharded", by_default([True], [True, False]), ids=["sharded", "plain"])
 def test_scaler_is_saved_and_restored(worker_pool, qwen3_dir, tmp_path, sharded):
     """Saved after two overflows, the resumed run has the scale, the trackers and the weights of the whole one.
 
@@ -207,7 +208,10 @@ def test_scaler_is_saved_and_restored(worker_pool, qwen3_dir, tmp_path, sharded)
         assert [step[name] for step in resumed.steps] == [step[name] for step in whole.steps[2:]]
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("16-mixed", True), ("16-mixed", False), ("bf16-true", False)])
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    by_default([("16-mixed", True)], [("16-mixed", True), ("16-mixed", False), ("bf16-true", False)], several=True),
+)
 def test_resume_is_bitwise(worker_pool, qwen3_dir, tmp_path, name, sharded):
     strategy = {"use_distributed_optimizer": sharded}
     arguments = (qwen3_dir, tmp_path, name, {"lr": 0.01}, strategy, 2)

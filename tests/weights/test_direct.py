@@ -39,7 +39,7 @@ LAYOUTS = {  # family and layout: whether the ranks of a replica have all of its
     "deepseek_v3_plain tp2_sp": True,
     "deepseek_v3_plain pp2": True,
 }
-DEFAULT = ("qwen3 tp2_sp", "qwen3 pp2", "qwen3 cp2", "qwen3_moe tp2_sp_ep2_etp1", "qwen3_moe ep2")
+DEFAULT = ("qwen3 tp2_sp", "qwen3 cp2", "qwen3_moe tp2_sp_ep2_etp1")
 DEADLINE = 10.0  # seconds, of a meeting and of a message
 LIMIT = 3000  # bytes of a message: rows of large tensors go in several
 

@@ -53,15 +53,12 @@ PUSHES = {  # family and layout: broadcasts of a push, one of each rank in each 
 }
 DEFAULT = (
     "qwen3 tp2_sp",
-    "qwen3 pp2_vpp2",
     "qwen3 tp2_pp2_sp",
     "qwen3 tp2_dp2",
     "qwen2_tied pp2",
-    "qwen3_moe ep2",
     "qwen3_moe tp2_sp_ep2_etp1",
     "qwen3_moe tp2_sp_ep2",
     "deepseek_v3_plain tp2_sp",
-    "deepseek_v3_plain pp2",
     "gpt_oss tp2_sp_etp1",
 )
 
