@@ -110,13 +110,17 @@ def join(
             " set MASTER_PORT to another port; if you set it yourself on a single machine, unset MASTER_PORT, so that a"
             f" free one is chosen. Original error: {error}"
         ) from error
-    if backend == "nccl":
-        atexit.register(_leave)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     return hosts
 
 
 def _leave() -> None:
-    """End the process group with the process, as NCCL asks for, whatever Ctrl-C says."""
+    """End the process group before the interpreter ends, whatever Ctrl-C says.
+
+    NCCL asks for it. Threads of gloo may have the last tensors; where they free them in an interpreter that has ended,
+    the process is aborted, and a run that was done has failed (pytorch pull request 179291).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from lightning_megatron_rl.parallel import leader
 from tests.distributed import ROOT
@@ -13,6 +14,8 @@ from tests.distributed import ROOT
 # starts a rank as the launcher does, says which, and is gone without a word, as one that was killed
 STARTER = """
 import os, subprocess, sys
+
+import pytest
 os.environ["LIGHTNING_MEGATRON_RL_LEADER"] = str(os.getpid())
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.DEVNULL)
 print(rank.pid, flush=True)

@@ -1,12 +1,15 @@
 """Processes of one machine meet where no other machine can reach them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import psutil
 import pytest
 
+from tests.distributed import ROOT
 from tests.training import fit_sft
 
 
@@ -48,3 +51,32 @@ def test_no_rank_listens_on_all_interfaces(worker_pool, qwen3_dir, world_size, b
         assert found[0] <= {"127.0.0.1"}
     else:
         assert "127.0.0.1" in found[0], "rank 0 serves the store"
+
+
+ENDS = """
+import atexit, datetime, sys
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning_megatron_rl.parallel.rendezvous import join
+
+atexit.register(lambda: print("group at the end:", dist.is_initialized()))
+for _ in range(2):
+    join(LightningEnvironment(), 1, torch.device("cpu"), datetime.timedelta(seconds=20))
+assert dist.is_initialized()
+"""
+
+
+def test_the_process_group_ends_before_the_interpreter():
+    """Else threads of gloo free tensors in an interpreter that is gone, by which some runs end with SIGABRT."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "group at the end: False" in done.stdout
