@@ -230,6 +230,7 @@ def fit_saved(model: Path, strategy: dict[str, Any], world_size: int, *, average
     return fit_arithmetic(model, strategy, world_size, callbacks=callbacks, **options)
 
 
+@pytest.mark.slow
 def test_resumed_average_is_the_uninterrupted_one(worker_pool, qwen3_dir, tmp_path):
     """Bitwise in the same layout, within rounding in another; anew, with a warning, from a checkpoint without one."""
 

@@ -163,6 +163,7 @@ def fall_back(job: Job, path: str) -> tuple[str, list[str]]:
     return end, [message for message in caught if "takes its place" in message]
 
 
+@pytest.mark.slow
 def test_only_what_the_run_can_use_takes_the_place(worker_pool, qwen3_dir, tmp_path):
     """Of a damaged directory, one without a manifest, an empty one; a path that is not there is refused."""
     job = Job(qwen3_dir, tmp_path / "kept", "sft", callbacks=[SavesOthers(tmp_path / "kept")])

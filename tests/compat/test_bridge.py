@@ -4,6 +4,8 @@ import importlib.util
 import logging
 import sys
 
+import pytest
+
 from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from tests.distributed import WorkerPool
@@ -29,6 +31,7 @@ def import_and_look_around() -> tuple[list[str], list[str], bool, bool]:
     )
 
 
+@pytest.mark.slow
 def test_only_what_is_needed_is_imported(fresh_worker: WorkerPool):
     [(supported, unwanted, megatron_has_te, te_is_importable)] = fresh_worker.run(import_and_look_around, world_size=1)
     assert sorted(supported) == sorted(family.architecture for family in FAMILIES.values())

@@ -10,6 +10,7 @@ from tests.tiny_models import tiny_config
 from tests.training import Run
 
 
+@pytest.mark.slow
 def test_two_layouts_into_each_other(worker_pool, tmp_path):
     found = reshard(worker_pool, "qwen3", ["tp2_sp", "pp2_vpp2"], tmp_path)
     assert found["problems"] == []

@@ -63,5 +63,6 @@ def compare() -> None:
 
 
 @pytest.mark.deadline(120)
+@pytest.mark.slow
 def test_kernels_compute_what_the_plain_operations_do():
     run_interpreted(__name__, "compare")

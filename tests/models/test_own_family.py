@@ -29,6 +29,7 @@ def own_family(directory: str, cache: str, sequences: list[list[int]]):
     return families_under_layout({"own": directory}, sequences, False, {})["own"]
 
 
+@pytest.mark.slow
 def test_family_of_another_package(qwen2_dir: Path, tmp_path: Path, sequences: list[list[int]]):
     own = tmp_path / "own"
     own.mkdir()

@@ -113,7 +113,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(["tp2_sp", "pp2"], LAYOUTS))
+@pytest.mark.parametrize("name", by_default(["pp2"], LAYOUTS))
 def test_every_layout(name: str, tmp_path: Path, worker_pool: WorkerPool):
     """Tied and not, the padding token first, last (from the end) and none; rows of a second rank's vocabulary, too."""
     models = {

@@ -108,6 +108,7 @@ def test_the_first_step_starts_at_the_reference(reference, method):
     assert reference.extra["val"]["val/margin"] != 0.0
 
 
+@pytest.mark.slow
 def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
     """With B = 0 the first step starts at the reference; in the second one the adapters are away from it."""
     module = {"lora": LoRASettings(rank=4, alpha=8)}

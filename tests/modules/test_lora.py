@@ -273,6 +273,7 @@ def test_engine_gets_merged_weights_under_the_model_s_names(worker_pool, qwen3_d
     assert run.extra["names"] == set(load_file(qwen3_dir / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_exports_of_a_run_load_and_agree(worker_pool, qwen3_dir, tmp_path):
     """`HFExport` verifies both itself; here PEFT loads the one, Transformers the other."""
     callbacks = [HFExport(str(tmp_path), adapter="both", every_n_steps=2)]

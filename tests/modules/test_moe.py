@@ -296,6 +296,7 @@ def replaying_others(model: Any, strategy: dict[str, Any], world_size: int, **op
         RouterHooks._find_rows = usual
 
 
+@pytest.mark.slow
 def test_recomputation_with_one_cursor_would_replay_another_micro_batch(worker_pool, qwen3_moe_dir, replayed):
     """Trap 16; under the interleaved schedule all micro-batches have one shape, so that it would go unnoticed."""
     world_size, strategy = LAYOUTS["pp2_vpp2"]

@@ -134,6 +134,7 @@ def test_critic_starts_from_a_reward_model_or_another_critic(worker_pool, qwen3_
     assert not torch.equal(saved["model.embed_tokens.weight"], run.weights["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_critic_starts_from_a_reward_models_checkpoint(worker_pool, qwen3_dir, tmp_path):
     """Of another layout, without a conversion. The head is trained, and not the new one that `model` would give it."""
     from megatron.core.optimizer import OptimizerConfig

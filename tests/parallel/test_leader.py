@@ -63,6 +63,7 @@ def test_rank_ends_within_seconds_and_says_why():
     assert "which started it, is gone" in said
 
 
+@pytest.mark.slow
 def test_rank_whose_run_has_ended_may_go_on():
     code = "import time; from lightning_megatron_rl.parallel.leader import rest; rest(); time.sleep(100)"
     seconds, said = seconds_until_gone(code, leader.GRACE_S + 3.0)

@@ -103,6 +103,7 @@ def test_a_rank_that_rests_while_others_work_may_leave(ranks):
     assert ranks.processes[0].poll() is None
 
 
+@pytest.mark.slow
 def test_strangers_change_nothing(ranks):
     """Nor do those who connect and say nothing keep the end of a rank from being noticed."""
     place = ranks.meeting["address"], ranks.meeting["port"]

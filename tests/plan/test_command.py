@@ -82,6 +82,7 @@ def test_plan_that_does_not_fit_names_the_smallest_change(capsys, tmp_path: Path
     assert f"The smallest change that fits: {change}" in said.err
 
 
+@pytest.mark.slow
 def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path: Path):
     assert main(["--config", str(GRPO), "--device", "h200", "--search", "--out", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

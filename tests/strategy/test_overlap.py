@@ -248,6 +248,7 @@ def test_readers_between_steps_see_the_gathered_weights(worker_pool, qwen3_dir, 
     assert len(found["overlap"][0]["resumed"]) == 1
 
 
+@pytest.mark.slow
 def test_the_gather_is_pending_after_a_step(worker_pool, qwen3_dir, tmp_path):
     """What the tests above guard: without the gather each rank reads its own shard's new values, and old ones."""
     ranks = worker_pool.run(fit_with_readers, qwen3_dir, tmp_path, BOTH, False, world_size=2, init_process_group=False)

@@ -82,12 +82,18 @@ def test_a_fault_in_a_dense_model_is_named(dense, layout):
 
 
 @pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.slow
 def test_a_fault_in_a_mixture_of_experts_is_named(experts, layout):
     assert_found(experts, EXPERTS, layout)
 
 
-def test_no_parameter_is_blurred_in_these_models(dense, experts):
-    assert dense.blurred == experts.blurred == []
+def test_no_parameter_is_blurred_in_this_model(dense):
+    assert dense.blurred == []
+
+
+@pytest.mark.slow
+def test_no_parameter_is_blurred_in_this_mixture(experts):
+    assert experts.blurred == []
 
 
 @pytest.mark.parametrize("kind", ["dp2", "dp2_plain"])

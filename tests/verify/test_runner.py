@@ -116,6 +116,7 @@ def test_refusals_of_model_module_and_batch_are_listed_with_their_reason(worker_
     assert report["dp3"].reason == "2 sequences in the batch for 3 model replicas"
 
 
+@pytest.mark.slow
 def test_balance_loss_is_named_as_the_reason(worker_pool, qwen3_moe_dir):
     """It is a function of the micro-batch: without it the same division changes nothing."""
     report = verify(worker_pool, qwen3_moe_dir, ["microbatches"])
@@ -127,6 +128,7 @@ def test_balance_loss_is_named_as_the_reason(worker_pool, qwen3_moe_dir):
     assert "note" not in report.conclusion()
 
 
+@pytest.mark.slow
 def test_interleaved_stages(worker_pool, qwen3_dir):
     """Five short sequences make two micro-batches, as many as stages."""
     batch = FrozenBatch("five", frozen_sequences(5))
@@ -134,6 +136,7 @@ def test_interleaved_stages(worker_pool, qwen3_dir):
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_uneven_stages_are_kept_for_pipelines_only(worker_pool, qwen3_dir):
     build = partial(subjects.sft, qwen3_dir, model_config={"num_layers_in_first_pipeline_stage": 1})
     report = verify_layouts(build, ["pp2", "tp2"], pool=worker_pool, steps=1)
