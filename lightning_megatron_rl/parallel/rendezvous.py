@@ -84,6 +84,9 @@ def join(
     """
     if dist.is_initialized():
         return []
+    # handlers run in reverse: other hosts hear that this rank ends (`presence`) before its last collectives are awaited
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     address, port = environment.main_address, environment.main_port
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
@@ -110,8 +113,6 @@ def join(
             " set MASTER_PORT to another port; if you set it yourself on a single machine, unset MASTER_PORT, so that a"
             f" free one is chosen. Original error: {error}"
         ) from error
-    atexit.unregister(_leave)
-    atexit.register(_leave)
     return hosts
 
 

@@ -190,11 +190,14 @@ def test_seeds_draw_what_they_draw_in_a_batch(streaming):
 
 def test_what_was_withdrawn_goes_on(streaming):
     harness, collected = streaming, Collected(streaming)
-    (request,) = requests(1, start=60)
-    harness.engine.submit([request], PARAMS)
-    collected.until(lambda: collected.shortest >= 10)
-    collected.add(harness.engine.withdraw())
-    response = collected.responses[request.name]
+    for start in range(60, 65):  # on a busy machine the sampler may be done before it is told to stop
+        (request,) = requests(1, start=start)
+        harness.engine.submit([request], PARAMS)
+        collected.until(lambda name=request.name: len(collected.responses.get(name, Response()).token_ids) >= 10)
+        collected.add(harness.engine.withdraw())
+        response = collected.responses[request.name]
+        if response.finish_reason is None:
+            break
     assert response.finish_reason is None
     done = len(response.token_ids)
     assert harness.engine.collect(0.2, everything=True) == []
