@@ -128,7 +128,7 @@ def _processes() -> set[psutil.Process]:
             with suppress(OSError):  # ended, or another user's
                 pid, fields = int(entry.name), Path(f"/proc/{entry.name}/stat").read_text().rpartition(")")[2].split()
                 parents[pid], seen[pid] = int(fields[1]), (pid, int(fields[19]))  # when it started
-                if seen[pid] not in _marked:  # ten times as quick as reading all of them for each test
+                if seen[pid] not in _marked:  # once for each process, not for each test
                     environment = Path(f"/proc/{entry.name}/environ").read_bytes()
                     _marked[seen[pid]] = marker in environment.split(b"\0")
     found = set()

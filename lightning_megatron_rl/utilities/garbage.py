@@ -12,10 +12,8 @@ _usual: tuple[int, int, int] | None = None  # thresholds that `collect_rarely` h
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect garbage rarely within: that takes a quarter of the time in which Megatron or vLLM is imported."""
-    before = gc.get_threshold()
-    if before[0]:  # 0: it is off
-        gc.set_threshold(max(before[0], IMPORT_THRESHOLD), *before[1:])
+    """Collect garbage rarely within: else that takes a fifth to a quarter of the imports of Megatron or vLLM."""
+    before = _raise_threshold()
     try:
         yield
     finally:
@@ -25,9 +23,8 @@ def importing() -> Iterator[None]:
 def collect_rarely() -> None:
     """Collect garbage rarely from now on, as `importing` does, until `collect_as_usual`."""
     global _usual
-    if _usual is None and gc.isenabled():
-        _usual = gc.get_threshold()
-        gc.set_threshold(IMPORT_THRESHOLD, *_usual[1:])
+    if _usual is None:
+        _usual = _raise_threshold()
 
 
 def collect_as_usual() -> None:
@@ -36,6 +33,14 @@ def collect_as_usual() -> None:
     if _usual is not None:
         gc.set_threshold(*_usual)
         _usual = None
+
+
+def _raise_threshold() -> tuple[int, int, int]:
+    """Return the thresholds before; 0 stays, with which nothing is collected."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(before[0], IMPORT_THRESHOLD), *before[1:])
+    return before
 
 
 class LongLived:

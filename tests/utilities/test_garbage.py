@@ -1,10 +1,12 @@
 """What stays for a run is not looked at by Python's garbage collector while it trains."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 
 from lightning_megatron_rl.utilities.garbage import (
     IMPORT_THRESHOLD,
@@ -80,29 +82,29 @@ def test_objects_are_set_aside_once_and_again_in_the_next_run():
         assert gc.get_freeze_count() == before
 
 
-def test_collections_are_rare_until_the_first_batch():
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    """Python's own are back after the test."""
     before = gc.get_threshold()
+    yield
+    collect_as_usual()
+    gc.set_threshold(*before)
+
+
+def test_collections_are_rare_until_the_first_batch(thresholds):
     gc.set_threshold(700, 11, 12)
-    try:
-        collect_rarely()
-        collect_rarely()  # as a rank does whose launcher has
-        assert gc.get_threshold() == (IMPORT_THRESHOLD, 11, 12)
-        LongLived().batch_starts()
-        assert gc.get_threshold() == (700, 11, 12)
-        collect_as_usual()
-        assert gc.get_threshold() == (700, 11, 12)
-    finally:
-        collect_as_usual()
-        gc.set_threshold(*before)
+    collect_rarely()
+    collect_rarely()  # as a rank does whose launcher has
+    assert gc.get_threshold() == (IMPORT_THRESHOLD, 11, 12)
+    LongLived().batch_starts()
+    assert gc.get_threshold() == (700, 11, 12)
+    collect_as_usual()
+    assert gc.get_threshold() == (700, 11, 12)
 
 
-def test_collections_are_rare_while_the_package_is_imported():
-    before = gc.get_threshold()
-    try:
-        for usual, within in (((700, 11, 12), (IMPORT_THRESHOLD, 11, 12)), ((0, 11, 12), (0, 11, 12))):
-            gc.set_threshold(*usual)
-            with importing():
-                assert gc.get_threshold() == within
-            assert gc.get_threshold() == usual
-    finally:
-        gc.set_threshold(*before)
+@pytest.mark.parametrize("usual", [700, IMPORT_THRESHOLD + 1, 0])  # 0: nothing is collected
+def test_collections_are_rare_while_the_package_is_imported(thresholds, usual):
+    gc.set_threshold(usual, 11, 12)
+    with importing():
+        assert gc.get_threshold() == (usual and max(usual, IMPORT_THRESHOLD), 11, 12)
+    assert gc.get_threshold() == (usual, 11, 12)
