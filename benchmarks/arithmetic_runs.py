@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent))
+from gpus import visible
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIGS = ROOT / "configs"
@@ -55,7 +58,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int, deadline_s: float) -> list[str]
     waiting = [job for job in jobs if not job.result.exists()]
     first_port = FIRST_PORT + os.getpid() % 100 * 100  # two benchmarks at a time do not share them
     with ThreadPoolExecutor(max(parallel, 1)) as pool:
-        list(pool.map(lambda pair: _run(pair[1], first_port + pair[0], end), enumerate(waiting)))
+        list(pool.map(lambda pair: _run(*pair, first_port, end), enumerate(waiting)))
     return [job.name for job in jobs if not job.result.exists()]
 
 
@@ -79,7 +82,7 @@ def run_missing(jobs: Sequence[Job], environment: Path, device: str, options: ar
         sys.exit(f"not done: {', '.join(left)} (logs in {environment.parent}); run again")
 
 
-def _run(job: Job, port: int, end: float) -> None:
+def _run(number: int, job: Job, first_port: int, end: float) -> None:
     remaining = end - time.monotonic()
     if remaining <= 0:
         return
@@ -93,8 +96,10 @@ def _run(job: Job, port: int, end: float) -> None:
         "NCCL_MAX_NCHANNELS": "1",
         "NCCL_MAX_CTAS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(first_port + number),
     }
+    if gpus := visible():
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     started = time.monotonic()
     with job.result.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(

@@ -49,6 +49,7 @@ SHAPES["30b-a3b-10-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 10}  # 
 # dense bf16 operations and bytes per second of the data sheets (NVIDIA, SXM modules)
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+POSITIONS = 131_072  # the longest sequence
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 
 
@@ -62,7 +63,7 @@ def write_model(directory: Path, shape: str, seed: int = 0) -> Path:
         return directory
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-    sizes = {**SHAPES[shape], "max_position_embeddings": 4096, "eos_token_id": 1, "pad_token_id": 0}
+    sizes = {**SHAPES[shape], "max_position_embeddings": POSITIONS, "eos_token_id": 1, "pad_token_id": 0}
     config = Qwen3MoeConfig(**sizes) if "num_experts" in sizes else Qwen3Config(**sizes)
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(seed)
@@ -82,7 +83,7 @@ def make_tokenizer(vocab_size: int) -> Any:
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=4096
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=POSITIONS
     )
 
 
@@ -338,7 +339,9 @@ def installed(package: str) -> str | None:
     return next((found.version for found in distributions(name=package, path=[*sys.path, *search_path()])), None)
 
 
-def run_child(script: str, arguments: Sequence[str], timeout_s: float, path: Sequence[str] = ()) -> dict[str, Any]:
+def run_child(
+    script: str, arguments: Sequence[str], timeout_s: float, path: Sequence[str] = (), gpus: str | None = None
+) -> dict[str, Any]:
     """Run a script of this folder in a process of its own and return the JSON it leaves.
 
     Args:
@@ -346,6 +349,7 @@ def run_child(script: str, arguments: Sequence[str], timeout_s: float, path: Seq
         arguments: Its arguments.
         timeout_s: Its deadline.
         path: Folders in which it finds packages that the environment lacks.
+        gpus: Its ``CUDA_VISIBLE_DEVICES``, if not all.
 
     Raises:
         RuntimeError: It failed or took too long, with the end of its output.
@@ -354,6 +358,8 @@ def run_child(script: str, arguments: Sequence[str], timeout_s: float, path: Seq
     # only this process knows where torch's part of a torchrun is; a child starts alone
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), *path])
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

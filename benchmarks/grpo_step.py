@@ -12,7 +12,7 @@ from typing import Any
 
 import peers
 from common import default_device, facts, result_path, write_json
-from compare import measured, run_sides
+from compare import add_at_once, measured, run_sides
 from floor import Work, floor_seconds
 from ours import add_arguments, passed_on
 from weight_sync import add_asleep_argument, measure_asleep, write_report
@@ -23,13 +23,14 @@ def main() -> None:
     add_arguments(parser, default_device())
     peers.add_arguments(parser)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds per side")
+    add_at_once(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sync-out", type=Path, help="with --syncs: where B1 goes")
     add_asleep_argument(parser)
     options = parser.parse_args()
     sync_path = result_path("weight_sync", options.device, options.sync_out)
     names, variants = peers.chosen(options.peer), options.verl_variants.split(",")
-    for sides in run_sides(passed_on(options), names, options.timeout, variants):
+    for sides in run_sides(passed_on(options), names, options.timeout, variants, options.at_once):
         write_step(sides, options)
         if options.syncs:
             write_report(sides, options.device, sync_path)

@@ -13,14 +13,16 @@ engine's measured speed, and sampling and training alone take time in it.
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import peers
 import torch
-from common import SHAPES, TokenPrompts, facts, make_tokenizer, result_path, run_child, write_json
-from compare import different_work, run_peer
+from common import SHAPES, TokenPrompts, facts, make_tokenizer, result_path, write_json
+from compare import Sides, Started, add_at_once, different_work, peer_side, start_peer
 from long_tail_side import add_arguments, passed_on
 from response_lengths import LongTail, work
 from stream_simulation import Rates, simulate
@@ -45,7 +47,11 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, help="groups sampled at a time at most; 2 batches on CUDA, else 3")
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
+    parser.add_argument(
+        "--trl-cache-gb", type=float, default=24.0, help="TRL's cache at most, GiB: it stays beside training"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per side")
+    add_at_once(parser)
     parser.add_argument("--resume", action="store_true", help="keep the rows that the result has, measure the others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -54,8 +60,7 @@ def main() -> None:
         parser.error(f"--bounds {options.bounds} with --drain {options.drain}: measured steps would begin nothing new")
     placements = options.placements.split(",") if options.placements else default_placements(options.device)
     load = os.getloadavg()[0]  # of other processes: nothing of this runs yet
-    flights = {bound: in_flight(options, bound) for bound in (0, *bounds)}
-    most = max(flights.values())
+    most = max(in_flight(options, bound) for bound in (0, *bounds))
     most_sequences = most * options.generations
     sizes = sorted({size for size in (1, 8, 32, 128, 512) if size < most_sequences} | {min(512, most_sequences)})
     first = ["--rates", *map(str, sizes)]
@@ -66,35 +71,61 @@ def main() -> None:
     rows: list[dict[str, Any]] = before.get("rows", [])
     others: dict[str, Any] = before.get("peers", {})
 
-    def add(placement: str, bound: int, *more: str, devices: int = 1) -> None:
-        if any(
-            (row["placement"] or "shared", row["max_staleness"], row["devices"]) == (placement, bound, devices)
-            for row in rows
-        ):
-            return
-        arguments = [f"--devices={devices}"]
-        arguments += [f"--bound={bound}", f"--placement={placement}", f"--in-flight={flights[bound]}"]
-        arguments += [f"--most-in-flight={most}", *more]
-        busy = OthersLoad()
-        row = run_child("long_tail_side.py", passed_on(options) + arguments, options.timeout)
-        rows.append({**row, "others_cpus": busy.cpus()})
-        rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"]))
-        finish(rows, options)
-        write(rows, options, load, others)  # what is measured is not lost with a later side
-        print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
-
-    add("shared", 0, *first)
-    if options.device == "cuda" and "separate" in placements:
-        add("shared", 0, devices=2)  # as many GPUs as trainer and sampler have
-    for placement in placements:
-        for bound in bounds:
-            add(placement, bound)
-    for name_of_side, more in peer_sides(names, bounds).items():
-        if "samples_per_s" not in others.get(name_of_side, {}):
-            others[name_of_side] = measure_peer(options, name_of_side.partition(",")[0], more, rows[0])
+    failed: list[str] = []
+    with Sides(options.at_once) as pool:
+        started = {
+            side: start_row(pool, options, side, most, first) for side in wanted(options, placements, bounds, rows)
+        }
+        of_peers = {
+            side: start_side(pool, options, side.partition(",")[0], more)
+            for side, more in peer_sides(names, bounds).items()
+            if "samples_per_s" not in others.get(side, {})
+        }
+        for run in started:
+            busy = OthersLoad()
+            try:
+                row = run.result()
+            except RuntimeError as error:
+                if not rows:
+                    raise  # of the synchronous run, which all others are compared with
+                failed.append(str(error))
+                continue
+            rows.append({**row, "others_cpus": busy.cpus() if options.at_once == 1 else None})
+            rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"]))
+            finish(rows, options)
+            write(rows, options, load, others)  # what is measured is not lost with a later side
+            print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
+        for side, runs in of_peers.items():
+            others[side] = finish_side(options, side.partition(",")[0], runs, rows[0])
             write(rows, options, load, others)
     finish(rows, options)
     print_table(write(rows, options, load, others))
+    if failed:
+        sys.exit("\n".join(failed))
+
+
+def wanted(
+    options: argparse.Namespace, placements: Sequence[str], bounds: Sequence[int], rows: Sequence[dict[str, Any]]
+) -> list[tuple[str, int, int]]:
+    """Return the rows to measure: placement, bound, the trainer's devices; the synchronous run is the first."""
+    there = {(row["placement"] or "shared", row["max_staleness"], row["devices"]) for row in rows}
+    found = [("shared", 0, 1)]
+    if options.device == "cuda" and "separate" in placements:
+        found.append(("shared", 0, 2))  # as many GPUs as trainer and sampler have
+    found += [(placement, bound, 1) for placement in placements for bound in bounds]
+    return [row for row in found if row not in there]
+
+
+def start_row(
+    pool: Sides, options: argparse.Namespace, row: tuple[str, int, int], most: int, first: list[str]
+) -> Future[dict[str, Any]]:
+    """Start a side of ours; `most` groups are in flight in any of them, and the synchronous run has `first` besides."""
+    placement, bound, devices = row
+    arguments = [*passed_on(options), f"--devices={devices}", f"--bound={bound}", f"--placement={placement}"]
+    arguments += [f"--in-flight={in_flight(options, bound)}", f"--most-in-flight={most}"]
+    arguments += first if (bound, devices) == (0, 1) else []
+    needed = 2 if placement == "separate" else devices
+    return pool.start("long_tail_side.py", arguments, options.timeout, devices=needed)
 
 
 def saved(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,28 +175,37 @@ def peer_sides(names: Sequence[str], bounds: Sequence[int]) -> dict[str, list[st
     return sides
 
 
-def measure_peer(options: argparse.Namespace, peer: str, more: list[str], ours: dict[str, Any]) -> dict[str, Any]:
-    """Return a peer's side, with what is different in its work from the synchronous run's; if it failed, why."""
-    steps = options.steps + (options.drain if peer == "verl" else 0)  # TRL samples nothing ahead
+def start_side(pool: Sides, options: argparse.Namespace, peer: str, more: list[str]) -> Started:
+    """Start a peer's side."""
     arguments = [
         f"--device={options.device}",
         f"--shape={options.shape}",
         f"--precision={options.precision}",
-        f"--steps={steps}",
+        f"--steps={steps_of(options, peer)}",
         f"--warmup={options.warmup}",
         f"--prompts={options.groups}",
         f"--generations={options.generations}",
         f"--prompt-tokens={options.prompt_tokens}",
         f"--response-tokens={options.longest}",
         f"--max-tokens={options.max_tokens}",
-        f"--cache-gb={options.cache_gb}",
+        f"--cache-gb={min(options.cache_gb, options.trl_cache_gb) if peer == 'trl' else options.cache_gb}",
         f"--trl-batch={options.trl_batch}",
         "--long-tail",
         *more,
     ]
-    tokens = ours["response_tokens_per_step"][: options.warmup + steps]
+    return start_peer(pool, peer, arguments, options.timeout, options.verl_variants.split(","))
+
+
+def steps_of(options: argparse.Namespace, peer: str) -> int:
+    """Return the steps of a peer behind the warm-up: TRL samples nothing ahead."""
+    return int(options.steps + (options.drain if peer == "verl" else 0))
+
+
+def finish_side(options: argparse.Namespace, peer: str, started: Started, ours: dict[str, Any]) -> dict[str, Any]:
+    """Return a peer's side, with what is different in its work from the synchronous run's; if it failed, why."""
+    tokens = ours["response_tokens_per_step"][: options.warmup + steps_of(options, peer)]
     same = ours["work"] if peer == "verl" else {"response_tokens_per_step": tokens}
-    side = run_peer(peer, arguments, options.timeout, same, options.verl_variants.split(","))
+    side = peer_side(peer, started, same)
     if "failed" in side:
         return side
     seconds = side["seconds"][options.warmup : options.warmup + options.steps]

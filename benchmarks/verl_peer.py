@@ -84,6 +84,7 @@ def prepare(options: argparse.Namespace, directory: Path) -> tuple[list[str], di
         **os.environ,
         "PYTHONPATH": os.pathsep.join(here),
         "HYDRA_FULL_ERROR": "1",
+        "RAY_TMPDIR": str(directory),  # a Ray of its own, beside another side's
         "VERL_USE_EXTERNAL_MODULES": "verl_worker",
         "VERL_FILE_LOGGER_PATH": str(directory / "steps.jsonl"),
         verl_worker.NOTES: str(directory / "notes"),
@@ -169,7 +170,7 @@ def settings(options: argparse.Namespace, model: Path, directory: Path) -> list[
         *([f"trainer.v1.{options.mode}.num_warmup_batches=1"] if options.bound else []),
         f"trainer.v1.sampler.max_off_policy_threshold={options.bound + 1}",
         "trainer.v1.sampler.max_off_policy_strategy=wait",
-        f"ray_kwargs.ray_init.num_cpus={max(8, os.cpu_count() or 8)}",
+        f"ray_kwargs.ray_init.num_cpus={max(8, len(os.sched_getaffinity(0)))}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=2",
     ]
 

@@ -52,6 +52,12 @@ def side(seconds: float, **more: Any) -> dict[str, Any]:
     return {"step_s": {"median": seconds}, **more}
 
 
+def verl_side(arguments: list[str], wanted: dict[str, Any], variants: list[str]) -> dict[str, Any]:
+    with compare.Sides() as pool:
+        started = compare.start_peer(pool, "verl", arguments, 60, variants)
+        return compare.peer_side("verl", started, wanted)
+
+
 def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
     monkeypatch.setattr(compare, "run_child", Children(ours=side(1.0), trl_peer="ended with 1", plain=side(2.0)))
     *_, last = [dict(sides) for sides in compare.run_sides([], ["trl", "verl"], 60)]
@@ -64,13 +70,13 @@ def test_a_peer_that_fails_costs_only_its_own_figures(monkeypatch):
 def test_the_fastest_of_verl_s_variants_is_its_row(monkeypatch):
     children = Children(ours=side(1.0), plain=side(3.0), awake=side(2.0, variant="awake"), fused="took more than 60 s")
     monkeypatch.setattr(compare, "run_child", children)
-    found = compare.run_peer("verl", ["--steps=1"], 60, {"samples_per_step": [8]}, ["plain", "awake", "fused"])
+    found = verl_side(["--steps=1"], {"samples_per_step": [8]}, ["plain", "awake", "fused"])
     assert found["variant"] == "awake"
     assert found["variants"] == {"plain": 3.0, "awake": 2.0, "fused": "took more than 60 s"}
     assert found["different_work"] == ["samples_per_step: [8] and [4]"]
     assert children.arguments[0][1] == ["--steps=1", "--verl-variant=plain", "--deadline=30"]
     monkeypatch.setattr(compare, "run_child", Children(fused="out of memory"))
-    found = compare.run_peer("verl", [], 60, WORK, ["fused"])
+    found = verl_side([], WORK, ["fused"])
     assert found == {"failed": "out of memory", "variants": {"fused": "out of memory"}}
 
 

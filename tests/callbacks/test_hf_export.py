@@ -146,6 +146,20 @@ def test_wrong_export_is_not_reported_as_done(worker_pool, qwen3_dir, tmp_path, 
     assert sorted(path.name for path in out.iterdir()) == ["last.failed"]
 
 
+def test_a_bf16_model_trained_in_fp32_is_exported_rounded(worker_pool, qwen3_dir, tmp_path):
+    """Fails where outputs are held to fp32's tolerance: what is written is rounded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.bfloat16).save_pretrained(model)
+    AutoTokenizer.from_pretrained(qwen3_dir).save_pretrained(model)
+    result = run(worker_pool, model, steps=1, callbacks=[HFExport(str(tmp_path / "out"), on_error="raise")])[0]
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "last").state_dict()
+    for name, weight in result.weights.items():
+        assert state[name].dtype == torch.bfloat16
+        assert torch.equal(state[name], weight.to(torch.bfloat16)), name
+
+
 def test_one_wrong_bit_is_found_and_the_run_goes_on(worker_pool, qwen3_dir, tmp_path):
     """Fails without the comparison of tensors: log-probs of the broken export are within their tolerance."""
     out = tmp_path / "out"
