@@ -71,11 +71,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = before.get("rows", [])
     others: dict[str, Any] = before.get("peers", {})
 
+    todo = wanted(options, placements, bounds, rows)
     failed: list[str] = []
     with Sides(options.at_once) as pool:
-        started = {
-            side: start_row(pool, options, side, most, first) for side in wanted(options, placements, bounds, rows)
-        }
+        started = [start_row(pool, options, row, most, first) for row in todo]
         of_peers = {
             side: start_side(pool, options, side.partition(",")[0], more)
             for side, more in peer_sides(names, bounds).items()

@@ -240,12 +240,14 @@ def report(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "seconds": seconds,
         "phases": {name: summary(values) for name, values in {**phases, "everything else": rest}.items()},
         "rewards": [step.get("critic/score/mean") for step in steps],
-        "peak_memory_gib": max(float(step.get("perf/max_memory_allocated_gb", 0.0)) for step in steps) or None,
+        "peak_memory_gib": max(float(step.get("actor/perf/max_memory_allocated_gb", 0.0)) for step in steps) or None,
         "staleness": {
             name.rsplit("/", 1)[1]: max(float(step.get(name, 0.0)) for step in kept)
             for name in sorted({name for step in kept for name in step if "off_policy" in name})
         },
-        "settings": settings(options, Path("model"), Path()),
+        "settings": [
+            setting.replace(f"{HERE.parent}{os.sep}", "") for setting in settings(options, Path("model"), Path())
+        ],
         "sync": None,  # B1 is not measured of verl
         "work": work_done(options, notes),
     }

@@ -142,7 +142,7 @@ def note_numbers() -> None:
                 dtypes.add(str(product.dtype).removeprefix("torch."))
 
     handle = torch.nn.modules.module.register_module_forward_hook(hook)
-    plain = MixedPrecisionOptimizer.step
+    plain = MixedPrecisionOptimizer.step_with_ready_grads  # chained optimizers call it, too
 
     def step(self: MegatronOptimizer) -> Any:
         result = plain(self)
@@ -153,7 +153,7 @@ def note_numbers() -> None:
         note("step")
         return result
 
-    MixedPrecisionOptimizer.step = step  # type: ignore[method-assign]
+    MixedPrecisionOptimizer.step_with_ready_grads = step  # type: ignore[method-assign]
 
 
 def poll_more_often(seconds: float) -> None:

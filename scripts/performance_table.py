@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_tables import checkpoint, conversion, kill_drill, resharding
+from peer_tables import peer_lines, peers
 from results import RESULTS, ROOT, Result, load, put_between, share, split, spread, table
-from stream_tables import cluster_drill, long_tail, stream_kill_drill
+from stream_tables import cluster_drill, long_tail, stream_curves, stream_kill_drill
 
-PAGES = ("performance", "results", "kill_drills", "resharding", "exports")
+PAGES = ("performance", "results", "kill_drills", "resharding", "exports", "asynchronous")
 DOCUMENTS = (*(f"docs/{page}.md" for page in PAGES), "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
@@ -81,22 +82,25 @@ def weight_sync(results: Path = RESULTS) -> str:
 def grpo_step(results: Path = RESULTS) -> str:
     """Return the table of B3."""
     header = (
-        "| device | model | who | step, s | sync | rollout | old log-probs | update | times the floor | against TRL |"
+        "| device | model | who | step, s | sync | rollout | old log-probs | update | peak, GiB | times the floor"
+        " | times ours |"
     )
     rows = []
     for _, result in load("grpo_step_*.json", results):
-        for name in ("ours", "trl"):
-            if name not in result:
+        for name in ("ours", "trl", "verl"):
+            if name not in result or "failed" in result[name]:
                 continue
             side, floor = result[name], result["floor_s"]["step"]
             step = side["step_s"]["median"]
             phases = [side["phases"].get(phase) for phase in ("weight_sync", "rollout", "old_logp", "update")]
             cells = " | ".join("–" if phase is None else f"{phase['median'] / step:.0%}" for phase in phases)
-            peer = "trl" in result and result["trl"]["step_s"]["median"] / step
+            peak = f"{side['peak_memory_gib']:.0f}" if side.get("peak_memory_gib") else "–"
+            times = "–" if name == "ours" else f"{step / result['ours']['step_s']['median']:.2f}"
+            variant = f", {side['variant']}" if side.get("variant") else ""
             rows.append(
-                f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))} | {side['who']}"
-                f" | {spread(side['step_s'], 2)} | {cells}"
-                f" | {step / floor:.2f} | {f'{peer:.2f} x' if peer else '–'} |"
+                f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))}"
+                f" | {side['who']}{variant} | {spread(side['step_s'], 2)} | {cells}"
+                f" | {peak} | {step / floor:.2f} | {times} |"
             )
     return table(header, rows)
 
@@ -257,6 +261,25 @@ def goals(results: Path = RESULTS) -> str:
             for _, result in steps
             if result["speedup_over_trl"]
         ],
+        **{
+            (f"B3, verl's step over ours at {shape}", f"{aim:g}"): [
+                (
+                    _place(result, result["ours"]),
+                    f"{result['speedup_over_verl']:.2f}",
+                    result["speedup_over_verl"] >= aim,
+                )
+                for _, result in steps
+                if result.get("speedup_over_verl") and result["ours"]["shape"] == shape
+            ]
+            for shape, aim in (("0.6b", 2.5), ("4b", 2.0))
+        },
+        **{
+            (f"B4, {goal['side']}", f"{goal['goal']:g}"): [
+                (f"{result['shape']}, {result['device'].removeprefix('NVIDIA ')}", f"{goal['reached']:.2f}", goal["ok"])
+            ]
+            for _, result in load("long_tail_*.json", results, gpus_only=True)
+            for goal in result["goals"]
+        },
     }
     header = "| benchmark | goal | reached | missed |"
     rows = []
@@ -336,6 +359,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "resharding": resharding,
     "conversion": conversion,
     "long tail": long_tail,
+    "stream curves": stream_curves,
+    "peers": peers,
+    "peer lines": peer_lines,
     "cluster drill": cluster_drill,
     "stream kill drill": stream_kill_drill,
 }

@@ -1,8 +1,8 @@
-"""The tables of results.md (B4, steps with a long tail) and of kill_drills.md (streams, servers on other hosts)."""
+"""The tables of streams: B4 in results.md, learning curves in asynchronous.md, drills in kill_drills.md."""
 
 from pathlib import Path
 
-from results import RESULTS, load, spread, table
+from results import RESULTS, Result, load, spread, table
 
 
 def long_tail(results: Path = RESULTS) -> str:
@@ -17,12 +17,44 @@ def long_tail(results: Path = RESULTS) -> str:
             side = f"{row['placement']}, {row['max_staleness']}" if row["max_staleness"] else "synchronous, 0"
             sampler = "–" if row["sampler_idle"] is None else f"{row['sampler_idle']:.0%}"
             simulated = "–" if row["simulated_speedup"] is None else f"{row['simulated_speedup']:.2f}"
-            others = "–" if row["others_cpus"] is None else f"{row['others_cpus']:.1f}"
+            others = "–" if row.get("others_cpus") is None else f"{row['others_cpus']:.1f}"
             rows.append(
                 f"| {result['device']} | {result['shape']} | {side} | {row['samples_per_s']:.1f}"
                 f" | {spread(row['step_s'], 2)} | {row['trainer_idle']:.0%} | {sampler}"
                 f" | {row['staleness_max']:.0f} | {row['speedup']:.2f} | {simulated} | {others} |"
             )
+        rows += _peers(result)
+    return table(header, rows)
+
+
+def _peers(result: Result) -> list[str]:
+    """Return the rows of peers in a result of B4; those that failed have none."""
+    base = next(row["samples_per_s"] for row in result["rows"] if not row["max_staleness"])
+    lines = []
+    for name, side in result.get("peers", {}).items():
+        if "samples_per_s" in side:
+            oldest = (side.get("staleness") or {"max": 0.0})["max"]
+            lines.append(
+                f"| {result['device']} | {result['shape']} | {'TRL, synchronous' if name == 'trl' else name}"
+                f" | {side['samples_per_s']:.1f} | {spread(side['step_s'], 2)} | – | – | {oldest:.0f}"
+                f" | {side['samples_per_s'] / base:.2f} | – | – |"
+            )
+    return lines
+
+
+def stream_curves(results: Path = RESULTS) -> str:
+    """Return the table of learning curves: means over seeds, and how likely by chance the difference is."""
+    header = "| sampler, `max_staleness` | staleness, mean | accuracy, mean of the run | p | at the end | p |"
+    rows = []
+    for _, result in load("stream_curves.json", results):
+        for name, found in result["comparison"].items():
+            mean, final = found["mean_accuracy"], found["final_accuracy"]
+            staleness = result["staleness_mean"].get(name)  # None of the synchronous run, which others are held to
+            cells = " | ".join(
+                f"{value['mean']:.3f} ± {value['std']:.3f} | {'–' if staleness is None else round(value['p_value'], 3)}"
+                for value in (mean, final)
+            )
+            rows.append(f"| {name} | {staleness or 0:.2f} | {cells} |")
     return table(header, rows)
 
 

@@ -175,7 +175,12 @@ def test_work_of_verl_is_told_as_ours_is():
 def test_report_reads_verl_s_own_times(tmp_path: Path):
     steps = [
         {"timing_s/step": 9.0, "timing_s/gen": 5.0},
-        {"timing_s/step": 4.0, "timing_s/gen": 2.5, "timing_s/update_actor": 1.0, "perf/max_memory_allocated_gb": 3.0},
+        {
+            "timing_s/step": 4.0,
+            "timing_s/gen": 2.5,
+            "timing_s/update_actor": 1.0,
+            "actor/perf/max_memory_allocated_gb": 3.0,
+        },
     ]
     lines = [json.dumps({"step": number, "data": data}) for number, data in enumerate(steps, 1)]
     (tmp_path / "steps.jsonl").write_text("\n".join([*lines, json.dumps({"step": 2, "data": {"val": 1}})]))

@@ -136,7 +136,8 @@ class StreamedRollouts:
         if settings.max_staleness > 1 and module.loss.config.correction is None:
             tell_loss(
                 f"{name} without loss.correction: the policy that sampled is up to {settings.max_staleness} updates"
-                " older than the one that is trained, and nothing weighs that. Set loss.correction to tis or icepop."
+                " older than the one that is trained, and nothing weighs that. On the demo's sums a bound of 8 ended at"
+                " an accuracy of 0.44 without correction and 0.88 with it. Set loss.correction to tis or icepop."
             )
         self._in_background = self._is_separate(engine)
         if self._in_background and engine.sleep_level:

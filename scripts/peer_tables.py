@@ -1,0 +1,105 @@
+"""What other libraries take for the same work: the table that opens performance.md, and README's lines."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from results import RESULTS, Result, load, table
+
+NAMES = {"trl": "TRL", "verl": "verl"}
+
+
+class Row(NamedTuple):
+    """One kind of work.
+
+    Args:
+        work: What is measured.
+        unit: Of the figures.
+        ours: This project's figure.
+        theirs: By the peer; None: not measured.
+        more_is_better: A rate, not seconds.
+        result: Where it stands.
+    """
+
+    work: str
+    unit: str
+    ours: float
+    theirs: dict[str, float | None]
+    more_is_better: bool
+    result: Result
+
+    def times(self, peer: str) -> float | None:
+        """Return how many times as fast ours is."""
+        other = self.theirs[peer]
+        if other is None:
+            return None
+        return self.ours / other if self.more_is_better else other / self.ours
+
+
+def rows(results: Path = RESULTS) -> list[Row]:
+    """Return what was measured beside peers, on the GPU where most of them were."""
+    return [*_steps(results), *_long_tail(results)]
+
+
+def _steps(results: Path) -> Iterator[Row]:
+    for _, result in load("grpo_step_*.json", results, gpus_only=True):
+        theirs = {peer: _step(result.get(peer)) for peer in NAMES}
+        if any(value is not None for value in theirs.values()):
+            work = f"GRPO step, {result['ours']['shape']}, {_short(result['device'])}"
+            yield Row(work, "s", result["ours"]["step_s"]["median"], theirs, False, result)
+
+
+def _long_tail(results: Path) -> Iterator[Row]:
+    for _, result in load("long_tail_*.json", results, gpus_only=True):
+        for row in result["rows"]:
+            if row["placement"] == "separate" or row["devices"] > 1 or not result.get("peers"):
+                continue
+            bound = row["max_staleness"]
+            theirs = {
+                "trl": None if bound else _rate(result["peers"].get("trl")),
+                "verl": _rate(result["peers"].get(f"verl, bound {bound}" if bound else "verl, synchronous")),
+            }
+            told = f"bound of staleness {bound}" if bound else "synchronous"
+            work = f"long responses, {result['shape']}, {told}, {_short(result['device'])}"
+            yield Row(work, "samples/s", row["samples_per_s"], theirs, True, result)
+
+
+def _step(side: dict[str, Any] | None) -> float | None:
+    return None if side is None or "failed" in side else float(side["step_s"]["median"])
+
+
+def _rate(side: dict[str, Any] | None) -> float | None:
+    return None if side is None else side.get("samples_per_s")
+
+
+def _short(device: str) -> str:
+    return device.removeprefix("NVIDIA ").split()[0]
+
+
+def peers(results: Path = RESULTS) -> str:
+    """Return the table of all work that was measured beside peers in one run."""
+    header = "| work, one GPU | unit | this project | TRL | verl | date |"
+    lines = []
+    for row in rows(results):
+        cells = [
+            "–" if (other := row.theirs[peer]) is None else f"{other:.2f} ({row.times(peer):.2f} ×)" for peer in NAMES
+        ]
+        lines.append(f"| {row.work} | {row.unit} | {row.ours:.2f} | {cells[0]} | {cells[1]} | {row.result['date']} |")
+    return table(header, lines)
+
+
+def peer_lines(results: Path = RESULTS) -> str:
+    """Return README's lines: how many times as fast, least and most, by peer, with their versions."""
+    told = []
+    for peer, name in NAMES.items():
+        found = [(times, row) for row in rows(results) if (times := row.times(peer)) is not None]
+        if found:
+            least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
+            newest = max((row.result for _, row in found), key=lambda result: str(result["date"]))
+            told.append(
+                f"- {name} {newest['versions'][peer]}: {least[0]:.2f} × ({least[1].work}) to {most[0]:.2f} ×"
+                f" ({most[1].work}) as fast, in {len(found)} kinds of work."
+            )
+    slower = [row.work for row in rows(results) for peer in NAMES if (row.times(peer) or 1.0) < 1.0]
+    told.append(f"- Where a peer was faster: {'; '.join(slower) or 'in none of these'}.")
+    return "\n".join(told) + "\n"
