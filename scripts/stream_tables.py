@@ -66,8 +66,15 @@ def stream_kill_drill(results: Path = RESULTS) -> str:
         for line in result["drills"]:
             placement, _, point = line["point"].partition(": ")
             found.setdefault(point, {})[placement] = str(len(line["problems"]) or "none")
-        rows += [f"| {point} | {p.get('separate', '–')} | {p.get('shared', '–')} |" for point, p in found.items()]
-    return table("| killed at | problems, separate | problems, shared |", rows)
+        rows += [f"| {point} | {_of_both(p)} |" for point, p in found.items()]
+    return table("| killed at | problems |", rows)
+
+
+def _of_both(problems: dict[str, str]) -> str:
+    """Return the problems of a point once, if both placements have been there with as many."""
+    placements = ("separate", "shared")
+    told = {problems.get(placement, "not run") for placement in placements}
+    return told.pop() if len(told) == 1 else "; ".join(f"{p}: {problems.get(p, 'not run')}" for p in placements)
 
 
 def cluster_drill(results: Path = RESULTS) -> str:

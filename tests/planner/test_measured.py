@@ -86,8 +86,11 @@ def run_of(row: dict[str, Any], device: str, work: Work, *, recompute: bool, mom
     )
 
 
-def throughput_row(name: str, device: str, row: dict[str, Any]) -> Measured:
-    sequences = importlib.import_module("throughput").make_sequences(row["lengths"]["sequences"], 128, 1024, 1000)
+def throughput_row(name: str, device: str, row: dict[str, Any], command: str) -> Measured:
+    given = dict(re.findall(r"--(shortest|longest) (\d+)", command))
+    shortest, longest = int(given.get("shortest", 128)), int(given.get("longest", 1024))
+    make = importlib.import_module("throughput").make_sequences
+    sequences = make(row["lengths"]["sequences"], shortest, longest, 1000)
     lengths = [len(sequence) for sequence in sequences]
     assert sum(lengths) == row["tokens_per_update"]
     work = Work(sequences=len(lengths), tokens=sum(lengths) // len(lengths), scored=1)
@@ -145,7 +148,7 @@ STATED = stated()
 def measured(name: str) -> Measured:
     found = STATED[name]
     if "update" in found["row"]:
-        return throughput_row(name, found["device"], found["row"])
+        return throughput_row(name, found["device"], found["row"], found["command"])
     return step_row(name, found["device"], found["row"], found["command"])
 
 
