@@ -384,6 +384,7 @@ class GRPOModule(PolicyModule):
             ("response", f"at most {self.sampling.max_tokens} tokens, temperature {self.sampling.temperature:g}"),
             ("sampler", self.engine.describe()),
             *([] if self.streamed is None else [("streaming", self.streamed.describe(prompts))]),
+            *self.sampler.describe(),
             *describe_unplanned(self.engine, self.strategy),
             *([] if self.environment is None else [("environment", f"{type(self.environment).__name__}, {turns}")]),
             *self.loss.config.describe(),

@@ -88,7 +88,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         self.report = StepReport(self)
         self.budget = Budget(self)
         self.planned_views = PlannedViews()
-        self._memory_plan: MemoryPlan | None = None
+        self.memory_plan: MemoryPlan | None = None  # of this rank's GPU
 
     # ---- model and optimizer ---------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
-            self._memory_plan = check_gpu(
+            self.memory_plan = check_gpu(
                 self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies
             )
 
@@ -312,7 +312,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
 
     def start_facts(self) -> dict[str, Any]:
         """Return the table at start and the memory plan of this rank's GPU, if it has one, as plain data."""
-        plan = self._memory_plan
+        plan = self.memory_plan
         return {"table": self.report.table, "memory_plan": None if plan is None else plan.record()}
 
     def log_metrics(self, metrics: dict[str, float], prog_bar: tuple[str, ...] = ()) -> None:

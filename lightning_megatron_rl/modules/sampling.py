@@ -10,7 +10,7 @@ from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.modules.streaming import StreamedRollouts
-from lightning_megatron_rl.parallel.distributed import data_parallel_gather
+from lightning_megatron_rl.parallel.distributed import data_parallel_gather, run_on_all_ranks
 from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
@@ -70,11 +70,27 @@ class Sampler:
         """Begin a run, in which this replica samples at most so many tokens: start the engine, unless it runs."""
         self._rewards, self._reward_weights, self._environment = rewards, reward_weights, environment
         self.version = None  # another Trainer counts its steps from 0 again
-        self._memory = SamplingPhase(self.engine, self._policy.strategy, self._policy.phase)
+        self._memory = SamplingPhase(
+            self.engine, self._policy.strategy, self._policy.phase, stays_awake=self._stays_awake()
+        )
         if not self._started:
             atexit.register(self.engine.close)
             self._memory.run(lambda: self._start_engine(most_tokens))
             self._started = True
+
+    def _stays_awake(self) -> bool:
+        """Whether the sampler of a stream, which could sleep, has room beside the trainer and so keeps its cache."""
+        strategy, plan = self._policy.strategy, self._policy.memory_plan
+        if self.stream is None or not self.engine.sleep_level or strategy.offloads:
+            return False
+        return all(run_on_all_ranks(lambda: plan is not None and plan.has_room_for_both))
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return a row for the table at start, if what the sampler does between rollouts is not what was set."""
+        if self._memory is None or self._memory.sleep_level == self.engine.sleep_level:
+            return []
+        level = f"sleep_level={self.engine.sleep_level} is not needed"
+        return [("between rollouts", f"the sampler stays awake with its cache: it fits beside the trainer ({level})")]
 
     def _start_engine(self, most_tokens: int | None) -> None:
         self.engine.expect(most_tokens)
@@ -85,7 +101,7 @@ class Sampler:
 
     def finish(self) -> None:
         """Let the engine sleep, if it does, and take back what the trainer needs."""
-        if self.stream is not None and self.engine.sleep_level:
+        if self.stream is not None and self.memory.sleep_level:
             self.memory.run(self.stream.put_away)
         if not self.memory.finish():
             self.version = None

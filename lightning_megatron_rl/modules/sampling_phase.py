@@ -23,6 +23,7 @@ class SamplingPhase:
         engine: The sampler.
         strategy: The trainer's memory.
         timed: Makes a context that times what runs inside under a name.
+        stays_awake: The engine could sleep, and keeps its memory all the same once it has it.
     """
 
     def __init__(
@@ -30,10 +31,13 @@ class SamplingPhase:
         engine: RolloutEngine,
         strategy: "MegatronStrategy",
         timed: Callable[[str], AbstractContextManager[None]],
+        *,
+        stays_awake: bool = False,
     ) -> None:
         self._engine = engine
         self._strategy = strategy
         self._timed = timed
+        self._stays_awake = stays_awake
         self._state = "training"  # "syncing": weights are awake; "sampling": all of the sampler is
         self.freed_bytes = 0  # by the sampler's last sleep, on this rank's word
         self.offloaded_bytes = 0  # by the trainer's last move
@@ -42,6 +46,11 @@ class SamplingPhase:
     def changes_hands(self) -> bool:
         """Whether there is anything to hand over; if not, nothing here does anything."""
         return self._engine.sleep_level > 0 or bool(self._strategy.offloads)
+
+    @property
+    def sleep_level(self) -> int:
+        """How deep the engine sleeps between rollouts; 0: it does not."""
+        return 0 if self._stays_awake else self._engine.sleep_level
 
     def prepare_sync(self) -> None:
         """Make room for the sampler's weights and wake them; the trainer's are where they can be read."""
@@ -70,7 +79,7 @@ class SamplingPhase:
         """
         if not self.changes_hands or self._state == "training":
             return True
-        level = self._engine.sleep_level
+        level = self.sleep_level
         if level:
             with self._timed("sleep"):
                 self.freed_bytes = self.run(lambda: self._engine.sleep(level))

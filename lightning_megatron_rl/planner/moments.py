@@ -1,8 +1,9 @@
 """The memory plan: what trainer and sampler hold on a GPU at each moment, and whether the fullest fits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
+SPARE = 0.1  # of the free memory: what a plan may be wrong by (docs/planning.md)
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class MemoryPlan:
     def needed(self) -> float:
         """Bytes at the fullest moment."""
         return next(iter(self.totals.values()))
+
+    @property
+    def has_room_for_both(self) -> bool:
+        """Whether a sampler that can sleep need not: awake it fits beside the trainer, and the plan may be wrong."""
+        return replace(self, apart=False).needed <= (1 - SPARE) * self.free
 
     def describe(self) -> str:
         """Return the arithmetic as lines: all parts, those that are not there at the fullest moment marked."""

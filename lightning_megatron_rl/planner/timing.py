@@ -10,6 +10,7 @@ from lightning_megatron_rl.planner.hardware import Hardware
 from lightning_megatron_rl.planner.memory import ModelSize, Split
 
 PRODUCTS = 0.77  # of the data sheet's operations: a product of 8192 x 8192 in benchmarks/results has 0.74 to 0.81
+SCORES = 0.45  # the same for attention's products of queries, keys and values: a sequence of 65,536 tokens has 0.45
 EXPERT_PRODUCTS = 0.4  # the same for grouped products of experts: they are small, and weight gradients are smaller
 MEMORY = 0.88  # of the data sheet's bytes per second: a copy in benchmarks/results
 LINK = 0.7  # of a link's: transfers to experts on another GPU, profile_h200_30b_24_layers.txt
@@ -142,19 +143,19 @@ class Training:
         products = forward + backward * (1 if self.adapters else 2)
         moves = forward + backward * BACKWARD_BYTES
         met = 2.0 * size.experts_met
-        dense = (size.linear_flops - met) * tokens + size.quadratic_flops * work.tokens * tokens
-        reached = kind.tensor_flops * PRODUCTS
-        seconds = products * dense / shared / reached
+        seconds = products * (size.linear_flops - met) * tokens / shared / (kind.tensor_flops * PRODUCTS)
+        pairs = size.quadratic_flops * work.tokens * tokens
+        attention = (forward + 2 * backward) * pairs / shared / (kind.tensor_flops * SCORES)
         experts = products * met * tokens / shared / (kind.tensor_flops * EXPERT_PRODUCTS)
         numbers = size.layers * size.activation_width(split) / split.pipeline
         moved = moves * BYTES_PER_NUMBER * numbers * tokens * self.weight_bytes / 2 / (kind.memory_bytes_per_s * MEMORY)
         travel = self._travel(tokens, forward, backward)
         sent = sum(item.seconds for item in travel)
-        busy = seconds + experts + moved + sent
+        busy = seconds + attention + experts + moved + sent
         launched = (forward + backward) * LAUNCH_S * size.layers / split.pipeline * self.microbatches * updates
         waits = max(0.0, launched - busy)
         idle = self._idle() * (busy + waits)
-        found = [("products with weights", seconds), ("memory of the GPU", moved)]
+        found = [("products with weights", seconds), ("attention", attention), ("memory of the GPU", moved)]
         if experts:
             found.insert(1, ("products with experts", experts))
         found += [(item.what, item.seconds) for item in travel]

@@ -17,6 +17,7 @@ from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.streaming import STATE, StreamingSettings
+from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.replay import ReplayEngine
 from lightning_megatron_rl.verify.pool import WorkerError
@@ -89,9 +90,10 @@ def fit_stream(
     val: bool = False,
     module: dict[str, Any] | None = None,
     record_to: Path | None = None,
+    callbacks: list[pl.Callback] | None = None,
 ) -> Run:
     used = Used(stop_after)
-    callbacks: list[pl.Callback] = [used]
+    callbacks = [used, *(callbacks or [])]
     log = Lines()
     logging.getLogger("lightning_megatron_rl.modules.streaming").addHandler(log)
     if save_to is not None:
@@ -297,6 +299,57 @@ def test_a_sampler_that_sleeps_goes_on_with_what_was_put_away(worker_pool, qwen3
     assert max(step["mismatch/abs_logp_diff"] for step in run.steps if step["rollout/staleness_max"] == 0) < 1e-4
     (warning,) = (line for line in run.extra["log"] if "in flight x max_model_len" in line)
     assert "responses of a replica in flight x max_model_len=64 = " in warning
+
+
+class Slept(pl.Callback):
+    """How often the engine was sent to sleep, and what the table at start says of it."""
+
+    def __init__(self) -> None:
+        self.count, self.table = 0, ""
+
+    def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
+        sleep = module.engine.sleep
+
+        def counted(level: int) -> int:
+            self.count += 1
+            return int(sleep(level))
+
+        module.engine.sleep = counted
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        del module.engine.sleep
+        self.table = str(module.report.table)
+
+
+def fit_on_a_gpu_of(free: float, offloads: tuple[str, ...], *arguments: Any, **options: Any) -> Run:
+    """A run whose trainer and sampler take 60 GiB of a GPU together."""
+    from lightning_megatron_rl.modules import model
+
+    parts = (Part("trainer: weights", 20 * GIB, "", ""), Part("sampler: cache", 40 * GIB, "", ""))
+    check_gpu, slept = model.check_gpu, Slept()
+    model.check_gpu = lambda *_, **__: MemoryPlan(parts[:1], parts[1:], free=free * GIB, apart=True)
+    try:
+        strategy = {"offload_while_sampling": [*offloads]} if offloads else {}
+        run = fit_stream(*arguments[:2], strategy, *arguments[2:], callbacks=[slept], **options)
+    finally:
+        model.check_gpu = check_gpu
+    run.extra |= {"slept": slept.count, "table": slept.table}
+    return run
+
+
+@pytest.mark.parametrize(
+    ("free", "offloads", "stays"),
+    by_default([(80.0, (), True)], [(80.0, (), True), (61.0, (), False), (80.0, ("optimizer",), False)], several=True),
+)
+def test_a_sampler_stays_awake_where_both_fit(worker_pool, qwen3_dir, rows, free, offloads, stays):
+    """What is under way keeps its cache then. Fails without the plan: it sleeps after each of the six rollouts."""
+    engine = {"sleep_level": 1, "max_num_seqs": 32}
+    settings = {"max_staleness": 2, "placement": "shared"}
+    arguments = (free, offloads, qwen3_dir, rows, 1, settings)
+    (run,) = worker_pool.run(fit_on_a_gpu_of, *arguments, engine=engine, world_size=1, **ALONE)
+    check([run], 2)
+    assert run.extra["slept"] == 1 if stays else run.extra["slept"] > ROWS // BATCH  # before the model is built, always
+    assert ("fits beside the trainer (sleep_level=1 is not needed)" in run.extra["table"]) == stays
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

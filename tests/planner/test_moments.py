@@ -46,6 +46,13 @@ def test_sampler_that_sleeps_counts_only_while_it_is_awake():
     plan.check()
 
 
+@pytest.mark.parametrize(("free", "has_room"), [(127 / 0.9 + 0.1, True), (127 / 0.9 - 0.1, False)])
+def test_a_sampler_need_not_sleep_where_all_fits_with_a_tenth_to_spare(free, has_room):
+    plan = MemoryPlan(TRAINER, SAMPLER, free=free * GIB, apart=True)  # 86 and 41 at once
+    assert plan.has_room_for_both == has_room
+    plan.check()  # both are allowed
+
+
 def test_a_plan_as_plain_data_has_the_trainer_s_own_most():
     plan = MemoryPlan(TRAINER, SAMPLER, free=80 * GIB, apart=True, offloads=("optimizer", "gradients"))
     found = plan.record()
