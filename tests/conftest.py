@@ -20,7 +20,10 @@ from typing import Any
 import pytest
 
 # not Transformers or torch: the process that only hands out tests, where several run, reads this file too
-from tests.distributed import WorkerPool
+from tests.distributed import STARTUP, WorkerPool
+
+if STARTUP not in (_paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *_paths]))
 
 pytest_plugins = ["tests.policing"]
 

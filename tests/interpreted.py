@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests.command_line import ROOT
+from tests.distributed import CHILD_PATH
 
 DEADLINE_S = 100.0
 
@@ -14,7 +15,7 @@ def run_interpreted(module: str, function: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"from {module} import {function}; {function}()"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

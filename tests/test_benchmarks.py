@@ -15,6 +15,7 @@ import torch
 from lightning_megatron_rl.rollout.stream import StreamPlan
 from lightning_megatron_rl.sample import Prompt
 from tests.command_line import ROOT
+from tests.distributed import CHILD_PATH
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -268,7 +269,7 @@ def run_benchmark(script: str, *arguments: str, timeout: float = 240) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), "--device=cpu", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -17,6 +17,7 @@ from lightning_megatron_rl.environments import Action, Calculator, Ending, Reply
 from lightning_megatron_rl.rewards import compute_rewards, reward_name
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.command_line import ROOT, build
+from tests.distributed import CHILD_PATH
 
 EXAMPLES = ROOT / "examples"
 
@@ -26,7 +27,7 @@ def run(*command: str | Path) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

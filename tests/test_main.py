@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.command_line import ROOT
+from tests.distributed import CHILD_PATH
 
 CODE = """
 import os, signal, sys
@@ -29,7 +29,7 @@ subprocess.run([sys.executable, "-c", code])
 
 def test_what_such_a_process_starts_can_be_interrupted():
     command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, CHILD]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "True\n", done.stderr
 
@@ -41,7 +41,7 @@ def test_interrupt_works_where_the_process_started_with_it_ignored(ignored):
     try:
         done = subprocess.run(
             [sys.executable, "-c", CODE],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": CHILD_PATH},
             capture_output=True,
             text=True,
             timeout=60,

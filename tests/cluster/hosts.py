@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed import CHILD_PATH, ROOT
+
 NETWORK = "10.77.0"  # /24, within the namespaces alone
 START_S = 10.0
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
@@ -83,7 +84,7 @@ class Host:
 
     def start(self, log: Path, *command: str, cwd: Path = ROOT, **environment: str) -> "subprocess.Popen[bytes]":
         """Start a command on this host; its output goes to `log`."""
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+        variables = {"PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         with log.open("wb") as file:
             process = subprocess.Popen(

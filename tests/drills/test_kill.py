@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
+from tests.distributed import CHILD_PATH
 from tests.drills.job import differences
 from tests.drills.points import DRILLS, SHORT, VLLM_DRILLS
 
@@ -16,7 +17,7 @@ from tests.drills.points import DRILLS, SHORT, VLLM_DRILLS
 def report(out: Path, *options: str, timeout: float) -> list[dict[str, object]]:
     """What the drills have found."""
     command = [sys.executable, "-m", "tests.drills.kill", *options, "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

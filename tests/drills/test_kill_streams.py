@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import ROOT
+from tests.distributed import CHILD_PATH
 from tests.drills.kill_streams import count_prompts
 from tests.drills.stream_points import DRILLS, PLACEMENTS, SHORT
 from tests.selection import by_default
@@ -18,7 +19,7 @@ from tests.selection import by_default
 def report(out: Path, *options: str, timeout: float) -> list[dict[str, Any]]:
     """What the drills have found."""
     command = [sys.executable, "-m", "tests.drills.kill_streams", *options, "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

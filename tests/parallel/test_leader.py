@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from lightning_megatron_rl.parallel import leader
-from tests.distributed import ROOT
+from tests.distributed import CHILD_PATH
 
 # starts a rank as the launcher does, says which, and is gone without a word, as one that was killed
 STARTER = """
@@ -28,7 +28,7 @@ def seconds_until_gone(rank_code: str, longest: float) -> tuple[float, str]:
     """Return how long a rank outlives the one that started it, and what it says."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, rank_code],
-        env={**os.environ, "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "LOCAL_RANK": "1", "PYTHONPATH": CHILD_PATH},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -81,7 +81,7 @@ def test_what_a_rank_starts_is_no_rank():
     starter = STARTER.replace("sys.stdin.read()", "rank.wait()").replace("_exit(3)", "_exit(0)")
     started = subprocess.run(
         [sys.executable, "-c", starter, code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

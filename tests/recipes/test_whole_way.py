@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.command_line import ROOT
+from tests.distributed import CHILD_PATH
 from tests.recipes.hub_cache import put_in_cache
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -25,7 +26,7 @@ def run(directory: Path, *arguments: str | Path) -> str:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": CHILD_PATH,
         "HF_HOME": str(directory / "hub_home"),
         "HF_HUB_OFFLINE": "1",
     }

@@ -20,7 +20,7 @@ import psutil
 import uvicorn
 
 from lightning_megatron_rl.rollout.servers.guard import Guard, token_digest
-from tests.distributed import ROOT, free_port
+from tests.distributed import CHILD_PATH, ROOT, free_port
 
 TOKEN = "0123456789abcdef-of-a-test"
 START_S = 400.0  # on a busy machine
@@ -57,7 +57,7 @@ class ServerProcess:
         self.start()
 
     def start(self) -> None:
-        variables = {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        variables = {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHILD_PATH}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 serve_command(self._model, self.port, "127.0.0.1", *self._more),

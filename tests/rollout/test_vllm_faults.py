@@ -14,6 +14,7 @@ import pytest
 from lightning_megatron_rl.rollout import EngineCallError, SamplingParams
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.weights.source import source_of
+from tests.distributed import CHILD_PATH
 from tests.policing import leaked_memory, shared_memory
 from tests.rollout.conftest import (
     is_running,
@@ -222,7 +223,7 @@ def test_kill_minus_9_of_the_trainer_leaves_nothing(model_dir, phase):
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(model_dir), phase],
         cwd=ROOT,
-        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+        env=dict(os.environ) | {"PYTHONPATH": CHILD_PATH},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lightning_megatron_rl.parallel import leader
-from tests.distributed import ROOT, free_port
+from tests.distributed import CHILD_PATH, ROOT, free_port
 from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE
 from tests.training import fit_sft
@@ -36,7 +36,7 @@ class Launch:
     def start(self, *command: str, **environment: str) -> None:
         number = len(self.processes)
         log = (self.out / f"{number}.log").open("w")
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+        variables = {"PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
         self.processes.append(
             subprocess.Popen(
                 [sys.executable, *command],
