@@ -26,6 +26,12 @@ def moments(measured: dict[str, Any]) -> str:
     return "" if found == "fp32" else f", Adam's moments in {found}"
 
 
+def lengths(measured: dict[str, Any]) -> str:
+    """Return how long the sequences are, to stand behind the model, if all have one length."""
+    found = measured.get("lengths") or {"shortest": 0, "longest": 1}
+    return f" at {found['longest']:,} tokens" if found["shortest"] == found["longest"] else ""
+
+
 def links(rate: dict[str, Any]) -> str:
     """Return whose limit a weight sync is held to, to stand behind its share, if it is not the memory's."""
     found = rate.get("limited_by", "memory")
@@ -44,7 +50,7 @@ def throughput(results: Path = RESULTS) -> str:
             update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
             precision = row["precision"] + moments(row) + (", recomputed" if row["recompute"] else "")
             rows.append(
-                f"| {result['device']} | {row['shape']}, {precision} | {row['layout']}"
+                f"| {result['device']} | {row['shape']}{lengths(row)}, {precision} | {row['layout']}"
                 f" | {row['max_tokens_per_microbatch']:,}"
                 f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
                 f" | {share(update['mfu_spec'])} | {spread(logprobs['tokens_per_s_per_gpu'], 0)}"
@@ -191,7 +197,7 @@ def headline(results: Path = RESULTS) -> str:
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
             rows.append(
-                f"| update, {row['shape']}, {row['precision']} | {result['device']}{split(row)}"
+                f"| update, {row['shape']}{lengths(row)}, {row['precision']} | {result['device']}{split(row)}"
                 f" | {tokens['median']:,.0f} tokens/s per GPU, {mfu['median']:.0%} of the measured product's peak |"
             )
     for _, result in load("grpo_step_*.json", results, gpus_only=True):
@@ -298,7 +304,8 @@ def _without_sampling(side: dict[str, Any]) -> float:
 
 def _place(result: Result, measured: dict[str, Any]) -> str:
     """Return model, GPU and layout in a few words."""
-    return f"{measured['shape']}, {result['device'].removeprefix('NVIDIA ').split()[0]}{split(measured)}"
+    gpu = result["device"].removeprefix("NVIDIA ").split()[0]
+    return f"{measured['shape']}{lengths(measured)}, {gpu}{split(measured)}"
 
 
 def busy_machine(results: Path = RESULTS) -> str:
