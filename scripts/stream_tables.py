@@ -50,11 +50,11 @@ def stream_curves(results: Path = RESULTS) -> str:
         for name, found in result["comparison"].items():
             mean, final = found["mean_accuracy"], found["final_accuracy"]
             staleness = result["staleness_mean"].get(name)  # None of the synchronous run, which others are held to
-            cells = " | ".join(
-                f"{value['mean']:.3f} ± {value['std']:.3f} | {'–' if staleness is None else round(value['p_value'], 3)}"
-                for value in (mean, final)
-            )
-            rows.append(f"| {name} | {staleness or 0:.2f} | {cells} |")
+            cells = []
+            for value in (mean, final):
+                chance = "–" if staleness is None else f"{value['p_value']:.3f}"
+                cells.append(f"{value['mean']:.3f} ± {value['std']:.3f} | {chance}")
+            rows.append(f"| {name} | {staleness or 0:.2f} | {cells[0]} | {cells[1]} |")
     return table(header, rows)
 
 
