@@ -18,9 +18,14 @@ class Sides:
 
     Args:
         at_once: So many at a time; more than one: each on GPUs of its own.
+
+    Raises:
+        ValueError: Several at a time on a machine without GPUs.
     """
 
     def __init__(self, at_once: int = 1) -> None:
+        if at_once > 1 and not gpus.visible():
+            raise ValueError(f"--at-once {at_once}: each side wants a GPU of its own, and there is none. Leave it out")
         self._pool, self._apart = ThreadPoolExecutor(at_once), at_once > 1
 
     def __enter__(self) -> Self:

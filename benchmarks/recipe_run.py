@@ -47,24 +47,25 @@ def main() -> None:
     prepared = ["--config", str(options.config.absolute()), *changes]
     plan = json.loads(own_command(["plan", *prepared, "--device", options.kind or kind(), "--json"], work, 120.0))
     write_random_model(work / "model", name)
-    write_rows(work / "rows.jsonl", config["data"]["init_args"], plan["work"], plan_vocabulary(work))
+    write_rows(work / "rows.jsonl", config["data"]["init_args"], plan["work"], vocabulary(work))
     (work / "overlay.yaml").write_text(yaml.safe_dump(overlay(config, work, options.steps)))
     started = time.perf_counter()
     own_command(["fit", *prepared, "--config", str(work / "overlay.yaml")], work, options.timeout)
     seconds = time.perf_counter() - started
     steps = read_steps(next((work / "runs").rglob("metrics.csv")))
     label = f"recipe_{options.config.parent.name}_{options.config.stem}".replace("-", "_")
+    measured = against_plan(steps, plan)
     result = {
         **facts(default_device()),
         "benchmark": "recipe",
         "recipe": str(options.config),
         "whole_run_s": seconds,
         "steps": len(steps),
-        **against_plan(steps, plan),
+        **measured,
         "plan": plan,
     }
     write_json(result_path(label, default_device(), options.out), result)
-    print(json.dumps(against_plan(steps, plan), indent=1))
+    print(json.dumps(measured, indent=1))
 
 
 def kind() -> str:
@@ -112,7 +113,7 @@ def write_random_model(directory: Path, name: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def plan_vocabulary(work: Path) -> int:
+def vocabulary(work: Path) -> int:
     """Return the vocabulary of the model that was written."""
     return int(json.loads((work / "model" / "config.json").read_text())["vocab_size"])
 

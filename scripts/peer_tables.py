@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def rows(results: Path = RESULTS) -> list[Row]:
-    """Return what was measured beside peers, on the GPU where most of them were."""
+    """Return what was measured beside peers on GPUs."""
     return [*_steps(results), *_long_tail(results)]
 
 

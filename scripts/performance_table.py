@@ -28,8 +28,8 @@ def moments(measured: dict[str, Any]) -> str:
 
 def lengths(measured: dict[str, Any]) -> str:
     """Return how long the sequences are, to stand behind the model, if all have one length."""
-    found = measured.get("lengths") or {"shortest": 0, "longest": 1}
-    return f" at {found['longest']:,} tokens" if found["shortest"] == found["longest"] else ""
+    found = measured.get("lengths")
+    return f" at {found['longest']:,} tokens" if found and found["shortest"] == found["longest"] else ""
 
 
 def links(rate: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ def long_tail(results: Path = RESULTS) -> str:
             side = f"{row['placement']}, {row['max_staleness']}" if row["max_staleness"] else "synchronous, 0"
             sampler = "–" if row["sampler_idle"] is None else f"{row['sampler_idle']:.0%}"
             simulated = "–" if row["simulated_speedup"] is None else f"{row['simulated_speedup']:.2f}"
-            others = "–" if row.get("others_cpus") is None else f"{row['others_cpus']:.1f}"
+            others = "–" if row["others_cpus"] is None else f"{row['others_cpus']:.1f}"
             rows.append(
                 f"| {result['device']} | {result['shape']} | {side} | {row['samples_per_s']:.1f}"
                 f" | {spread(row['step_s'], 2)} | {row['trainer_idle']:.0%} | {sampler}"

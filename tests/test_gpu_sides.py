@@ -27,10 +27,13 @@ def four(monkeypatch, tmp_path: Path) -> None:
 def test_no_two_sides_have_one_gpu(four, monkeypatch):
     """Fails without the locks: the pool starts as many sides as it may, and each would take the first GPU."""
     everybody_is_there = threading.Barrier(3, timeout=20)
-    seen: list[tuple[str, int]] = []
+    cores: dict[str, list[set[int]]] = {}  # by thread
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, mine: cores.setdefault(threading.current_thread().name, []).append({*mine})
+    )
 
     def child(script: str, arguments: list[str], timeout_s: float, path: Any = (), gpus: str = "") -> dict[str, Any]:
-        seen.append((gpus, len(os.sched_getaffinity(0))))
         everybody_is_there.wait()
         return {"gpus": gpus}
 
@@ -40,7 +43,17 @@ def test_no_two_sides_have_one_gpu(four, monkeypatch):
         given = [run.result()["gpus"] for run in runs]
     assert sorted(name for names in given for name in names.split(",")) == ["4", "5", "6", "7"]
     assert len(given[0].split(",")) == 2
-    assert all(cores >= 1 for _, cores in seen)
+    taken = [mine for mine, _ in cores.values()]  # two for each GPU, and none twice
+    assert sorted(map(len, taken)) == [2, 2, 4]
+    assert set.union(*taken) == set(range(8))
+    assert all(back == set(range(8)) for _, back in cores.values())
+
+
+def test_sides_at_once_want_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="--at-once 2: each side wants a GPU of its own, and there is none"):
+        compare.Sides(2)
 
 
 def test_a_gpu_is_given_back(four):
