@@ -50,16 +50,20 @@ def test_collector_looks_at_little_from_the_second_batch_on(worker_pool, qwen3_d
 
 
 def test_who_has_set_objects_aside_keeps_them_so():
+    """To hundreds: other threads of the process may drop some of what is set aside, at any time."""
     gc.collect()
     gc.freeze()
     try:
         count = gc.get_freeze_count()
+        assert count > 100_000
+        kept = [[] for _ in range(10_000)]  # would be set aside as well, if anything were
         long_lived = LongLived()
         for _ in range(3):
             long_lived.batch_starts()
-        assert gc.get_freeze_count() == count
+        assert count - 1000 < gc.get_freeze_count() <= count
         long_lived.release()
-        assert gc.get_freeze_count() == count
+        assert count - 1000 < gc.get_freeze_count() <= count
+        assert len(kept) == 10_000
     finally:
         gc.unfreeze()
 
