@@ -1,12 +1,15 @@
 """Loads weights into a vLLM model: on CUDA first by vLLM's loader, then by the copies recorded there."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron_rl.compat.torch_names import own_state
 from lightning_megatron_rl.weights.borrowed_copies import gather_copies
 from lightning_megatron_rl.weights.copies import Copies
 from lightning_megatron_rl.weights.copy_plan import CopyPlan, record_copies
@@ -41,7 +44,8 @@ def reload_weights(model_runner: Any, weights: Iterator[tuple[str, Tensor]]) -> 
         model_runner: The worker's.
         weights: Names and tensors.
     """
-    model_runner.reload_weights(weights_iterator=weights)
+    with _no_false_alarms(layers_without_weights(model_runner.model)):
+        model_runner.reload_weights(weights_iterator=weights)
     for layer in tied_layers(model_runner.model):
         layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
 
@@ -52,12 +56,44 @@ def tied_layers(model: nn.Module) -> list[nn.Module]:
     vLLM's reload takes a layer for unchanged that gets no weight by a name of its own. On a CPU such a layer would go
     on with the form of the old weight that was made for its product.
     """
+    return [layer for sharing in _sharing(model) for layer in sharing]
+
+
+def _sharing(model: nn.Module) -> list[list[nn.Module]]:
     layers: dict[int, list[nn.Module]] = defaultdict(list)
     for layer in model.modules():
         weight = dict(layer.named_parameters(recurse=False)).get("weight")
         if weight is not None:
             layers[id(weight)].append(layer)
-    return [layer for sharing in layers.values() if len(sharing) > 1 for layer in sharing]
+    return [sharing for sharing in layers.values() if len(sharing) > 1]
+
+
+def layers_without_weights(model: nn.Module) -> set[str]:
+    """Return the classes of layers for which no checkpoint of the model has anything, such as tables of rotations.
+
+    Their buffers are computed, or their weight is that of another layer.
+    """
+    tied = {id(layer) for sharing in _sharing(model) for layer in sharing[1:]}  # the first has the name
+    kinds: dict[str, bool] = {}
+    for layer in model.modules():
+        kind = type(layer).__name__
+        kinds[kind] = kinds.get(kind, True) and (not own_state(layer) or id(layer) in tied)
+    return {kind for kind, without in kinds.items() if without}
+
+
+@contextmanager
+def _no_false_alarms(kinds: set[str]) -> Iterator[None]:
+    """Leave out vLLM's warning at each reload that no weights were loaded for layers of these classes."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not (str(record.msg).endswith("Failed to load weights") and record.args and record.args[0] in kinds)
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
 
 
 class WeightLoader:
@@ -79,6 +115,7 @@ class WeightLoader:
         self._plans: list[CopyPlan | None] = []
         self._part = 0
         self._borrowed: Copies | None = None
+        self._without_weights: set[str] = set()
         self.was_replayed = False  # whether all parts of the last update were copies recorded before
 
     def begin(self) -> None:
@@ -87,6 +124,7 @@ class WeightLoader:
         if self._reloads:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+            self._without_weights = layers_without_weights(self._model)
             initialize_layerwise_reload(self._model)
 
     def load(self, blocks: Sequence[Tensor], placements: list[Placement], *, keep: bool, stays: bool = False) -> None:
@@ -147,7 +185,8 @@ class WeightLoader:
         if self._reloads:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            finalize_layerwise_reload(self._model, self._model_config)
+            with _no_false_alarms(self._without_weights):
+                finalize_layerwise_reload(self._model, self._model_config)
         torch.accelerator.synchronize()
 
     def let_go(self) -> None:
