@@ -8,6 +8,7 @@ IMPORT_THRESHOLD = 50_000  # objects between two collections while libraries are
 _MANY = 10_000  # objects: already set aside, by `gc.freeze`
 
 _usual: tuple[int, int, int] | None = None  # thresholds that `collect_rarely` has replaced
+_set_aside = False  # by `set_aside`
 
 
 @contextmanager
@@ -43,6 +44,13 @@ def _raise_threshold() -> tuple[int, int, int]:
     return before
 
 
+def set_aside() -> None:
+    """Freeze all objects for as long as this process lives; `LongLived` then does nothing."""
+    global _set_aside
+    gc.freeze()
+    _set_aside = True
+
+
 class LongLived:
     """Freezes the objects that exist when the second batch starts, until the run ends.
 
@@ -56,10 +64,11 @@ class LongLived:
         self._holds = False
 
     def batch_starts(self) -> None:
-        """Set everything aside at the second call, unless `gc.freeze` was called before; end `collect_rarely`."""
+        """Set everything aside at the second call, unless that was done before; end `collect_rarely`."""
         collect_as_usual()
         self._batches += 1
-        if self._batches == 2 and gc.get_freeze_count() < _MANY:
+        # counting takes a fifth of a second where there is much to count
+        if self._batches == 2 and not _set_aside and gc.get_freeze_count() < _MANY:
             gc.collect()
             gc.freeze()
             self._holds = True

@@ -1,12 +1,14 @@
 """Versions of what is installed."""
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 __version__ = "0.1.0"  # of this package, as pyproject.toml has it
 _OWN = "lightning-megatron-rl"
 
 
+@cache
 def installed_version(name: str) -> str | None:
     """Return the version of a distribution, None if it is not installed; this one need not be (`PYTHONPATH`)."""
     if name == _OWN:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from lightning_megatron_rl.utilities.files import driver_files, remove_files
-from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD
+from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD, set_aside
 
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 
@@ -341,7 +341,7 @@ def _serve(descriptor: int) -> None:
         if len(sys.modules) > num_modules + _MODULES_WORTH_A_FREEZE:
             # modules are objects by the ten thousand: to look at them after every job takes longer than a small job.
             # Not after each, for something of a job may still be alive, such as groups with their threads
-            gc.freeze()
+            set_aside()
             num_modules = len(sys.modules)
         connection.send_bytes(answer)
 

@@ -1,16 +1,21 @@
 """Read by Python at the start of each process of a test run: conftest.py puts this folder on PYTHONPATH.
 
 Transformers asks in every process which package each module comes from. To answer, Python reads the lists of files of
-all installed packages, which takes longer than a second; here the answer is kept until a package comes or goes.
+all installed packages, which takes longer than a second; here the answer is kept until a package comes or goes. So
+is what packages offer as plugins, within a process: each of Lightning's trainers asks for it, which takes a seventh of
+a second, and a process of the tests makes hundreds.
 """
 
 import importlib.metadata
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 _FOLDER = Path(__file__).parent / "__pycache__"
 _read = importlib.metadata.packages_distributions
+_read_entries = importlib.metadata.entry_points
+_entries: dict[tuple[str, ...], importlib.metadata.EntryPoints] = {}
 
 
 def _places() -> list[str]:
@@ -46,4 +51,13 @@ def _kept() -> dict[str, list[str]]:
     return answer
 
 
+def _kept_entries(**wanted: Any) -> importlib.metadata.EntryPoints:
+    places = tuple(_places())
+    if places not in _entries:
+        _entries.clear()
+        _entries[places] = _read_entries()
+    return _entries[places].select(**wanted)
+
+
 importlib.metadata.packages_distributions = _kept
+importlib.metadata.entry_points = _kept_entries

@@ -4,16 +4,19 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_megatron_rl.utilities import garbage
 from lightning_megatron_rl.utilities.garbage import (
     IMPORT_THRESHOLD,
     LongLived,
     collect_as_usual,
     collect_rarely,
     importing,
+    set_aside,
 )
 from tests.training import fit_sft
 
@@ -34,7 +37,8 @@ def fit_and_count(model: Path) -> tuple[list[int], int, int]:
     counts = Objects()
     before = gc.get_freeze_count()
     try:
-        fit_sft(model, {}, 1, steps=4, callbacks=[counts])
+        with patch.object(garbage, "_set_aside", False):
+            fit_sft(model, {}, 1, steps=4, callbacks=[counts])
         return counts.counts, len(gc.get_objects()), gc.get_freeze_count() - before
     finally:
         gc.collect()
@@ -66,6 +70,18 @@ def test_who_has_set_objects_aside_keeps_them_so():
         assert len(kept) == 10_000
     finally:
         gc.unfreeze()
+
+
+def test_a_process_that_set_its_objects_aside_is_left_alone(monkeypatch):
+    monkeypatch.setattr(garbage, "_set_aside", False)
+    set_aside()
+    gc.unfreeze()  # so that a second time would show
+    long_lived = LongLived()
+    for _ in range(3):
+        long_lived.batch_starts()
+    assert gc.get_freeze_count() == 0
+    long_lived.release()
+    assert gc.get_freeze_count() == 0
 
 
 def test_objects_are_set_aside_once_and_again_in_the_next_run():

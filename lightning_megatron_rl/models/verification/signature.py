@@ -249,6 +249,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
 
+@cache
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, each) for each in patterns)
 
