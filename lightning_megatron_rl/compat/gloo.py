@@ -8,12 +8,15 @@ A group's collectives run in one order anyway, so one thread per group is enough
 
 import functools
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable: names, separated by commas
+_NEVER_SENT = 2**20  # tag of a message that nobody sends
 
 
 @functools.cache
@@ -58,3 +61,17 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: st
     options._devices = [group.create_device(hostname=address)]
     options._timeout, options._threads = timeout, 1
     return group(store, rank, size, options)
+
+
+def close_gloo(group: Any, others: Iterable[int]) -> None:
+    """Close all connections of a group at once, also while other threads wait on them; these get a RuntimeError.
+
+    Neither `abort` nor `shutdown` of a gloo group does that. A message that does not come in time does.
+
+    Args:
+        group: One of `gloo_group`.
+        others: Numbers of other processes in it; the first that is still connected does.
+    """
+    for other in others:
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -45,6 +45,25 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def exchange_at_once(group: Any, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Any:
+    """Begin to send to, and to receive from, other processes of a group of NCCL, as one work in its one communicator.
+
+    Args:
+        group: A `ProcessGroupNCCL`.
+        sends: Tensors on the device, and the process that each goes to.
+        receives: The same, with the process that each comes from.
+    """
+    group._start_coalescing()
+    try:
+        for tensor, other in sends:
+            group.send([tensor], other, 0)
+        for tensor, other in receives:
+            group.recv([tensor], other, 0)
+    finally:  # or later work of this thread would wait for the end
+        work = group._end_coalescing()
+    return work
+
+
 def own_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's own parameters and persistent buffers, without its submodules'."""
     state: dict[str, Any] = {}

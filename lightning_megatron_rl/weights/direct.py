@@ -101,7 +101,8 @@ class DirectRanks:
             order: The leader's; None on the other ranks.
         """
         order = self._from_leader(order)
-        self._ends = {route.key: self._ends[route.key] for route in order.routes if route.key in self._ends}
+        for key in self._ends.keys() - {route.key for route in order.routes}:
+            self._ends.pop(key).leave()
         found = {route.key: Delivery(has_met=True) for route in order.routes}
         new = [route for route in order.routes if route.meeting is not None]
         if new:
@@ -121,7 +122,8 @@ class DirectRanks:
 
     def close(self) -> None:
         """Leave all servers' groups."""
-        self._ends.clear()
+        while self._ends:
+            self._ends.popitem()[1].leave()
 
     def _meet(self, route: Route) -> Delivery:
         assert route.meeting is not None

@@ -43,6 +43,7 @@ ACTOR = "EngineActor"
         ({"resources": {"engines": 0}}, "engine.resources: 0 of 'engines' must be above 0"),
         ({"vllm_args": {"seed": 3}}, "set the engine's seed"),
         ({"start_timeout_s": 0}, "engine.start_timeout_s=0 must be above 0"),
+        ({"device": "cpu", "weights_over": "nccl"}, "engine.weights_over='nccl': engine.device is 'cpu'. NCCL"),
     ],
 )
 def test_bad_settings_are_refused(settings, words):

@@ -10,9 +10,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamRequest
 from lightning_megatron_rl.rollout.servers.about import About, check_about, fingerprint
@@ -20,10 +22,12 @@ from lightning_megatron_rl.rollout.servers.client import READY, ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import SLACK, Board, Flight, choose_server
 from lightning_megatron_rl.rollout.servers.guard import LEASE_S, Guard, token_digest
+from lightning_megatron_rl.rollout.servers.push import choose_backend
 from lightning_megatron_rl.utilities.run_settings import describe_settings
+from lightning_megatron_rl.weights.source import source_of
 from tests.rollout.server_process import TOKEN, guarded
 
-ABOUT = About("0.1.0", "0.26.0", "/models/a", "f" * 16, "float32", 512, 128, 1, "one")
+ABOUT = About("0.1.0", "0.26.0", "/models/a", "f" * 16, "float32", 512, 128, 1, "cpu", "one")
 PARAMS = SamplingParams(max_tokens=10)
 
 
@@ -146,6 +150,24 @@ def test_server_that_is_no_use_is_named(change, words):
         check(replace(ABOUT, **change))
 
 
+def test_nccl_wants_servers_with_gpus():
+    on_gpus = replace(ABOUT, device="cuda")
+    check_about(on_gpus, "http://a:1", "/models/a", "f" * 16, 512, "nccl")
+    with pytest.raises(
+        ValueError, match=r"weights_over='nccl': the workers of the server http://a:1 are on cpu\. NCCL"
+    ):
+        check_about(ABOUT, "http://a:1", "/models/a", "f" * 16, 512, "nccl")
+
+
+@pytest.mark.parametrize(
+    ("weights_over", "device", "backend"),
+    [("auto", "cuda", "gloo"), ("gloo", "cuda", "gloo"), ("nccl", "cuda", "nccl"), ("nccl", "cpu", "gloo")],
+)
+def test_nccl_is_taken_where_it_is_asked_for(weights_over, device, backend):
+    connections, source = SimpleNamespace(weights_over=weights_over), SimpleNamespace(device=torch.device(device))
+    assert choose_backend(connections, source) == backend
+
+
 def test_fingerprint_is_of_the_kind_of_model(qwen3_dir, tied_dir, tmp_path):
     copied = tmp_path / "copy"
     shutil.copytree(qwen3_dir, copied)
@@ -178,6 +200,25 @@ def test_refusals_of_a_real_connection(qwen3_dir):
         with pytest.raises(ValueError, match=rf"{odd} answers /about with .*`lightning-megatron-rl serve`"):
             start([odd], qwen3_dir)
         start([good], qwen3_dir)  # its lease was given back each time
+
+
+def test_nccl_wants_a_trainer_with_a_gpu(qwen3_dir, monkeypatch):
+    """Before anything is asked of a server, and where weights are elsewhere than the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"weights_over='nccl': the trainer has no GPU\. .*set weights_over to auto or gloo"
+    ):
+        start(["http://127.0.0.1:1"], qwen3_dir, weights_over="nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    about = replace(ABOUT, fingerprint=fingerprint(qwen3_dir), device="cuda").to_plain()
+    with guarded(about) as url:
+        engine = VLLMServers([url], TOKEN, max_model_len=512, weights_over="nccl")
+        engine.start(qwen3_dir)
+        try:
+            with pytest.raises(ValueError, match="weights_over='nccl': the trainer's weights are on cpu"):
+                engine.update_weights(source_of([("a", torch.zeros(2))]), 1)
+        finally:
+            engine.close()
 
 
 def test_plain_server_is_named(qwen3_dir, tmp_path):
@@ -213,6 +254,7 @@ def test_unreachable_server_is_named(qwen3_dir):
         ({"urls": ["http://a:1", "http://a:1/"]}, "one of them is there twice"),
         ({"urls": ["http://a:1"], "token": "x", "token_file": "y"}, "give one of them"),
         ({"urls": ["http://a:1"], "max_model_len": 1}, "max_model_len=1 must be at least 2"),
+        ({"urls": ["http://a:1"], "weights_over": "tcp"}, "weights_over='tcp' must be 'auto', 'gloo' or 'nccl'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):

@@ -17,6 +17,7 @@ from lightning_megatron_rl.rollout.protocol import (
     StreamRequest,
     WeightsLostError,
 )
+from lightning_megatron_rl.rollout.servers import push
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.weights.source import source_of
 from tests.policing import keep_process, leaked_memory, shared_memory
@@ -76,6 +77,22 @@ def test_samples_are_those_of_a_local_engine_after_each_update(harness, remote):
             [g.finish_reason for g in group] for group in theirs
         ]
         assert max_logprob_error(remote.model, asked, mine) < EXACT
+
+
+def test_weights_go_over_gloo_where_nccl_does_not_work(remote, monkeypatch, caplog):
+    """Trainer and worker find it together when they meet, and say why."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(push, "choose_backend", lambda connections, source: "nccl")
+    for seed in (50, 51):
+        remote.push_random_weights(seed)
+        asked = make_requests(4)
+        assert max_logprob_error(remote.model, asked, remote.engine.generate(asked, EIGHT)) < EXACT
+    said = [record.message for record in caplog.records if "NCCL" in record.message]
+    assert said == [
+        "weights go to the server on 127.0.0.1 over gloo, since NCCL does not work:"
+        " rank 0 of the replica: RuntimeError: its device is cpu"
+    ]
+    assert sum("straight from the ranks" in record.message for record in caplog.records) == 2
 
 
 def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):

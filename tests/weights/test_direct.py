@@ -100,7 +100,7 @@ class Workers:
         def receive(worker: int) -> dict[str, Tensor]:
             end = self._ends.pop(worker, None)
             if route.meeting is not None:
-                end = WorkerEnd(route.meeting, worker, self.reads[worker])
+                end = WorkerEnd(route.meeting, worker, self.reads[worker], torch.device("cpu"))
             assert end is not None
             tensors, _ = end.receive()
             self._ends[worker] = end

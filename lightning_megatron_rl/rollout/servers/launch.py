@@ -77,6 +77,7 @@ def server_settings(
         max_model_len=engine.max_model_len,
         vocab_size=vocabulary_size(model),
         num_workers=size,
+        device=device,
         instance=uuid.uuid4().hex,
     )
     own = {

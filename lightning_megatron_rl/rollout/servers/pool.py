@@ -7,6 +7,8 @@ import time
 import uuid
 from pathlib import Path
 
+import torch
+
 from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.rollout.protocol import (
     DirectReport,
@@ -21,6 +23,7 @@ from lightning_megatron_rl.rollout.protocol import (
     WeightsLostError,
     check_requests,
 )
+from lightning_megatron_rl.rollout.servers.about import WeightsOver, check_weights_over, refuse_nccl
 from lightning_megatron_rl.rollout.servers.client import (
     LOST,
     READY,
@@ -50,14 +53,18 @@ class ServerPool(StreamingEngine):
     that is lost loses no response: each goes on from the tokens that are there, on another server, or when one is back.
     A server that comes back, here or at another address, samples again after the next push of weights.
 
-    Weights go over the network, by gloo, to all servers at the same time: after a server's first update from each rank
-    what it has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
+    Weights go over the network to all servers at the same time: after a server's first update from each rank what it
+    has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
     cached for them is computed anew.
 
     Args:
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
         call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
+        weights_over: What they go over then.
+
+    Raises:
+        ValueError: `weights_over` is none of the values.
     """
 
     streams = True
@@ -67,10 +74,12 @@ class ServerPool(StreamingEngine):
     devices: list[int] | None = None
     sleep_level = 0
 
-    def __init__(self, max_model_len: int, call_timeout_s: float, bucket_mb: int) -> None:
+    def __init__(self, max_model_len: int, call_timeout_s: float, bucket_mb: int, weights_over: WeightsOver) -> None:
+        check_weights_over(weights_over)
         self.max_model_len = max_model_len
         self.call_timeout_s = call_timeout_s
         self.bucket_mb = bucket_mb
+        self.weights_over = weights_over
         self.weight_version = 0
         self.activity: SpanLog | None = None
         self._connections: Connections | None = None
@@ -102,7 +111,8 @@ class ServerPool(StreamingEngine):
             start_timeout_s: How long to wait for one that does not answer. # seconds
 
         Raises:
-            ValueError: The directory holds no model, or the cache is to be kept at an update.
+            ValueError: The directory holds no model, the cache is to be kept at an update, or weights go over NCCL and
+                this process has no GPU.
             RuntimeError: The engine runs already.
         """
         if self._connections is not None:
@@ -112,8 +122,10 @@ class ServerPool(StreamingEngine):
                 f"streaming.on_update='kept' with {type(self).__name__}: what servers have cached is computed anew at"
                 " an update. Set on_update to recomputed."
             )
+        if self.weights_over == "nccl" and not torch.cuda.is_available():
+            raise refuse_nccl("the trainer has no GPU")
         self.weight_version = 0  # of a start before this one, maybe
-        self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s)
+        self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s, self.weights_over)
 
     def wait_ready(self) -> None:
         """Do nothing: `start` has waited."""
@@ -281,12 +293,15 @@ class ServerPool(StreamingEngine):
         """Push a full set of weights to all servers that are there, at the same time.
 
         Raises:
-            ValueError: The names or shapes differ from those of the model's directory.
+            ValueError: The names or shapes differ from those of the model's directory, or weights go over NCCL and are
+                not on a GPU.
             WeightsLostError: Every server was lost meanwhile; update again.
             RuntimeError: No server was there for too long.
         """
         self.wait_ready()
         began, connections = time.perf_counter(), self.connections
+        if self.weights_over == "nccl" and source.device.type != "cuda":
+            raise refuse_nccl(f"the trainer's weights are on {source.device.type}")
         checked = connections.layout.check_source(source)
         there = self._wait_for_any()
         connections.run(self._stop())

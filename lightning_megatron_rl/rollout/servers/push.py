@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -85,8 +85,14 @@ def deliver(
     """
     sender = connections.direct_sender(source)
     if sender is None:
+        if connections.weights_over == "nccl" and not connections.has_told_of_buckets:
+            connections.has_told_of_buckets = True
+            log.warning(
+                "engine.weights_over='nccl' is ignored: these weights can only go in buckets, which go over gloo"
+            )
         return Deliveries(False, others=servers)
-    found = {server: _route(connections, sender, server, bucket_bytes) for server in servers}
+    backend = choose_backend(connections, source)
+    found = {server: _route(connections, sender, server, bucket_bytes, backend) for server in servers}
     routes = {server: route for server, route in found.items() if route is not None}
     sizes = [_total_bytes(server.reads[0]) for server in routes if server.reads]
     result = Deliveries(True, others=[server for server in servers if server not in routes])
@@ -117,7 +123,18 @@ def deliver(
     return result
 
 
-def _route(connections: Connections, sender: DirectSender, server: ServerClient, bucket_bytes: int) -> Route | None:
+def choose_backend(connections: Connections, source: WeightSource) -> Literal["gloo", "nccl"]:
+    """Return what data goes over: NCCL only where that is asked for, since it has not been run on GPUs yet."""
+    return "nccl" if connections.weights_over == "nccl" and source.device.type == "cuda" else "gloo"
+
+
+def _route(
+    connections: Connections,
+    sender: DirectSender,
+    server: ServerClient,
+    bucket_bytes: int,
+    backend: Literal["gloo", "nccl"],
+) -> Route | None:
     """Return the way to a server, planned if it is new; None: it takes buckets."""
     met = connections.senders.get(server)
     if server.reads is None or server.takes_buckets or met is None:
@@ -134,7 +151,8 @@ def _route(connections: Connections, sender: DirectSender, server: ServerClient,
         server.takes_buckets = True
         return None
     place, key = met.meeting, uuid.uuid4().hex
-    meeting = DirectMeeting(key, place.address, place.port, server.host, len(held), len(reads), place.timeout_s)
+    sizes = (len(held), len(reads))
+    meeting = DirectMeeting(key, place.address, place.port, server.host, *sizes, place.timeout_s, backend)
     return Route(key, meeting, messages)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning_megatron_rl.parallel.distributed import replica_share
 from lightning_megatron_rl.parallel.ray_cluster import INSTALL
+from lightning_megatron_rl.rollout.servers.about import WeightsOver, refuse_nccl
 from lightning_megatron_rl.rollout.servers.client import ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.guard import token_digest
 from lightning_megatron_rl.rollout.servers.pool import ServerPool
@@ -46,6 +47,9 @@ class RayEngines(ServerPool):
         start_timeout_s: How long to wait for the resources, and then for engines to load. # seconds
         call_timeout_s: Deadline of an update, and of waiting for an engine when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
+        weights_over: "nccl" sends weights from the trainer's GPUs to those of servers after a server's first update,
+            "gloo" through the host's memory. "auto" is gloo for now: NCCL between trainer and servers has not been run
+            on GPUs yet.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -68,13 +72,16 @@ class RayEngines(ServerPool):
         start_timeout_s: float = 600,
         call_timeout_s: float = 600,
         bucket_mb: int = 256,
+        weights_over: WeightsOver = "auto",
     ) -> None:
         ranges = {"num_engines": COUNT, "num_cpus": POSITIVE, "start_timeout_s": POSITIVE, "call_timeout_s": POSITIVE}
         check_ranges(ranges | {"bucket_mb": COUNT}, locals(), "engine.")
         if device not in ("cuda", "cpu"):
             raise ValueError(f"engine.device={device!r} must be 'cuda', or 'cpu' for engines without GPUs")
+        if weights_over == "nccl" and device == "cpu":
+            raise refuse_nccl("engine.device is 'cpu'")
         check_resources(resources or {})
-        super().__init__(max_model_len, call_timeout_s, bucket_mb)
+        super().__init__(max_model_len, call_timeout_s, bucket_mb, weights_over)
         self.settings: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,

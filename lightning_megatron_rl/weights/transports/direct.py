@@ -1,15 +1,16 @@
 """Weights from the ranks that hold them to the workers that load them: both ends of one server's group.
 
 All ranks of a replica and all workers of a server are in it, the ranks first. Everything goes from one process to
-another; nothing is broadcast.
+another; nothing is broadcast. A group of gloo is there in any case; data may go over NCCL beside it.
 """
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,18 +27,14 @@ from lightning_megatron_rl.weights.messages import (
     write_message,
 )
 from lightning_megatron_rl.weights.reads import Reads
+from lightning_megatron_rl.weights.transports.lines import GlooLines, Lines, open_nccl
+from lightning_megatron_rl.weights.transports.nccl import NCCLGroup
+
+log = logging.getLogger(__name__)
 
 PROBE_BYTES = 16 * 2**20  # that ranks send the workers when they meet, to measure what the link carries
 LEAST_PROBE = 2**16  # of them, from one rank to one worker
 NUM_PROBES = 3  # of which the fastest counts: the first opens the connections' windows
-
-
-def server_group(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Return a group of trainer and workers; whether it is one of gloo or of NCCL is decided here.
-
-    It is one of gloo: NCCL between nodes has not been run.
-    """
-    return gloo_group(store, rank, size, timeout, address)
 
 
 @dataclass(frozen=True)
@@ -51,62 +48,64 @@ class DirectMeeting:
     num_ranks: int
     num_workers: int
     timeout_s: float  # deadline of the meeting, and of each message
+    backend: Literal["gloo", "nccl"] = "gloo"  # that data should go over
+
+    @property
+    def names(self) -> list[str]:
+        """Of all processes, by their numbers."""
+        workers = [f"worker {worker} of the server on {self.host}" for worker in range(self.num_workers)]
+        return [f"rank {rank} of the replica" for rank in range(self.num_ranks)] + workers
 
     @property
     def probe_bytes(self) -> int:
         """That each rank sends each worker at a time to measure the link."""
         return max(LEAST_PROBE, PROBE_BYTES // (self.num_ranks * self.num_workers))
 
-    def join(self, rank: int, towards: str) -> "_Lines":
-        """Return the lines to all others of process `rank`, which is reached from the host `towards`.
+    def join(self, number: int, towards: str) -> GlooLines:
+        """Return the lines to all others of process `number`, which is reached from the host `towards`.
 
         Raises:
             RuntimeError: Not all came in time.
         """
+        address = own_address(towards, self.port)
         timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
-        prefixed = dist.PrefixStore(self.key, store)
-        size = self.num_ranks + self.num_workers
-        return _Lines(server_group(prefixed, rank, size, timeout, own_address(towards, self.port)))
+        return GlooLines(gloo_group(self._store(self.key), number, self._size, timeout, address))
 
+    def open_lines(
+        self, control: GlooLines, number: int, device: torch.device, lengths: Mapping[int, int]
+    ) -> tuple[Lines, str]:
+        """Return what data goes over, which all find together: lines over NCCL, or `control`, and why it is not NCCL.
 
-class _Lines:
-    """One process's connections to the others of a group, on each of which one message is under way at a time.
-
-    The first failure closes them, so that none of the others waits for this process. What is under way keeps them open:
-    it is known here alone, not to the frames of an error that somebody keeps.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._under_way: dict[int, Any] = {}
-
-    def send(self, tensor: Tensor, other: int) -> None:
-        """Begin to send to process `other`."""
-        self._under_way[other] = self._group.send([tensor], other, 0)
-
-    def receive(self, tensor: Tensor, other: int) -> None:
-        """Begin to receive from process `other`."""
-        self._under_way[other] = self._group.recv([tensor], other, 0)
-
-    def wait(self, other: int | None = None) -> None:
-        """Wait for what is under way to or from a process, if there is anything; None: all of them.
+        Args:
+            control: What `join` has returned.
+            number: Of this process.
+            device: This process's.
+            lengths: Longest message that comes from each other one. # bytes
 
         Raises:
-            RuntimeError: It is gone, or takes too long.
+            RuntimeError: A process is gone.
         """
-        for number in list(self._under_way) if other is None else [other]:
-            try:
-                if number in self._under_way:
-                    self._under_way.pop(number).wait()
-            except BaseException:
-                self.close()
-                raise
+        if self.backend == "gloo":
+            return control, ""
+        is_rank = number < self.num_ranks
+        return open_nccl(
+            control,
+            number,
+            self.names,
+            range(self.num_ranks, self._size) if is_rank else range(self.num_ranks),
+            device,
+            lengths,
+            lambda: NCCLGroup(self._store(f"{self.key}/nccl"), number, self._size, device),
+            self.timeout_s,
+        )
 
-    def close(self) -> None:
-        """Leave the group."""
-        self._under_way.clear()
-        self._group = None
+    @property
+    def _size(self) -> int:
+        return self.num_ranks + self.num_workers
+
+    def _store(self, prefix: str) -> dist.Store:
+        timeout = timedelta(seconds=self.timeout_s)
+        return dist.PrefixStore(prefix, dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout))
 
 
 class RankEnd:
@@ -124,11 +123,12 @@ class RankEnd:
         self._rank = rank
         self._messages = messages
         self._device = device
-        self._lines: _Lines | None = None
+        self._control: GlooLines | None = None
+        self._lines: Lines | None = None  # for data; may be the same
         self.link_rate = 0.0  # what the leader has measured of the link to the server. # bytes per second
 
     def meet(self, plan: Sequence[Sequence[Messages]]) -> None:
-        """Wait for the others and measure the link.
+        """Wait for the others, find with them what data goes over, and measure the link.
 
         Args:
             plan: All messages, by rank and worker, which the leader tells the workers.
@@ -137,24 +137,29 @@ class RankEnd:
             RuntimeError: Not all came in time.
         """
         meeting = self._meeting
-        lines = self._lines = meeting.join(self._rank, meeting.host)
-        workers = self._workers
-        probe = torch.zeros(meeting.probe_bytes, dtype=torch.uint8)
-        for _ in range(NUM_PROBES):
-            began = time.perf_counter()
-            for worker in workers:
-                lines.send(probe, worker)
-            lines.wait()
-            self._hear()
-            rate = probe.numel() * meeting.num_ranks * meeting.num_workers / (time.perf_counter() - began)
-            self.link_rate = max(self.link_rate, rate)
+        control = self._control = meeting.join(self._rank, meeting.host)
         if self._rank == 0:
-            for number, worker in enumerate(workers):
+            for number, worker in enumerate(self._workers):
                 plain = [[message.to_plain() for message in of_rank[number]] for of_rank in plan]
                 text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
                 for told in (torch.tensor([text.numel()]), text):
-                    lines.send(told, worker)
-                    lines.wait()
+                    control.send(told, worker)
+                    control.wait()
+        lines, reason = meeting.open_lines(control, self._rank, self._device, {})
+        self._lines = lines
+        if reason and self._rank == 0:
+            log.warning("weights go to the server on %s over gloo, since NCCL does not work: %s", meeting.host, reason)
+        probe = torch.zeros(meeting.probe_bytes, dtype=torch.uint8, device=lines.device)
+        for _ in range(NUM_PROBES):
+            began = time.perf_counter()
+            lines.begin()
+            for worker in self._workers:
+                lines.send(probe, worker)
+            lines.go()
+            lines.end()
+            self._hear()
+            rate = probe.numel() * meeting.num_ranks * meeting.num_workers / (time.perf_counter() - began)
+            self.link_rate = max(self.link_rate, rate)
 
     def send(self, held: Mapping[str, HeldTensor]) -> tuple[list[int], int, float]:
         """Send all messages; the leader returns when the workers have those of all ranks.
@@ -173,21 +178,24 @@ class RankEnd:
         lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
         buffers = [torch.empty(length, dtype=torch.uint8, device=self._device) for length in lengths]
         sent = [0] * len(buffers)
+        lines.begin()
         for number in range(max(map(len, self._messages), default=0)):
             for place, (worker, messages) in enumerate(zip(self._workers, self._messages, strict=True)):
                 if number < len(messages):
                     lines.wait(worker)  # then its buffer is free
-                    packed = write_message(messages[number], held, buffers[place]).cpu()
+                    packed = write_message(messages[number], held, buffers[place])
                     lines.send(packed, worker)
                     sent[place] += packed.numel()
-        lines.wait()
+            lines.go()
+        lines.end()
         self._hear()
         return sent, sum(lengths), time.perf_counter() - began
 
     def leave(self) -> None:
         """Close the connections."""
-        if self._lines is not None:
-            self._lines.close()
+        for lines in (self._lines, self._control):
+            if lines is not None:
+                lines.close()
 
     @property
     def _workers(self) -> list[int]:
@@ -197,10 +205,10 @@ class RankEnd:
     def _hear(self) -> None:
         """On the leader, wait until each worker says that it has everything."""
         if self._rank == 0:
-            assert self._lines is not None
+            assert self._control is not None
             for worker in self._workers:
-                self._lines.receive(torch.empty(1, dtype=torch.uint8), worker)
-            self._lines.wait()
+                self._control.receive(torch.empty(1, dtype=torch.uint8), worker)
+            self._control.wait()
 
 
 class WorkerEnd:
@@ -210,27 +218,50 @@ class WorkerEnd:
         meeting: Of all.
         worker: Number of the worker.
         reads: What it reads of each tensor.
+        device: The worker's.
 
     Raises:
         RuntimeError: Not all came in time.
         ValueError: The plan is not that of what it reads.
     """
 
-    def __init__(self, meeting: DirectMeeting, worker: int, reads: Reads) -> None:
+    def __init__(self, meeting: DirectMeeting, worker: int, reads: Reads, device: torch.device) -> None:
         self._reads = reads
-        self._lines = meeting.join(meeting.num_ranks + worker, meeting.address)
-        probes = [torch.empty(meeting.probe_bytes, dtype=torch.uint8) for _ in range(meeting.num_ranks)]
-        for _ in range(NUM_PROBES):
-            for rank, probe in enumerate(probes):
-                self._lines.receive(probe, rank)
-            self._lines.wait()
-            self._confirm()
+        self._control = meeting.join(meeting.num_ranks + worker, meeting.address)
+        self._lines: Lines = self._control
+        try:
+            self._messages = self._hear_plan()
+            lengths = {rank: max(length, meeting.probe_bytes) for rank, length in enumerate(self._lengths)}
+            self._lines, _ = meeting.open_lines(self._control, meeting.num_ranks + worker, device, lengths)
+            probes = [self._lines.empty(meeting.probe_bytes) for _ in range(meeting.num_ranks)]
+            for _ in range(NUM_PROBES):
+                self._lines.begin()
+                for rank, probe in enumerate(probes):
+                    self._lines.receive(probe, rank)
+                self._lines.go()
+                self._lines.end()
+                self._confirm()
+            self._check()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Close the connections."""
+        self._lines.close()
+        self._control.close()
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Longest message of each rank. # bytes"""
+        return [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
+
+    def _hear_plan(self) -> list[Messages]:
         length = self._hear(torch.empty(1, dtype=torch.int64))
         text = self._hear(torch.empty(int(length), dtype=torch.uint8))
-        shapes = {name: read.shape for name, read in reads.items()}
+        shapes = {name: read.shape for name, read in self._reads.items()}
         plain = json.loads(text.numpy().tobytes())
-        self._messages = [[Message.from_plain(message, shapes) for message in of_rank] for of_rank in plain]
-        self._check()
+        return [[Message.from_plain(message, shapes) for message in of_rank] for of_rank in plain]
 
     def _check(self) -> None:
         parts = [part for of_rank in self._messages for message in of_rank for part in message.parts]
@@ -255,8 +286,8 @@ class WorkerEnd:
             RuntimeError: A rank is gone, or takes too long.
         """
         tensors, num_bytes = empty_tensors(self._reads, nan=nan), 0
-        lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
-        buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        buffers = [self._lines.empty(length) for length in self._lengths]
+        self._lines.begin()
 
         def begin(rank: int, number: int) -> None:
             if number < len(self._messages[rank]):
@@ -265,22 +296,24 @@ class WorkerEnd:
         for rank in range(len(buffers)):
             begin(rank, 0)
         for number in range(max(map(len, self._messages), default=0)):
+            self._lines.go()
             for rank, messages in enumerate(self._messages):
                 if number < len(messages):
                     self._lines.wait(rank)
                     read_message(messages[number], buffers[rank], tensors)
                     num_bytes += messages[number].num_bytes
                     begin(rank, number + 1)
+        self._lines.end()
         self._confirm()
         return tensors, num_bytes
 
     def _hear(self, tensor: Tensor) -> Tensor:
         """What the leader says."""
-        self._lines.receive(tensor, 0)
-        self._lines.wait()
+        self._control.receive(tensor, 0)
+        self._control.wait()
         return tensor
 
     def _confirm(self) -> None:
         """Tell the leader that everything has come."""
-        self._lines.send(torch.ones(1, dtype=torch.uint8), 0)
-        self._lines.wait()
+        self._control.send(torch.ones(1, dtype=torch.uint8), 0)
+        self._control.wait()

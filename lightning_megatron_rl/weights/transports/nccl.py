@@ -1,7 +1,10 @@
 """Weights to vLLM's workers on other GPUs of the machine: NCCL broadcasts of buckets."""
 
+import os
 import socket
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron_rl.compat.torch_names import nccl_options
+from lightning_megatron_rl.compat.torch_names import exchange_at_once, nccl_options
 from lightning_megatron_rl.parallel.rendezvous import LOOPBACK, local_store
 from lightning_megatron_rl.weights.placement import fill_buckets
 from lightning_megatron_rl.weights.source import WeightSource
@@ -23,6 +26,15 @@ from lightning_megatron_rl.weights.transports.base import (
     post_by,
     total_bytes,
 )
+
+_NO_DEADLINE = timedelta(hours=6)  # who waits for a message of `NCCLGroup` has a deadline of its own
+# torch's own thread ends the process when NCCL fails, or waits too long, unless a group is made with these
+_FAILURES_ARE_OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # which would turn the first on
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+_environment_lock = threading.Lock()
 
 
 class NCCLTransport(Transport):
@@ -85,3 +97,62 @@ def join_group(
     store = local_store(rank, world_size, port, timeout, bound)
     prefixed = dist.PrefixStore("weights", store)
     return dist.ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(timeout))  # type: ignore[return-value]
+
+
+class NCCLGroup:
+    """A group for messages between processes of different worlds, whose failure is no end of any of them.
+
+    It connects in the first `exchange`, in which every process must take part.
+
+    Args:
+        store: Of the group alone.
+        number: Of this process in it.
+        size: Number of processes.
+        device: This process's.
+
+    Raises:
+        RuntimeError: There is no NCCL, or no GPU.
+    """
+
+    def __init__(self, store: dist.Store, number: int, size: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise RuntimeError(f"its device is {device}")
+        self._device = device
+        with torch.cuda.device(device), _failures_are_ours():
+            self._group = dist.ProcessGroupNCCL(store, number, size, nccl_options(_NO_DEADLINE))
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], bool]:
+        """See `DataGroup`."""
+        with torch.cuda.device(self._device):
+            work = exchange_at_once(self._group, sends, receives)
+
+        def is_complete() -> bool:
+            if not work.is_completed():
+                return False
+            with torch.cuda.device(self._device):
+                work.wait(timedelta(seconds=1))  # it has ended: this raises if it has failed
+            return True
+
+        return is_complete
+
+    def abort(self) -> None:
+        """See `DataGroup`."""
+        self._group.abort()
+
+
+@contextmanager
+def _failures_are_ours() -> Iterator[None]:
+    """A group that is made meanwhile leaves failures to whoever waits for it."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in _FAILURES_ARE_OURS}
+        os.environ.update(_FAILURES_ARE_OURS)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

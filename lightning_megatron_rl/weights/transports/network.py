@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_megatron_rl.compat.gloo import gloo_group
 from lightning_megatron_rl.parallel.hosts import own_address
 from lightning_megatron_rl.weights.loader import reload_weights
 from lightning_megatron_rl.weights.placement import Placement, view_all
 from lightning_megatron_rl.weights.reads import Read, Reads, dtype_of, prove_reads, record_reads
-from lightning_megatron_rl.weights.transports.direct import DirectMeeting, WorkerEnd, server_group
+from lightning_megatron_rl.weights.transports.direct import DirectMeeting, WorkerEnd
 from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
 
 NETWORK = "network"  # the name of this way
@@ -60,7 +61,7 @@ class NetworkSender:
             RuntimeError: They did not come in time.
         """
         prefixed = dist.PrefixStore("weights", self._store)
-        self._group = server_group(prefixed, 0, self.meeting.world_size, self._deadline, self.meeting.address)
+        self._group = gloo_group(prefixed, 0, self.meeting.world_size, self._deadline, self.meeting.address)
 
     def send(self, bucket: Tensor, placements: list[Placement]) -> None:
         """Broadcast one bucket.
@@ -89,18 +90,19 @@ class NetworkReceiver(SharedWeightsReceiver):
     """Methods that vLLM adds to each of its workers (`worker_extension_cls`), called with plain data."""
 
     rank: int  # the worker's own
+    _trainer: Any = None
+    _ranks: WorkerEnd | None = None
 
     def join_trainer(self, meeting: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer, in place of an earlier one."""
         place = NetworkMeeting(**meeting)
-        self._trainer: Any = None
-        self._ranks: WorkerEnd | None = None
+        self.leave_trainer()
         self._reads: Reads | None = None
         timeout = timedelta(seconds=place.timeout_s)
         store = dist.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
         prefixed = dist.PrefixStore("weights", store)
         here = own_address(place.address, place.port)
-        self._trainer = server_group(prefixed, self.rank + 1, place.world_size, timeout, here)
+        self._trainer = gloo_group(prefixed, self.rank + 1, place.world_size, timeout, here)
         return {"rank": self.rank}
 
     def receive_weights(self, record: bool = False) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class NetworkReceiver(SharedWeightsReceiver):
         if not record:
             self._load(iter(held))
             return {"num_bytes": num_bytes, "rank": self.rank}
-        self._ranks = None
+        self._leave_ranks()
         self._reads = record_reads(self._load, held, self._tensors)
         reads = {name: read.to_plain() for name, read in self._reads.items()}
         return {"num_bytes": num_bytes, "rank": self.rank, "reads": reads}
@@ -138,14 +140,20 @@ class NetworkReceiver(SharedWeightsReceiver):
         if self._reads is None:
             raise RuntimeError("this worker has not noted what it reads: it takes buckets first")
         if meeting is not None:
-            ranks = WorkerEnd(DirectMeeting(**meeting), self.rank, self._reads)
+            if ranks is not None:
+                ranks.leave()
+            ranks = WorkerEnd(DirectMeeting(**meeting), self.rank, self._reads, self._tensors()[0].device)
         if ranks is None:
             raise RuntimeError("this worker has not met the trainer's ranks")
-        tensors, num_bytes = ranks.receive(nan=meeting is not None)
-        if meeting is not None:
-            prove_reads(self._load, tensors, self._reads, self._tensors)
-        else:
-            self._load(iter(tensors.items()))
+        try:
+            tensors, num_bytes = ranks.receive(nan=meeting is not None)
+            if meeting is not None:
+                prove_reads(self._load, tensors, self._reads, self._tensors)
+            else:
+                self._load(iter(tensors.items()))
+        except BaseException:
+            ranks.leave()
+            raise
         self._ranks = ranks
         return {"num_bytes": num_bytes, "rank": self.rank}
 
@@ -172,8 +180,14 @@ class NetworkReceiver(SharedWeightsReceiver):
 
     def leave_trainer(self) -> dict[str, Any]:
         """Close the connections to the trainer."""
-        self._trainer = self._ranks = None
+        self._trainer = None
+        self._leave_ranks()
         return {}
+
+    def _leave_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.leave()
+        self._ranks = None
 
 
 def to_plain(place: Placement) -> list[Any]:
