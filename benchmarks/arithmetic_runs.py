@@ -246,6 +246,17 @@ def own_job(
     return Job(name, command, result, lambda seconds: write_json(result, read_run(directory / "metrics.csv", seconds)))
 
 
+def reference_job(
+    name: str, out: Path, model: Path, *, seed: int, rollouts: int, device: str, **settings: float
+) -> Job:
+    """Return a run of `reference_grpo.py`; `settings` are its `Settings` by name."""
+    result = out / name / "run.json"
+    arguments = {"model": model, "out": result, "device": device, "seed": seed, "rollouts": rollouts}
+    arguments |= {"val-every": min(VAL_EVERY, rollouts), **settings}
+    script = str(Path(__file__).with_name("reference_grpo.py"))
+    return Job(name, [script, *(text for key, value in arguments.items() for text in (f"--{key}", str(value)))], result)
+
+
 def cli_command(base: Path, overlays: Sequence[Path], *last: Path) -> list[str]:
     """Return the arguments of `python` that fit a config on one process; later overlays have the last word."""
     arguments = ["-m", "lightning_megatron_rl", "fit"]

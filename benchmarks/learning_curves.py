@@ -22,6 +22,7 @@ from arithmetic_runs import (
     default_device,
     first_reaching,
     own_job,
+    reference_job,
     run_missing,
     warm_start,
     write_json,
@@ -34,18 +35,11 @@ SAMPLES_PER_ROLLOUT = 128 * 8
 
 def jobs(out: Path, model: Path, seeds: Sequence[int], rollouts: int, device: str, sides: Sequence[str]) -> list[Job]:
     """Return a run per side and seed."""
-    script = str(Path(__file__).with_name("reference_grpo.py"))
     found = []
     for side, seed in itertools.product(sides, seeds):
         name = f"{side}_{seed}"
-        if side == "ours":
-            found.append(own_job(name, out, model, seed=seed, rollouts=rollouts, device=device))
-            continue
-        result = out / name / "run.json"
-        arguments = {"model": model, "out": result, "device": device, "seed": seed, "rollouts": rollouts}
-        arguments["val-every"] = min(VAL_EVERY, rollouts)
-        command = [script, *(text for key, value in arguments.items() for text in (f"--{key}", str(value)))]
-        found.append(Job(name, command, result))
+        make = own_job if side == "ours" else reference_job
+        found.append(make(name, out, model, seed=seed, rollouts=rollouts, device=device))
     return found
 
 

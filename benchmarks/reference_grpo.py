@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Settings:
     train_rows: int = 3500
     val_rows: int = 500
     val_every: int = 5  # rollouts
+    staleness: int = 0  # rollouts between the policy that samples and the one that is updated
+    cap: float = 2.0  # of the tokens' importance weights π / π_sampler; 0: no weights
 
 
 @dataclass
@@ -124,14 +127,20 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 
 def grpo_loss(
-    logprobs: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, mask: Tensor, settings: Settings
+    logprobs: Tensor,
+    old: Tensor,
+    reference: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: Settings,
+    weights: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the clipped surrogate plus KL, and that KL (k3), each as the mean over all response tokens."""
+    """Return the clipped surrogate, weighted, plus KL, and that KL (k3), each as the mean over all response tokens."""
     ratio = (logprobs - old).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     policy = -torch.minimum(ratio * advantages, clipped * advantages)
     bounded = torch.minimum(policy, -settings.dual_clip * advantages)
-    policy = torch.where(advantages < 0, bounded, policy)
+    policy = torch.where(advantages < 0, bounded, policy) * weights
     difference = (reference - logprobs).clamp(-20, 20)
     kl = (difference.exp() - difference - 1).clamp(max=10)
     tokens = mask.sum()
@@ -153,19 +162,26 @@ def update(
     responses: Responses,
     rewards: Tensor,
     settings: Settings,
+    drawn: Tensor | None = None,
 ) -> dict[str, float]:
-    """Take the optimizer steps of one rollout, each on an equal share of its prompts; `rewards` is [prompts, G]."""
+    """Take the optimizer steps of one rollout, each on an equal share of its prompts; `rewards` is [prompts, G].
+
+    `drawn` are the log-probs under the policy that has sampled, [samples, response], if that is an older one.
+    """
     advantages = group_advantages(rewards).flatten()[:, None]
     with torch.no_grad():
         old = token_logprobs(model, responses, settings.temperature)
         reference = token_logprobs(reference_model, responses, settings.temperature)
+    weights = torch.ones_like(old)
+    if drawn is not None and settings.cap:
+        weights = (old - drawn).clamp(-20, 20).exp().clamp(max=settings.cap)
     size = len(responses.tokens) // settings.updates
     metrics = {}
     for start in range(0, len(responses.tokens), size):
         rows = slice(start, start + size)
         part = responses.part(rows)
         logprobs = token_logprobs(model, part, settings.temperature)
-        loss, kl = grpo_loss(logprobs, old[rows], reference[rows], advantages[rows], part.mask, settings)
+        loss, kl = grpo_loss(logprobs, old[rows], reference[rows], advantages[rows], part.mask, settings, weights[rows])
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
@@ -206,15 +222,20 @@ def train(directory: Path, settings: Settings, device: str) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, settings.lr, settings.rollouts, pct_start=settings.warmup_share, cycle_momentum=False
     )
+    recent = deque([copy.deepcopy(model)], maxlen=settings.staleness + 1)  # the oldest samples
     started = time.perf_counter()
     accuracies = [[0, accuracy(model, tokenizer, held_out, settings)]]
     steps = []
     for number in range(settings.rollouts):
         batch = [rows[index] for index in batch_rows(number, settings)]
-        responses = sample(model, tokenizer, [row["prompt"] for row in batch], settings, greedy=False)
+        responses = sample(recent[0], tokenizer, [row["prompt"] for row in batch], settings, greedy=False)
         rewards = torch.tensor(exact_match(responses.texts, batch, settings.generations), device=device)
-        metrics = update(model, optimizer, reference_model, responses, rewards.view(-1, settings.generations), settings)
+        with torch.no_grad():
+            drawn = token_logprobs(recent[0], responses, settings.temperature) if settings.staleness else None
+        groups = rewards.view(-1, settings.generations)
+        metrics = update(model, optimizer, reference_model, responses, groups, settings, drawn)
         scheduler.step()
+        recent.append(copy.deepcopy(model))
         steps.append({"reward": rewards.mean().item(), **metrics})
         if (number + 1) % settings.val_every == 0:
             accuracies.append([number + 1, accuracy(model, tokenizer, held_out, settings)])

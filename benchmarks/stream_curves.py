@@ -1,9 +1,12 @@
 """Learning curves of streams beside the synchronous run's, from one warm start, over several seeds.
 
     python benchmarks/stream_curves.py --jobs 16         # run again: what is done is kept
+    python benchmarks/stream_curves.py --reference       # a synchronous GRPO of its own whose sampler is so far behind
 
 Streams sample so far ahead that every batch is as old as its bound allows. Writes ``results/stream_curves.json`` and
-``results/stream_curves.png`` once every run is there.
+``results/stream_curves.png`` once every run is there. With ``--reference`` runs are those of ``reference_grpo.py``
+(plain torch and Transformers, no stream), whose batches are drawn with the weights of so many rollouts ago: what that
+alone costs. They go to ``results/stream_curves_reference.json``.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from arithmetic_runs import (
     add_run_arguments,
     default_device,
     own_job,
+    reference_job,
     run_missing,
     warm_start,
     write_json,
@@ -76,6 +80,7 @@ VARIANTS = (
     Variant(8),
     Variant(8, correction=None),
 )
+DELAYS = (0, 2, 4)  # rollouts by which the reference's sampler is behind
 
 
 def jobs(
@@ -100,12 +105,24 @@ def jobs(
     return found
 
 
-def compare(curves: dict[str, list[list[list[float]]]]) -> dict[str, dict[str, Any]]:
+def reference_jobs(
+    out: Path, model: Path, delays: Sequence[int], seeds: Sequence[int], rollouts: int, device: str
+) -> dict[int, list[Job]]:
+    """Return runs of the reference, one per seed, by how far its sampler is behind."""
+    run = {"out": out, "model": model, "rollouts": rollouts, "device": device}
+    return {
+        delay: [reference_job(f"reference_{delay}_{seed}", seed=seed, staleness=delay, **run) for seed in seeds]
+        for delay in delays
+    }
+
+
+def compare(curves: dict[str, list[list[list[float]]]], baseline: str = SYNCHRONOUS.name) -> dict[str, dict[str, Any]]:
     """Return mean and standard deviation of each variant's curves and of their ends, and how likely by chance they
-    differ as much from the synchronous run's.
+    differ as much from the baseline's.
 
     Args:
         curves: By the variant's name, of each seed: pairs of rollouts and accuracy.
+        baseline: Name of the synchronous run.
     """
     found: dict[str, dict[str, Any]] = {}
     numbers: dict[str, dict[str, list[float]]] = {}
@@ -119,7 +136,7 @@ def compare(curves: dict[str, list[list[list[float]]]]) -> dict[str, dict[str, A
             found[name][what] = {
                 "mean": statistics.fmean(values),
                 "std": statistics.stdev(values) if len(values) > 1 else 0.0,
-                "p_value": permutation_p(values, numbers[SYNCHRONOUS.name][what]),
+                "p_value": permutation_p(values, numbers[baseline][what]),
             }
     return found
 
@@ -177,9 +194,32 @@ def merge(out: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts
     }
     write_json(results / "stream_curves.json", figures)
     plot(curves, results / "stream_curves.png")
-    for name, found in figures["comparison"].items():
-        end = found["final_accuracy"]
-        print(f"{name:26} {end['mean']:.3f} ± {end['std']:.3f}, p {end['p_value']:.3f}", flush=True)
+    print_ends(figures["comparison"])
+
+
+def merge_reference(found: dict[int, list[Job]], environment: Path, options: argparse.Namespace) -> None:
+    """Write the figures of the reference's runs that are there."""
+    runs = {str(delay): [json.loads(job.result.read_text()) for job in jobs] for delay, jobs in found.items()}
+    curves = {delay: [run["accuracy"][1:] for run in of_delay] for delay, of_delay in runs.items()}  # 0: the same start
+    figures = {
+        "command": "python benchmarks/stream_curves.py --reference",
+        "environment": json.loads(environment.read_text()),
+        "seeds": options.seeds,
+        "rollouts": options.rollouts,
+        "samples_per_rollout": PROMPTS * GENERATIONS,
+        "comparison": compare(curves, "0"),
+        "curves": curves,
+    }
+    write_json(options.results / "stream_curves_reference.json", figures)
+    print_ends(figures["comparison"])
+
+
+def print_ends(comparison: dict[str, dict[str, Any]]) -> None:
+    """Print a line per variant."""
+    for name, found in comparison.items():
+        mean, end = found["mean_accuracy"], found["final_accuracy"]
+        print(f"{name:26} {mean['mean']:.3f} ± {mean['std']:.3f}, p {mean['p_value']:.3f};", end=" ")
+        print(f"in the end {end['mean']:.3f} ± {end['std']:.3f}, p {end['p_value']:.3f}", flush=True)
 
 
 def main() -> None:
@@ -190,10 +230,20 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=75)
     names = {variant.name: variant for variant in VARIANTS}
     parser.add_argument("--variants", nargs="+", choices=list(names), default=list(names))
+    parser.add_argument("--reference", action="store_true", help="reference_grpo.py, behind by --delays")
+    parser.add_argument("--delays", type=int, nargs="+", default=list(DELAYS), help="rollouts; 0 must be among them")
     options = parser.parse_args()
+    if 0 not in options.delays:
+        parser.error(f"--delays {options.delays} without 0, with which the others are compared")
     out, device = options.out.resolve(), default_device()
     variants = [names[name] for name in options.variants]
     model = warm_start(out, device, steps=options.sft_steps)
+    if options.reference:
+        found = reference_jobs(out, model, options.delays, options.seeds, options.rollouts, device)
+        environment = out / "environment_reference.json"
+        run_missing([job for jobs in found.values() for job in jobs], environment, device, options)
+        merge_reference(found, environment, options)
+        return
     todo = jobs(out, model, variants, options.seeds, options.rollouts, device)
     run_missing(todo, out / "environment_streams.json", device, options)
     merge(out, variants, options.seeds, options.rollouts, options.results)

@@ -1,5 +1,6 @@
 """The learning benchmarks: the reference is the same algorithm, runs are counted right, and what is committed holds."""
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -60,8 +61,11 @@ def test_reference_has_the_settings_of_our_runs(tmp_path):
         "train_rows": train.size,
         "val_rows": held_out.size,
         "val_every": trainer.val_check_interval,
+        "staleness": 0 if module.streamed is None else None,
+        "cap": loss.correction_options()["cap"],
     }
     assert ours == asdict(reference_grpo.Settings(seed=3))
+    assert (loss.correction, loss.weight_level) == ("tis", "token")
     assert (loss.advantage, loss.policy_loss, loss.aggregation) == ("grpo", "ppo_clip", "token_mean")
     assert (loss.kl_estimator, loss.kl_in, loss.entropy_coef) == ("k3", "loss", 0.0)
     assert (schedule["max_lr"], schedule["total_steps"]) == (optimizer.lr, trainer.max_steps)
@@ -113,24 +117,30 @@ def as_responses(samples: list[Sample], pad_token_id: int) -> reference_grpo.Res
     return reference_grpo.Responses(rows, attention, attention[:, width:].bool(), [""] * len(samples))
 
 
-def test_reference_takes_our_step(worker_pool, qwen3_dir):
-    """The same responses and rewards: two updates of one rollout give both sides the same weights."""
+@pytest.mark.parametrize("correction", [None, "tis"])
+def test_reference_takes_our_step(worker_pool, qwen3_dir, correction):
+    """The same responses and rewards, drawn by another policy: two updates of one rollout give both sides the same
+    weights."""
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"clip_high": 0.28, "kl_coef": 0.1, "entropy_coef": 0.0, "correction": None}
+    options: dict[str, Any] = {"clip_high": 0.28, "kl_coef": 0.1, "entropy_coef": 0.0, "correction": correction}
     ours = worker_pool.run(
         fit_grpo, qwen3_dir, {}, 1, steps=1, loss=options, rewards=[parity], trainer={"gradient_clip_val": 1.0},
         world_size=1, init_process_group=False,
     )[0]  # fmt: skip
     settings = reference_grpo.Settings(
-        temperature=0.8, lr=1e-3, beta2=0.999, eps=1e-3, weight_decay=0.01, kl_coef=0.1, generations=NUM_GENERATIONS
-    )
+        temperature=0.8, lr=1e-3, beta2=0.999, eps=1e-3, weight_decay=0.01, kl_coef=0.1, generations=NUM_GENERATIONS,
+        cap=2.0 if correction else 0.0,
+    )  # fmt: skip
     model, frozen = (AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32) for _ in range(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     samples = recorded_samples(4)
     rewards = torch.tensor(parity(samples)).view(-1, NUM_GENERATIONS)
     optimizer = reference_grpo.make_optimizer(model, settings)
-    metrics = reference_grpo.update(model, optimizer, frozen, as_responses(samples, 0), rewards, settings)
+    drawn = torch.zeros(len(samples), MAX_RESPONSE)
+    for row, sample in zip(drawn, samples, strict=True):
+        row[: len(sample.response_ids)] = torch.tensor(sample.response_logprobs)
+    metrics = reference_grpo.update(model, optimizer, frozen, as_responses(samples, 0), rewards, settings, drawn)
     assert metrics["grad_norm"] > settings.clip_norm  # clipping took part
     # fp32 sums in another order
     assert ours.steps[0]["policy/loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-5)
@@ -142,6 +152,35 @@ def test_reference_takes_our_step(worker_pool, qwen3_dir):
         return sum((left[name] - right[name]).double().square().sum().item() for name in after) ** 0.5
 
     assert distance(after, ours.weights) < 1e-3 * distance(after, before)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_reference_samples_with_weights_that_are_so_old(qwen3_dir, tmp_path, monkeypatch, staleness):
+    settings = reference_grpo.Settings(
+        rollouts=4, prompts=2, generations=2, train_rows=8, val_rows=2, val_every=4, staleness=staleness, lr=1e-2
+    )
+    weights, norms = [], []
+    real_sample, real_update = reference_grpo.sample, reference_grpo.update
+
+    def norm(model: Any) -> float:
+        return sum(parameter.double().norm().item() for parameter in model.parameters())
+
+    def sample(model, *arguments, greedy):
+        if not greedy:
+            weights.append(norm(model))
+        return real_sample(model, *arguments, greedy=greedy)
+
+    def update(model, *arguments):
+        norms.append(norm(model))
+        assert (arguments[-1] is None) == (staleness == 0)
+        return real_update(model, *arguments)
+
+    monkeypatch.setattr(reference_grpo, "sample", sample)
+    monkeypatch.setattr(reference_grpo, "update", update)
+    monkeypatch.setattr(reference_grpo, "exact_match", lambda texts, rows, count: [float(i % 2) for i in range(len(texts))])
+    reference_grpo.train(qwen3_dir, settings, "cpu")
+    assert len(set(norms)) == settings.rollouts
+    assert weights == [norms[max(number - staleness, 0)] for number in range(settings.rollouts)]
 
 
 # ---- runs and what is counted --------------------------------------------------------------------------------------
@@ -245,6 +284,21 @@ def test_a_stream_is_as_old_as_its_bound_lets_it_be(tmp_path):
     assert list(figures["curves"]) == names
     assert figures["staleness_max"] == {"shared, 2": 2.0}
     assert (tmp_path / "stream_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_reference_falls_behind_by_command(tmp_path):
+    """Runs of the reference alone, which are there already."""
+    found = stream_curves.reference_jobs(tmp_path, tmp_path, [0, 2], [0, 1], 5, "cpu")
+    for delay, jobs in found.items():
+        for seed, job in enumerate(jobs):
+            assert job.command[job.command.index("--staleness") + 1] == str(delay)
+            write_json(job.result, {"accuracy": [[0, 0.1], [5, 0.5 - 0.1 * delay + 0.01 * seed]]})
+    write_json(tmp_path / "environment.json", {})
+    options = argparse.Namespace(seeds=[0, 1], rollouts=5, results=tmp_path)
+    stream_curves.merge_reference(found, tmp_path / "environment.json", options)
+    figures = json.loads((tmp_path / "stream_curves_reference.json").read_text())
+    assert figures["comparison"]["2"]["final_accuracy"]["mean"] == pytest.approx(0.305)
+    assert figures["comparison"]["2"]["final_accuracy"]["p_value"] == pytest.approx(2 / 6)
 
 
 # ---- what is committed ---------------------------------------------------------------------------------------------
