@@ -1,6 +1,8 @@
 """The tables of streams: B4 in results.md, learning curves in asynchronous.md, drills in kill_drills.md."""
 
+import statistics
 from pathlib import Path
+from typing import Any
 
 from results import RESULTS, Result, load, spread, table
 
@@ -47,15 +49,22 @@ def stream_curves(results: Path = RESULTS) -> str:
     header = "| sampler, `max_staleness` | staleness, mean | accuracy, mean of the run | p | at the end | p |"
     rows = []
     for _, result in load("stream_curves.json", results):
-        for name, found in result["comparison"].items():
-            mean, final = found["mean_accuracy"], found["final_accuracy"]
-            staleness = result["staleness_mean"].get(name)  # None of the synchronous run, which others are held to
-            cells = []
-            for value in (mean, final):
-                chance = "–" if staleness is None else f"{value['p_value']:.3f}"
-                cells.append(f"{value['mean']:.3f} ± {value['std']:.3f} | {chance}")
-            rows.append(f"| {name} | {staleness or 0:.2f} | {cells[0]} | {cells[1]} |")
+        ages = result["staleness_mean"]
+        rows += [_curve(name, found, ages.get(name, 0)) for name, found in result["comparison"].items()]
+    for _, result in load("stream_curves_reference.json", results):
+        for delay, found in result["comparison"].items():
+            ages = [min(number, int(delay)) for number in range(result["rollouts"])]
+            rows.append(_curve(f"`reference_grpo.py`, {delay} behind", found, statistics.fmean(ages)))
     return table(header, rows)
+
+
+def _curve(name: str, found: dict[str, Any], staleness: float) -> str:
+    """Return the row of one variant; those with no staleness are what others are compared with."""
+    cells = []
+    for value in (found["mean_accuracy"], found["final_accuracy"]):
+        chance = f"{value['p_value']:.3f}" if staleness else "–"
+        cells.append(f"{value['mean']:.3f} ± {value['std']:.3f} | {chance}")
+    return f"| {name} | {staleness:.2f} | {cells[0]} | {cells[1]} |"
 
 
 def stream_kill_drill(results: Path = RESULTS) -> str:

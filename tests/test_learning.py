@@ -177,7 +177,9 @@ def test_reference_samples_with_weights_that_are_so_old(qwen3_dir, tmp_path, mon
 
     monkeypatch.setattr(reference_grpo, "sample", sample)
     monkeypatch.setattr(reference_grpo, "update", update)
-    monkeypatch.setattr(reference_grpo, "exact_match", lambda texts, rows, count: [float(i % 2) for i in range(len(texts))])
+    monkeypatch.setattr(
+        reference_grpo, "exact_match", lambda texts, rows, count: [float(i % 2) for i in range(len(texts))]
+    )
     reference_grpo.train(qwen3_dir, settings, "cpu")
     assert len(set(norms)) == settings.rollouts
     assert weights == [norms[max(number - staleness, 0)] for number in range(settings.rollouts)]
@@ -312,6 +314,20 @@ def test_learning_curves_lie_within_each_others_noise():
     for name, numbers in figures["comparison"].items():
         assert numbers["p_value"] > 0.05, name
     assert (RESULTS / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_streams_lose_what_their_delay_costs():
+    """As much as a synchronous GRPO in plain torch whose sampler is so far behind, within two standard errors."""
+    ours, reference = (json.loads((RESULTS / f"stream_curves{name}.json").read_text()) for name in ("", "_reference"))
+    assert reference["comparison"] == stream_curves.compare(reference["curves"], "0")
+    for delay in ("2", "4"):
+        for what in ("mean_accuracy", "final_accuracy"):
+            synchronous, stream = (ours["comparison"][name][what] for name in ("synchronous", f"separate, {delay}"))
+            alone, behind = (reference["comparison"][name][what] for name in ("0", delay))
+            sides = (synchronous, stream, alone, behind)
+            error = (sum(side["std"] ** 2 for side in sides) / len(ours["seeds"])) ** 0.5
+            lost = (synchronous["mean"] - stream["mean"]) - (alone["mean"] - behind["mean"])
+            assert abs(lost) < 2 * error, (delay, what)
 
 
 def test_every_method_has_learnt():
