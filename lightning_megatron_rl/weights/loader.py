@@ -87,7 +87,8 @@ def _no_false_alarms(kinds: set[str]) -> Iterator[None]:
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def is_true(record: logging.LogRecord) -> bool:
-        return not (str(record.msg).endswith("Failed to load weights") and record.args and record.args[0] in kinds)
+        layer, _, words = record.getMessage().partition(": ")
+        return not (layer in kinds and words == "Failed to load weights")
 
     logger.addFilter(is_true)
     try:
