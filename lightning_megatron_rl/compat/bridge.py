@@ -49,14 +49,7 @@ def _import_conversion() -> Any:
             _add_bare_package(package)
         with _transformer_engine_names():
             importlib.import_module("megatron.bridge.peft.lora_layers")
-        _note_absence("modelopt")
         return importlib.import_module(f"{_BRIDGES}.conversion.auto_bridge").AutoBridge
-
-
-def _note_absence(package: str) -> None:
-    """Let Python know that a package is not installed: Megatron-Bridge tries to import it at each weight."""
-    if importlib.util.find_spec(package) is None:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # Python's own way to say so
 
 
 def model_bridge(auto_bridge: Any) -> Any:

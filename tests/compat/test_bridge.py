@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_megatron_rl.compat.bridge import _note_absence, import_auto_bridge
+from lightning_megatron_rl.compat.bridge import import_auto_bridge
 from lightning_megatron_rl.models.families.registry import FAMILIES, bridges
 from tests.distributed import WorkerPool
 
@@ -38,17 +38,3 @@ def test_only_what_is_needed_is_imported(fresh_worker: WorkerPool):
     assert unwanted == []
     # the stand-in for Transformer Engine's names must be gone, and must not have been taken for the real one
     assert megatron_has_te == te_is_importable == (importlib.util.find_spec("transformer_engine") is not None)
-
-
-def test_a_package_that_is_not_there_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch):
-    """Megatron-Bridge imports such a one for each weight; what is installed stays as it is."""
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    monkeypatch.setitem(sys.modules, "no_such_package", None)
-    del sys.modules["no_such_package"]
-    for name in ("no_such_package", "colorsys"):
-        _note_absence(name)
-    assert sys.modules["no_such_package"] is None
-    assert importlib.util.find_spec("no_such_package") is None
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("no_such_package.part")
-    assert "colorsys" not in sys.modules
