@@ -7,6 +7,7 @@ from lightning_megatron_rl.planner.moments import ACTIVATIONS, COMPUTING, Memory
 from lightning_megatron_rl.planner.run import Run
 
 MARGIN = 0.95  # of the free memory that a choice takes at most: allocators round up
+EQUAL = 1.01  # times the least seconds: nobody can tell such steps apart, and fewer tokens leave more memory
 WITHOUT_GPU = 8192  # tokens of a micro-batch where nothing is planned
 _BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
@@ -31,8 +32,9 @@ def candidates(run: Run, *, tokens: bool, recompute: bool, least: int) -> Iterat
 
 
 def fastest(runs: Sequence[Run]) -> Run:
-    """Return the run whose update is planned to take least; of equals the one with the fewest tokens."""
-    return min(runs, key=lambda run: (run.step_seconds, run.microbatch_tokens))
+    """Return the run whose step is planned to take least; of those within 1 % of it the one with the fewest tokens."""
+    least = min(run.step_seconds for run in runs)
+    return min((run for run in runs if run.step_seconds <= EQUAL * least), key=lambda run: run.microbatch_tokens)
 
 
 def choose(run: Run, *, tokens: bool, recompute: bool, least: int) -> Run:

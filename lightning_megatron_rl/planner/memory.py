@@ -53,6 +53,11 @@ class ModelSize:
         return self.dense + self.experts + self.embeddings
 
     @property
+    def num_experts(self) -> float:
+        """Of a layer; 0 of a model without."""
+        return self.experts / self.experts_met * self.routed_width / self.hidden if self.experts_met else 0.0
+
+    @property
     def linear_flops(self) -> float:
         """Operations of a forward pass for one token, attention's scores left out: two for each weight it meets."""
         return 2.0 * (self.dense + self.experts_met + self.vocabulary * self.hidden)
