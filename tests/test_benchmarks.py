@@ -280,7 +280,7 @@ def run_benchmark(script: str, *arguments: str, timeout: float = 240) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.deadline(250)
+@pytest.mark.deadline(500)  # two runs
 def test_throughput_runs_on_a_cpu(tmp_path: Path):
     out = tmp_path / "throughput.json"
     arguments = ["--steps=2", "--warmup=1", "--sequences=4", "--shortest=8", "--longest=16", "--max-tokens=64"]
@@ -291,6 +291,13 @@ def test_throughput_runs_on_a_cpu(tmp_path: Path):
     assert row["plan"][0].startswith("trainer: process")
     assert "tok/s" in shown
     assert out.with_suffix(".png").exists()
+    halves = tmp_path / "halves.json"
+    arguments += ["--devices=2", "--context-parallel=2", "--recompute"]
+    run_benchmark("throughput.py", *arguments, "--out", str(halves))
+    (split,) = json.loads(halves.read_text())["rows"]
+    assert "cp 2" in split["layout"]
+    assert split["tokens_per_update"] == row["tokens_per_update"]  # a sequence counts once
+    assert split["losses"] == pytest.approx(row["losses"], rel=1e-5)  # fp32, sums in another order
 
 
 def test_shares_of_a_save_by_hand():
