@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -353,7 +353,12 @@ def installed(package: str) -> str | None:
 
 
 def run_child(
-    script: str, arguments: Sequence[str], timeout_s: float, path: Sequence[str] = (), gpus: str | None = None
+    script: str,
+    arguments: Sequence[str],
+    timeout_s: float,
+    path: Sequence[str] = (),
+    gpus: str | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a script of this folder in a process of its own and return the JSON it leaves.
 
@@ -363,6 +368,7 @@ def run_child(
         timeout_s: Its deadline.
         path: Folders in which it finds packages that the environment lacks.
         gpus: Its ``CUDA_VISIBLE_DEVICES``, if not all.
+        variables: Of its environment, besides this process's.
 
     Raises:
         RuntimeError: It failed or took too long, with the end of its output.
@@ -371,6 +377,7 @@ def run_child(
     # only this process knows where torch's part of a torchrun is; a child starts alone
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), *path])
+    environment |= variables or {}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
     try:
