@@ -35,6 +35,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from work_done import MEGATRON_PROJECTION, ComputeDtype, megatron_work
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
+CALL_S = 3600  # of one call to the sampler: a very long response takes long, and the run has a deadline of its own
 HANDOVER = ("time/sleep_s", "time/offload_s", "perf/sleep_freed_gb", "perf/offloaded_gb")
 
 
@@ -145,6 +146,7 @@ def make_engine(options: argparse.Namespace) -> Any:
         return VLLMServers(
             options.urls.split(","),
             max_model_len=longest(options),
+            call_timeout_s=CALL_S,
             weights_over=weights_over(options),
         )
     behind = list(range(options.devices, options.devices + options.sampler_parallel))
@@ -155,6 +157,7 @@ def make_engine(options: argparse.Namespace) -> Any:
         tensor_parallel_size=options.sampler_parallel,
         devices=behind if options.apart else None,
         start_timeout_s=600,  # 30 billion weights, and their compilation
+        call_timeout_s=CALL_S,
         enforce_eager=options.eager or None,
         sleep_level=options.sleep_level,
     )
@@ -186,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     log, sampled, numbers = StepLog(device), Samples(), Numbers()
     syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
     directory = options.model or Path(tempfile.mkdtemp()) / "model"
-    write_model(directory, options.shape)
+    write_model(directory, options.shape, longest(options))
     if options.device == "cuda":
         torch.cuda.empty_cache()
     module = GRPOModule(
