@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -49,33 +49,46 @@ SHAPES["30b-a3b-10-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 10}  # 
 # dense bf16 operations and bytes per second of the data sheets (NVIDIA, SXM modules)
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-POSITIONS = 131_072  # the longest sequence
+POSITIONS = 131_072  # of a model, if nothing longer is asked for
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 
 
-def write_model(directory: Path, shape: str, seed: int = 0) -> Path:
+def write_model(directory: Path, shape: str, longest: int = 0, seed: int = 0) -> Path:
     """Write a random Qwen3 of `shape`, and a tokenizer of one word per token: ``t17 t4`` is two tokens.
 
     Weights are bf16 on CUDA (and are drawn there: 4 billion take seconds, on a CPU minutes), fp32 on a CPU. A model
     that is there is left as it is: rank 0 writes before it starts the others.
+
+    Args:
+        directory: Where.
+        shape: One of `SHAPES`.
+        longest: Sequence that it must have positions for.
+        seed: Of the weights.
+
+    Raises:
+        ValueError: A model is there that has fewer positions.
     """
     if (directory / "tokenizer_config.json").exists():
+        had = json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+        if longest > had:
+            raise ValueError(f"{directory} has {had} positions for a sequence of {longest} tokens: remove it")
         return directory
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-    sizes = {**SHAPES[shape], "max_position_embeddings": POSITIONS, "eos_token_id": 1, "pad_token_id": 0}
+    positions = max(POSITIONS, longest)
+    sizes = {**SHAPES[shape], "max_position_embeddings": positions, "eos_token_id": 1, "pad_token_id": 0}
     config = Qwen3MoeConfig(**sizes) if "num_experts" in sizes else Qwen3Config(**sizes)
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(seed)
     with torch.device("cuda" if on_cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_cuda else torch.float32)
     model.save_pretrained(directory)
-    make_tokenizer(sizes["vocab_size"]).save_pretrained(directory)
+    make_tokenizer(sizes["vocab_size"], positions).save_pretrained(directory)
     return directory
 
 
-def make_tokenizer(vocab_size: int) -> Any:
-    """Return a tokenizer of `vocab_size` words."""
+def make_tokenizer(vocab_size: int, longest: int = POSITIONS) -> Any:
+    """Return a tokenizer of `vocab_size` words, for texts of up to `longest` tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +96,7 @@ def make_tokenizer(vocab_size: int) -> Any:
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=POSITIONS
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=longest
     )
 
 
@@ -340,7 +353,12 @@ def installed(package: str) -> str | None:
 
 
 def run_child(
-    script: str, arguments: Sequence[str], timeout_s: float, path: Sequence[str] = (), gpus: str | None = None
+    script: str,
+    arguments: Sequence[str],
+    timeout_s: float,
+    path: Sequence[str] = (),
+    gpus: str | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a script of this folder in a process of its own and return the JSON it leaves.
 
@@ -350,6 +368,7 @@ def run_child(
         timeout_s: Its deadline.
         path: Folders in which it finds packages that the environment lacks.
         gpus: Its ``CUDA_VISIBLE_DEVICES``, if not all.
+        variables: Of its environment, besides this process's.
 
     Raises:
         RuntimeError: It failed or took too long, with the end of its output.
@@ -358,6 +377,7 @@ def run_child(
     # only this process knows where torch's part of a torchrun is; a child starts alone
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), *path])
+    environment |= variables or {}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
     try:

@@ -6,6 +6,7 @@ Used by weight_sync.py and grpo_step.py, each in a process of its own; prints on
 import argparse
 import hashlib
 import json
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from work_done import MEGATRON_PROJECTION, ComputeDtype, megatron_work
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
+CALL_S = 3600  # of one call to the sampler: a very long response takes long, and the run has a deadline of its own
 HANDOVER = ("time/sleep_s", "time/offload_s", "perf/sleep_freed_gb", "perf/offloaded_gb")
 
 
@@ -52,6 +54,8 @@ class SyncTimes(pl.Callback):
         self.num_bytes = 0
         self.extra_bytes = 0
         self.peer_bytes = 0
+        self.transport = ""
+        self.direct: dict[str, Any] | None = None  # what ranks sent straight to servers in the last one
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         from lightning_megatron_rl.models.hf.files import num_weights
@@ -72,7 +76,9 @@ class SyncTimes(pl.Callback):
         self.seconds, self.sleep_seconds = self.seconds[self.warmup :], self.sleep_seconds[self.warmup :]
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
-        self.peer_bytes = report.peer_bytes if (report := pl_module.sampler.last_sync) else 0
+        if report := pl_module.sampler.last_sync:
+            self.peer_bytes, self.transport = report.peer_bytes, report.transport
+            self.direct = vars(report.direct) if report.direct else None
         pl_module.report.phase_seconds.clear()  # the first step's own
 
 
@@ -101,6 +107,18 @@ class Samples(pl.Callback):
             self.device_bytes = max(self.device_bytes, total - free)
 
 
+class Warnings(logging.Handler):
+    """Keeps what the package warns of: weights that should go over NCCL may go over gloo."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.told.append(record.getMessage())
+
+
 class Numbers(pl.Callback):
     """Takes note of dtypes and the optimizer of the run, for the comparison of work."""
 
@@ -114,6 +132,42 @@ class Numbers(pl.Callback):
         self.work = {"compute_dtype": self.compute.name(), **megatron_work(trainer.strategy.optimizers[0])}
 
 
+def longest(options: argparse.Namespace) -> int:
+    """Return the tokens of prompt and response, and one more."""
+    return int(options.prompt_tokens + options.response_tokens + 1)
+
+
+def make_engine(options: argparse.Namespace) -> Any:
+    """Return the sampler: on the trainer's GPUs, on those behind them, or servers."""
+    from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+
+    if options.urls:
+        return VLLMServers(
+            options.urls.split(","),
+            max_model_len=longest(options),
+            call_timeout_s=CALL_S,
+            weights_over=weights_over(options),
+        )
+    behind = list(range(options.devices, options.devices + options.sampler_parallel))
+    return VLLMEngine(
+        max_model_len=longest(options),
+        max_num_seqs=options.prompts * options.generations,
+        kv_cache_memory_gb=options.cache_gb,
+        tensor_parallel_size=options.sampler_parallel,
+        devices=behind if options.apart else None,
+        start_timeout_s=600,  # 30 billion weights, and their compilation
+        call_timeout_s=CALL_S,
+        enforce_eager=options.eager or None,
+        sleep_level=options.sleep_level,
+    )
+
+
+def weights_over(options: argparse.Namespace) -> Any:
+    """Return what weights go to servers over."""
+    return options.weights_over or ("nccl" if options.device == "cuda" else "gloo")
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run and return times, losses and the work that was done."""
     from megatron.core.utils import get_model_config
@@ -124,8 +178,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rollout.protocol import SamplingParams
-    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
+    warnings = Warnings()
+    logging.getLogger("lightning_megatron_rl").addHandler(warnings)
     device = own_device(options.device)
     prepare(options.device, options.shape)
     peaks = measure_peaks(device)
@@ -134,22 +189,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     log, sampled, numbers = StepLog(device), Samples(), Numbers()
     syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
     directory = options.model or Path(tempfile.mkdtemp()) / "model"
-    write_model(directory, options.shape)
+    write_model(directory, options.shape, longest(options))
     if options.device == "cuda":
         torch.cuda.empty_cache()
     module = GRPOModule(
         str(directory),
         rewards=[reward],
         num_generations=options.generations,
-        engine=VLLMEngine(
-            max_model_len=options.prompt_tokens + options.response_tokens + 1,
-            max_num_seqs=options.prompts * options.generations,
-            kv_cache_memory_gb=options.cache_gb,
-            tensor_parallel_size=options.sampler_parallel,
-            start_timeout_s=600,  # 30 billion weights, and their compilation
-            enforce_eager=options.eager or None,
-            sleep_level=options.sleep_level,
-        ),
+        engine=make_engine(options),
         sampling=SamplingParams(temperature=1.0, max_tokens=options.response_tokens, ignore_eos=True),
         train=TrainingSettings(
             optimizer=make_optimizer(1e-6, options.moments),
@@ -225,7 +272,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "bytes": syncs.num_bytes,
             "extra_bytes": syncs.extra_bytes,
             "peer_bytes": syncs.peer_bytes,
+            "transport": syncs.transport,
+            "direct": syncs.direct,
         },
+        "warnings": warnings.told,
         "work": {
             "samples_per_step": sampled.samples,
             "response_tokens_per_step": sampled.response_tokens,
@@ -272,11 +322,19 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + eager + model_arguments(options)
 
 
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add where the sampler is, if not on the trainer's GPUs."""
+    parser.add_argument("--apart", action="store_true", help="the sampler's process has the GPUs behind the trainer's")
+    parser.add_argument("--weights-over", choices=("nccl", "gloo"), help="to servers; unset: NCCL, on a CPU gloo")
+
+
 if __name__ == "__main__":
     from common import default_device
 
     arguments = argparse.ArgumentParser(description=__doc__)
     add_arguments(arguments, default_device())
+    add_place_arguments(arguments)
+    arguments.add_argument("--urls", default="", help="of servers that sample, with commas between")
     arguments.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
     arguments.add_argument("--offload", action="store_true", help="the trainer's state leaves the GPU for the rollout")
     result = measure(arguments.parse_args())

@@ -117,13 +117,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         use_distributed_optimizer=options.precision != "bf16-true",
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.pipeline_parallel,
+        context_parallel_size=options.context_parallel,
         sequence_parallel=options.tensor_parallel > 1,
         expert_model_parallel_size=options.expert_parallel,
         expert_tensor_parallel_size=1 if options.expert_parallel > 1 else None,
     )
     with tempfile.TemporaryDirectory() as directory:
         module = SFTModule(
-            str(write_model(options.model or Path(directory) / "model", options.measure)),
+            str(write_model(options.model or Path(directory) / "model", options.measure, options.longest)),
             train=TrainingSettings(
                 optimizer=make_optimizer(1e-5, options.moments),
                 max_tokens_per_microbatch="auto" if options.auto else options.max_tokens,
@@ -188,13 +189,19 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="processes, one GPU each")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=256 if on_cuda else 64)
     parser.add_argument("--shortest", type=int, default=128 if on_cuda else 16)
     parser.add_argument("--longest", type=int, default=1024 if on_cuda else 128)
-    parser.add_argument("--max-tokens", type=int, default=16_384 if on_cuda else 2048)
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=16_384 if on_cuda else 2048,
+        help="per micro-batch, of all ranks that share it: at least --longest",
+    )
     parser.add_argument("--auto", action="store_true", help="the planner chooses --max-tokens and --recompute")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per shape")
     parser.add_argument("--out", type=Path)
@@ -219,6 +226,7 @@ def main() -> None:
         "devices",
         "tensor-parallel",
         "pipeline-parallel",
+        "context-parallel",
         "expert-parallel",
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]

@@ -32,6 +32,11 @@ def lengths(measured: dict[str, Any]) -> str:
     return f" at {found['longest']:,} tokens" if found and found["shortest"] == found["longest"] else ""
 
 
+def sampler_place(measured: dict[str, Any]) -> str:
+    """Return where the sampler is, to stand behind whose it is, if not on the trainer's GPUs."""
+    return f", {measured['place']}" if "place" in measured else ""
+
+
 def links(rate: dict[str, Any]) -> str:
     """Return whose limit a weight sync is held to, to stand behind its share, if it is not the memory's."""
     found = rate.get("limited_by", "memory")
@@ -78,7 +83,8 @@ def weight_sync(results: Path = RESULTS) -> str:
             in_step = side["phases"]["weight_sync"] if side["step_s"]["count"] > 1 else None
             rows.append(
                 f"| {result['device']}{split(result['ours'])} | {result['ours']['shape']} | {side['who']}"
-                f"{ASLEEP if asleep else ''} | {seconds} | {spread(in_step, 1, 1e3) if in_step else '–'}"
+                f"{sampler_place(side)}{ASLEEP if asleep else ''} | {seconds}"
+                f" | {spread(in_step, 1, 1e3) if in_step else '–'}"
                 f" | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}{links(rate)}"
                 f" | {(rate['seconds'] - rate['limit_seconds']) * 1e3:.2f} | {rate['extra_gib']:.2f} |"
             )
@@ -212,7 +218,8 @@ def headline(results: Path = RESULTS) -> str:
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
         rate = result["rates"]["ours"]
         rows.append(
-            f"| weights to the sampler, {result['ours']['shape']} | {result['device']}{split(result['ours'])}"
+            f"| weights to the sampler, {result['ours']['shape']}{sampler_place(result['ours'])}"
+            f" | {result['device']}{split(result['ours'])}"
             f" | {rate['seconds'] * 1e3:.1f} ms, {rate['gb_per_s']:.2f} GB/s |"
         )
     for _, result in load("real_run_*.json", results, gpus_only=True):
@@ -305,7 +312,7 @@ def _without_sampling(side: dict[str, Any]) -> float:
 def _place(result: Result, measured: dict[str, Any]) -> str:
     """Return model, GPU and layout in a few words."""
     gpu = result["device"].removeprefix("NVIDIA ").split()[0]
-    return f"{measured['shape']}{lengths(measured)}, {gpu}{split(measured)}"
+    return f"{measured['shape']}{lengths(measured)}, {gpu}{split(measured)}{sampler_place(measured)}"
 
 
 def busy_machine(results: Path = RESULTS) -> str:
