@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -242,6 +243,7 @@ def train_and_drill(setting: Setting) -> Found:
     found, began = Found(), time.monotonic()
     servers: list[ServerProcess] = []
     with ExitStack() as stack:
+        stack.push(partial(tell, servers, found))
         for number in range(2):  # side by side
             servers.append(start_server(setting, number))
             stack.callback(stop, servers[number])
@@ -286,6 +288,13 @@ def train_and_drill(setting: Setting) -> Found:
     found.seconds["the end"] = time.monotonic() - ended
     found.seconds["all"] = time.monotonic() - began
     return found
+
+
+def tell(servers: list[ServerProcess], found: Found, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    """Put what was seen, and what servers have said last, into an error's story."""
+    if error is not None:
+        outputs = [f"== server {number}\n{server.log.read_text()[-4000:]}" for number, server in enumerate(servers)]
+        error.add_note("\n".join([str(found), *outputs]))
 
 
 def stop(server: ServerProcess) -> None:
