@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--kv-cache-memory-gb", type=float, help="GiB; unset: 0.5 on a CPU, a share of a GPU's memory")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="that share (default: %(default)s)")
+    parser.add_argument("--enforce-eager", action="store_true", help="on GPUs, no compilation and no CUDA graphs")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model, on all nodes")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that share the model (default: %(default)s)")
     parser.add_argument("--node-rank", type=int, help="number of this node, from 0: needed with --nodes")
@@ -132,6 +133,7 @@ def make_engine(options: argparse.Namespace) -> "VLLMEngine":
         device=options.device,
         kv_cache_memory_gb=options.kv_cache_memory_gb,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager or None,  # unset, it is so on a CPU
         tensor_parallel_size=options.tensor_parallel_size,
         num_threads=options.num_threads,
         vllm_args=options.vllm_args,

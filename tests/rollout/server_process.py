@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,22 @@ def ask(url: str, path: str, token: str | None = TOKEN, body: Any = None, **head
 
 
 class ServerProcess:
-    """One `serve` on this machine."""
+    """One `serve` on this machine.
 
-    def __init__(self, model: Path, log: Path, *more: str) -> None:
+    Args:
+        model: What it serves.
+        log: File that its output goes to.
+        more: Arguments.
+        environment: Its own variables.
+    """
+
+    def __init__(self, model: Path, log: Path, *more: str, environment: Mapping[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._model = model
         self._more = more
+        self._environment = dict(environment or {})
         self.start()
 
     def start(self) -> None:
@@ -61,7 +69,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 serve_command(self._model, self.port, "127.0.0.1", *self._more),
-                env={**os.environ, **variables},
+                env={**os.environ, **variables, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -88,6 +96,10 @@ class ServerProcess:
     def family(self) -> list[int]:
         """Ids of all processes below it, the API server first."""
         return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def engine_core(self) -> int:
+        """Id of the process with the worker."""
+        return max(self.family()[1:], key=lambda pid: psutil.Process(pid).memory_info().rss)
 
     def stop(self) -> int:
         """End it as a launcher does; returns its exit code."""

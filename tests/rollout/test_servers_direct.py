@@ -148,11 +148,6 @@ def two_servers(model_dir, tmp_path) -> Iterator[list[ServerProcess]]:
         server.stop()
 
 
-def engine_core(server: ServerProcess) -> int:
-    """The process with the worker."""
-    return max(server.family(), key=lambda pid: psutil.Process(pid).memory_info().rss)
-
-
 @pytest.mark.slow
 @pytest.mark.deadline(1200)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -177,7 +172,7 @@ def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir
             nonlocal count
             count += 1
             if count == 20:
-                os.kill(engine_core(two_servers[1]), how)
+                os.kill(two_servers[1].engine_core(), how)
             return write(*arguments)
 
         began = time.monotonic()
@@ -191,7 +186,7 @@ def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir
         asked = make_requests(4)
         assert max_logprob_error(harness.model, asked, engine.generate(asked, EIGHT)) < EXACT
         if how == signal.SIGSTOP:
-            os.kill(engine_core(two_servers[1]), signal.SIGCONT)
+            os.kill(two_servers[1].engine_core(), signal.SIGCONT)
         else:
             two_servers[1].start_again()
         wait_without_weights(engine, 1)

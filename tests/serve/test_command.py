@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from lightning_megatron_rl.rollout.servers import launch
 from lightning_megatron_rl.rollout.servers.process_group import members, shared_files
-from lightning_megatron_rl.serve.command import choose_address, main, read_token
+from lightning_megatron_rl.serve.command import choose_address, main, make_engine, make_parser, read_token
 from tests.rollout.server_process import TOKEN
 
 
@@ -55,6 +56,14 @@ def test_bad_input_ends_with_2_and_a_line(arguments, words, qwen3_dir, capsys, m
     printed = capsys.readouterr().err
     assert printed.startswith("lightning-megatron-rl serve: error: ")
     assert words in printed
+
+
+@pytest.mark.parametrize(("options", "eager"), [([], False), (["--enforce-eager"], True)])
+def test_gpus_record_graphs_unless_told_not_to(options, eager, qwen3_dir, monkeypatch):
+    monkeypatch.setattr(launch, "choose_device", lambda *_, **__: "cuda")
+    engine = make_engine(make_parser().parse_args([str(qwen3_dir), *options]))
+    arguments, _ = launch.server_settings(str(qwen3_dir), engine, ("127.0.0.1", 8000), "digest", {})
+    assert arguments["enforce_eager"] is eager
 
 
 def test_members_of_a_group_are_its_processes():

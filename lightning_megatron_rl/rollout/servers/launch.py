@@ -54,7 +54,7 @@ def server_settings(
     """
     device = choose_device(engine.device, installed_packages(), no_gpu=why_no_gpu())
     layout = CheckpointLayout.read(model)
-    eager = device == "cpu"
+    eager = engine.enforce_eager if engine.enforce_eager is not None else device == "cpu"
     arguments = llm_arguments(
         engine, str(Path(model).resolve()), device, stored_dtype=layout.dtype, eager=eager, extension=EXTENSION
     )

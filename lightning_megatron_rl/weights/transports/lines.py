@@ -382,6 +382,8 @@ class _Forming:
         self._lock = threading.Lock()
         first = [(torch.ones(1, dtype=torch.uint8, device=device), other) for other in peers]
         self._first = ([], first) if number > min(peers) else (first, [])  # ranks come before workers
+        if device.type == "cuda":  # the thread has a stream of its own
+            torch.cuda.current_stream(device).synchronize()
         threading.Thread(target=self._run, name="weights' NCCL group", daemon=True).start()
 
     def wait(self, timeout_s: float) -> str:
