@@ -156,12 +156,8 @@ def _model(choices: Choices, run: Run) -> list[str]:
     }[choices.method]
     train = [
         "    train:",
-        f"      max_tokens_per_microbatch: {run.microbatch_tokens}  # memory alone: it changes no number",
-        *(
-            ["      recompute: full  # activations would not fit, or less of them buys a better layout"]
-            if run.recompute
-            else []
-        ),
+        "      max_tokens_per_microbatch: auto  # the fastest that fits: memory and time alone, no number",
+        "      recompute: auto  # only where activations would not fit",
         f"      optimizer: {{lr: {learning_rate}, weight_decay: 0.0, adam_beta2: 0.98}}  # {why}",
         *(["      model_config:", *config] if config else []),
     ]
