@@ -13,11 +13,12 @@ from peer_tables import peer_lines, peers
 from results import RESULTS, ROOT, Result, load, put_between, share, split, spread, table
 from stream_tables import cluster_drill, long_tail, stream_curves, stream_kill_drill
 
-PAGES = ("performance", "results", "kill_drills", "resharding", "exports", "asynchronous")
+PAGES = ("performance", "results", "kill_drills", "resharding", "exports", "asynchronous", "recipes")
 DOCUMENTS = (*(f"docs/{page}.md" for page in PAGES), "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
 CURVE_BLOCK = 25  # rollouts
+USUAL_STEP = (256, 128, 512)  # samples, tokens of a prompt and of a response, of B3
 
 
 def moments(measured: dict[str, Any]) -> str:
@@ -30,6 +31,20 @@ def lengths(measured: dict[str, Any]) -> str:
     """Return how long the sequences are, to stand behind the model, if all have one length."""
     found = measured.get("lengths")
     return f" at {found['longest']:,} tokens" if found and found["shortest"] == found["longest"] else ""
+
+
+def by_planner(measured: dict[str, Any]) -> str:
+    """Return who chose micro-batches and recomputation, to stand behind the model, if the planner did."""
+    return ", by `auto`" if measured.get("auto") else ""
+
+
+def step_work(measured: dict[str, Any]) -> str:
+    """Return what a GRPO step samples, to stand behind the model, if it is not B3's on GPUs."""
+    work = measured.get("floor_work") or {}
+    sizes = tuple(work.get(name) for name in ("samples", "prompt_tokens", "response_tokens"))
+    if not work or sizes == USUAL_STEP or measured["shape"] == "tiny":
+        return ""
+    return f", {sizes[0]:,} x ({sizes[1]:,} + {sizes[2]:,}) tokens"
 
 
 def sampler_place(measured: dict[str, Any]) -> str:
@@ -55,7 +70,7 @@ def throughput(results: Path = RESULTS) -> str:
             update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
             precision = row["precision"] + moments(row) + (", recomputed" if row["recompute"] else "")
             rows.append(
-                f"| {result['device']} | {row['shape']}{lengths(row)}, {precision} | {row['layout']}"
+                f"| {result['device']} | {row['shape']}{lengths(row)}, {precision}{by_planner(row)} | {row['layout']}"
                 f" | {row['max_tokens_per_microbatch']:,}"
                 f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
                 f" | {share(update['mfu_spec'])} | {spread(logprobs['tokens_per_s_per_gpu'], 0)}"
@@ -110,8 +125,8 @@ def grpo_step(results: Path = RESULTS) -> str:
             times = "–" if name == "ours" else f"{step / result['ours']['step_s']['median']:.2f}"
             variant = f", {side['variant']}" if side.get("variant") else ""
             rows.append(
-                f"| {result['device']}{split(side)} | {side['shape']}{moments(side.get('work', {}))}"
-                f" | {side['who']}{variant} | {spread(side['step_s'], 2)} | {cells}"
+                f"| {result['device']}{split(side)} | {side['shape']}{step_work(result['ours'])}"
+                f"{moments(side.get('work', {}))} | {side['who']}{variant} | {spread(side['step_s'], 2)} | {cells}"
                 f" | {peak} | {step / floor:.2f} | {times} |"
             )
     return table(header, rows)
@@ -203,7 +218,8 @@ def headline(results: Path = RESULTS) -> str:
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
             rows.append(
-                f"| update, {row['shape']}{lengths(row)}, {row['precision']} | {result['device']}{split(row)}"
+                f"| update, {row['shape']}{lengths(row)}, {row['precision']}{by_planner(row)}"
+                f" | {result['device']}{split(row)}"
                 f" | {tokens['median']:,.0f} tokens/s per GPU, {mfu['median']:.0%} of the measured product's peak |"
             )
     for _, result in load("grpo_step_*.json", results, gpus_only=True):
@@ -212,7 +228,7 @@ def headline(results: Path = RESULTS) -> str:
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
         )
         rows.append(
-            f"| GRPO step, {side['shape']} | {result['device']}{split(side)}"
+            f"| GRPO step, {side['shape']}{step_work(side)} | {result['device']}{split(side)}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
@@ -237,7 +253,7 @@ def goals(results: Path = RESULTS) -> str:
     syncs, updates, steps, handovers = (load(f"{name}_*.json", results, gpus_only=True) for name in names)
     rates = [(_place(result, result["ours"]), result["rates"]) for _, result in syncs]
     each = [(_place(result, row), row["shape"], row["update"]) for _, result in updates for row in result["rows"]]
-    mfu = {"35 %": (0.35, ("0.6b",)), "45 %": (0.45, ("4b", "8b"))}
+    mfu = ((0.35, ("0.6b",)), (0.45, ("4b", "8b")), (0.45, ("30b-a3b-10-layers",)), (0.3, ("30b-a3b-24-layers",)))
     measured: dict[tuple[str, str], list[tuple[str, str, bool]]] = {
         ("B1, share of the limit", "60 %"): [
             (place, f"{rate['ours']['share_of_limit']:.1%}", rate["ours"]["share_of_limit"] >= 0.6)
@@ -250,13 +266,13 @@ def goals(results: Path = RESULTS) -> str:
             for ratio in [rate["ours"]["gb_per_s"] / rate["trl"]["gb_per_s"]]
         ],
         **{
-            (f"B2, MFU of updates at {' and '.join(shapes)}", aim): [
+            (f"B2, MFU of updates at {' and '.join(shapes)}", f"{least:.0%}".replace("%", " %")): [
                 (place, f"{share(update['mfu_measured'])} ({share(update['mfu_spec'])} of the data sheet's peak)", met)
                 for place, shape, update in each
                 if shape in shapes
                 for met in [update["mfu_measured"]["median"] >= least]
             ]
-            for aim, (least, shapes) in mfu.items()
+            for least, shapes in mfu
         },
         ("B2, TRL's step without sampling over ours", "1.5"): [
             (_place(result, result["ours"]), f"{ratio:.2f}", ratio >= 1.5)
@@ -312,7 +328,30 @@ def _without_sampling(side: dict[str, Any]) -> float:
 def _place(result: Result, measured: dict[str, Any]) -> str:
     """Return model, GPU and layout in a few words."""
     gpu = result["device"].removeprefix("NVIDIA ").split()[0]
-    return f"{measured['shape']}{lengths(measured)}, {gpu}{split(measured)}{sampler_place(measured)}"
+    work = f"{lengths(measured)}{step_work(measured)}{by_planner(measured)}"
+    return f"{measured['shape']}{work}, {gpu}{split(measured)}{sampler_place(measured)}"
+
+
+def recipe_runs(results: Path = RESULTS) -> str:
+    """Return what recipes took on a GPU, beside their plans."""
+    header = (
+        "| recipe | on | steps | s a step | planned | update, s | planned | rollout, s | planned"
+        " | trainer's peak, GiB | planned |"
+    )
+    rows = []
+    for _, result in load("recipe_*.json", results):
+        cells = []
+        for phase in ("update", "rollout"):
+            taken, planned = result["phases"].get(phase), result["planned_phases"].get(phase)
+            cells += [spread(taken, 2), f"{planned:.2f}"] if taken else ["–", "–"]
+        memory = result["plan"]["stages"][0]["phases"]["update"]
+        own = sum(memory[part] for part in ("parameters", "gradients", "optimizer", "activations"))
+        rows.append(
+            f"| {result['recipe'].removeprefix('configs/recipes/').removesuffix('.yaml')} | {result['device']}"
+            f" | {result['steps']} | {spread(result['step_s'], 2)} | {result['planned_step_s']:.2f}"
+            f" | {' | '.join(cells)} | {result['peak_memory_gb'] * 1e9 / 2**30:.1f} | {own:.1f} |"
+        )
+    return table(header, rows)
 
 
 def busy_machine(results: Path = RESULTS) -> str:
@@ -364,6 +403,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "real run": real_run,
     "curves": curves,
+    "recipe runs": recipe_runs,
     "busy machine": busy_machine,
     "busy goals": busy_goals,
     "busy commands": busy_commands,

@@ -174,7 +174,7 @@ def planned_gib(row: Measured) -> float:
 
 def test_rows_are_found():
     assert len(STATED) >= 18
-    assert {name.split("_")[0] for name in STATED} == {"grpo", "handover", "throughput", "weight"}
+    assert {name.split("_")[0] for name in STATED} == {"grpo", "handover", "launches", "throughput", "weight"}
 
 
 @pytest.mark.parametrize("name", STATED)

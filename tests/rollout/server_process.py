@@ -65,7 +65,8 @@ class ServerProcess:
         self.start()
 
     def start(self) -> None:
-        variables = {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHILD_PATH}
+        path = os.pathsep.join([CHILD_PATH, *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 serve_command(self._model, self.port, "127.0.0.1", *self._more),

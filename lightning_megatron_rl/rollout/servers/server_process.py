@@ -13,6 +13,7 @@ from lightning_megatron_rl.utilities.garbage import collect_rarely
 
 GUARD = "lightning_megatron_rl.rollout.servers.guard.Guard"
 LOOK_S = 1.0
+GRACE_S = 5  # for calls under way when the engine is gone: vLLM's server would wait for them for ever
 
 
 def end_with(parent_pid: int) -> None:
@@ -51,7 +52,7 @@ def main(parent_pid: int) -> None:
         arguments.api_server_count = 0
         run_headless(arguments)
     else:
-        asyncio.run(run_server(arguments))
+        asyncio.run(run_server(arguments, timeout_graceful_shutdown=GRACE_S))
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter: vLLM's engine and workers, which multiprocessing starts

@@ -5,8 +5,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -200,7 +200,9 @@ class NCCLLines:
         try:
             assert self._group is not None, "these lines are closed"
             staged = [(self._staged[other][: tensor.numel()], other) for tensor, other in self._receives]
-            is_complete = self._group.exchange(self._sends, staged)
+            assert self._watch is not None, "begin comes first"
+            with self._watch.naming_the_gone():  # NCCL may know already
+                is_complete = self._group.exchange(self._sends, staged)
             self._wait_until(is_complete, [other for _, other in (*self._sends, *self._receives)])
             for (tensor, _), (source, _) in zip(self._receives, staged, strict=True):
                 tensor.copy_(source)
@@ -247,16 +249,13 @@ class NCCLLines:
         """Wait at most as long as a message may take, and while all peers are there."""
         assert self._watch is not None, "begin comes first"
         deadline = time.monotonic() + self._timeout_s
-        try:
+        with self._watch.naming_the_gone():
             while not is_complete():
                 self._watch.check()
                 if time.monotonic() > deadline:
                     names = ", ".join(self._peers[other] for other in others)
                     raise RuntimeError(f"a message over NCCL took more than {self._timeout_s:.0f} s: {names}")
                 time.sleep(POLL_S)
-        except RuntimeError:
-            self._watch.name_the_gone()
-            raise
 
 
 class _Watch:
@@ -287,12 +286,17 @@ class _Watch:
         for other, error in list(self._errors.items()):
             raise RuntimeError(f"{self._peers[other]} is gone: {error}") from error
 
-    def name_the_gone(self) -> None:
-        """Raise a RuntimeError if a peer turns out to be gone; otherwise return after a short time."""
-        deadline = time.monotonic() + NAME_S
-        while time.monotonic() < deadline:
-            self.check()
-            time.sleep(POLL_S)
+    @contextmanager
+    def naming_the_gone(self) -> Iterator[None]:
+        """After an error, wait a short time for the end of a peer, and raise a RuntimeError that names it instead."""
+        try:
+            yield
+        except RuntimeError:
+            deadline = time.monotonic() + NAME_S
+            while time.monotonic() < deadline:
+                self.check()
+                time.sleep(POLL_S)
+            raise
 
     def _hear(self, work: Any, other: int) -> None:
         try:
