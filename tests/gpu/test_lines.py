@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from lightning_megatron_rl.verify import pool
 from lightning_megatron_rl.weights.transports import direct, lines
 from tests.distributed import WorkerError, WorkerPool, free_port
 from tests.policing import keep_process
@@ -16,9 +17,9 @@ FOR_NCCL = AT_ONCE + lines.ABORT_S + lines.NAME_S  # seconds, until a failure is
 @pytest.fixture
 def two_hosts() -> Iterator[WorkerPool]:
     """Two processes, each of which is a host to NCCL, so that it lets them share a GPU; they may be killed."""
-    pool = WorkerPool(2, on_start=keep_process, nodes=2)
-    yield pool
-    pool.close()
+    workers = WorkerPool(2, on_start=keep_process, nodes=2)
+    yield workers
+    workers.close()
 
 
 def push_and_measure(setting: Setting) -> tuple[Seen, dict[str, float]]:
@@ -51,7 +52,8 @@ def test_values_are_those_of_gloo_bit_by_bit(two_hosts, rows):
 def test_a_killed_worker_is_named_at_once(two_hosts):
     """NCCL waits for it, the rank does not."""
     setting = Setting(1, 1, free_port(), device="cuda:0", limit=256)
-    with pytest.raises(WorkerError) as caught:
+    patient = mock.patch.object(pool, "GRACE", 2 * FOR_NCCL)  # NCCL may take long to abort: the rank tells of it then
+    with patient, pytest.raises(WorkerError) as caught:
         two_hosts.run(push_with_a_failure, setting, "killed", None, world_size=2, init_process_group=False)
     story = caught.value.raised[0][1]
     print(story)
