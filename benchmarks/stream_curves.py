@@ -11,6 +11,7 @@ alone costs. They go to ``results/stream_curves_reference.json``.
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ VARIANTS = (
     Variant(8),
     Variant(8, correction=None),
 )
+ROLLOUTS = 75  # of a run; results of others have the number in their names
 DELAYS = (0, 2, 4)  # rollouts by which the reference's sampler is behind
 
 
@@ -174,7 +176,7 @@ def merge(out: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts
     }
     curves = {name: [run["accuracy"] for run in found] for name, found in runs.items()}
     figures = {
-        "command": "python benchmarks/stream_curves.py",
+        "command": shlex.join(["python", "benchmarks/stream_curves.py", *changed(variants, rollouts)]),
         "environment": json.loads((out / "environment_streams.json").read_text()),
         "seeds": list(seeds),
         "rollouts": rollouts,
@@ -192,9 +194,16 @@ def merge(out: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts
         "comparison": compare(curves),
         "curves": curves,
     }
-    write_json(results / "stream_curves.json", figures)
-    plot(curves, results / "stream_curves.png")
+    path = results / ("stream_curves.json" if rollouts == ROLLOUTS else f"stream_curves_{rollouts}.json")
+    write_json(path, figures)
+    plot(curves, path.with_suffix(".png"))
     print_ends(figures["comparison"])
+
+
+def changed(variants: Sequence[Variant], rollouts: int) -> list[str]:
+    """Return the options that are not as they are without any."""
+    found = [] if rollouts == ROLLOUTS else ["--rollouts", str(rollouts)]
+    return found + ([] if tuple(variants) == VARIANTS else ["--variants", *(variant.name for variant in variants)])
 
 
 def merge_reference(found: dict[int, list[Job]], environment: Path, options: argparse.Namespace) -> None:
@@ -227,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_arguments(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--rollouts", type=int, default=75)
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
     names = {variant.name: variant for variant in VARIANTS}
     parser.add_argument("--variants", nargs="+", choices=list(names), default=list(names))
     parser.add_argument("--reference", action="store_true", help="reference_grpo.py, behind by --delays")

@@ -282,10 +282,10 @@ def test_a_stream_is_as_old_as_its_bound_lets_it_be(tmp_path):
          "--deadline", "700"],
         check=True, timeout=800, cwd=ROOT,
     )  # fmt: skip
-    figures = json.loads((tmp_path / "stream_curves.json").read_text())
+    figures = json.loads((tmp_path / "stream_curves_5.json").read_text())
     assert list(figures["curves"]) == names
     assert figures["staleness_max"] == {"shared, 2": 2.0}
-    assert (tmp_path / "stream_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "stream_curves_5.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_reference_falls_behind_by_command(tmp_path):

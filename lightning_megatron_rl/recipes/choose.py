@@ -5,13 +5,14 @@ from dataclasses import replace
 from lightning_megatron_rl.models.published import hub_name, short_name
 from lightning_megatron_rl.modules.planning import Model, adapter_parameters
 from lightning_megatron_rl.parallel.layout import ParallelLayout
+from lightning_megatron_rl.planner.budget import choose as take_auto
 from lightning_megatron_rl.planner.hardware import Hardware
 from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.planner.run import Run, Sampling
 from lightning_megatron_rl.planner.search import search
 from lightning_megatron_rl.planner.timing import Work
 from lightning_megatron_rl.recipes.datasets import DAPO, GSM8K, ULTRACHAT, Dataset
-from lightning_megatron_rl.recipes.text import Choices, Method
+from lightning_megatron_rl.recipes.text import SFT_LONGEST, Choices, Method
 
 _SMALL = 2e9  # parameters below which a model learns from short problems
 _PROMPT_TOKENS, _SFT_TOKENS = 256, 1024  # that are planned with
@@ -68,7 +69,7 @@ def choose(
 
 
 def plan_choices(choices: Choices, model: Model, kind: Hardware, world: int) -> Run:
-    """Return the fastest run of these choices that fits.
+    """Return the fastest run of these choices that fits, with what `auto` takes in its layout.
 
     Raises:
         ValueError: None does.
@@ -93,7 +94,9 @@ def plan_choices(choices: Choices, model: Model, kind: Hardware, world: int) -> 
         needs = EngineNeeds(gpu_memory_utilization=utilization, vllm=True)
         tokens = _PROMPT_TOKENS * 2 + choices.response_tokens
         run = replace(run, sampling=Sampling(needs, sequences=256, tokens=tokens, sleeps=False))
-    return search(run, count=1)[0].run
+    found = search(run, count=1)[0].run
+    longest = SFT_LONGEST if found.sampling is None else found.sampling.tokens
+    return take_auto(found, tokens=True, recompute=True, least=longest)
 
 
 def _work(choices: Choices) -> Work:

@@ -11,6 +11,7 @@ from lightning_megatron_rl.recipes.datasets import Dataset
 
 Method = Literal["sft", "grpo", "grpo_lora"]
 METHODS: tuple[Method, ...] = ("sft", "grpo", "grpo_lora")
+SFT_LONGEST = 2048  # tokens of a row that is not dropped
 MARK = "# plan: "  # how the lines begin that `make_header` writes
 _TASK = '"{prompt} Reason step by step, and put the final answer in \\\\boxed{}."'
 
@@ -241,7 +242,7 @@ def _data(choices: Choices) -> list[str]:
         lines.append("    chat_template_kwargs: {enable_thinking: false}  # thoughts would not fit into the response")
     lines += [f"    {name}: {_plain(value)}  # {why}" for name, (value, why) in columns.items()]
     if choices.method == "sft":
-        lines.append("    max_length: 2048  # longer rows are dropped, and counted")
+        lines.append(f"    max_length: {SFT_LONGEST}  # longer rows are dropped, and counted")
     what = "prompts per rollout" if choices.method != "sft" else "sequences per step"
     lines.append(f"    batch_size: {choices.batch}  # {what}, over all replicas")
     return lines

@@ -67,6 +67,7 @@ def test_more_nodes_send_gradients_over_the_network(capsys):
 
 def test_plan_that_does_not_fit_names_the_smallest_change(capsys, tmp_path: Path):
     config = changed(GRPO, tmp_path / "grpo.yaml", "model.init_args.train.max_tokens_per_microbatch", 32_768)
+    config = changed(config, tmp_path / "whole.yaml", "model.init_args.train.recompute", "none")
     code, found = plan(capsys, "--config", config)
     assert code == 1
     assert not found["fits"]

@@ -49,7 +49,7 @@ class RayEngines(ServerPool):
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
         weights_over: "nccl" sends weights from the trainer's GPUs to those of servers after a server's first update,
             "gloo" through the host's memory. "auto" is gloo for now: NCCL between trainer and servers has not been run
-            on GPUs yet.
+            between machines yet.
 
     Raises:
         ValueError: An argument is outside its range.
