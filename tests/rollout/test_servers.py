@@ -3,9 +3,12 @@
 import copy
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -215,6 +218,37 @@ def test_nothing_is_left_of_a_killed_server(model_dir, tmp_path, victim):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert leaked_memory(before) == []
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(300)
+def test_a_server_ends_with_its_engine_whatever_it_was_asked(model_dir, tmp_path):
+    """vLLM's own waits for ever for the answer of an engine that is gone."""
+    started = ServerProcess(model_dir, tmp_path / "log")
+    started.wait()
+    family = started.family()
+    (core,) = [pid for pid in family if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
+    os.kill(core, signal.SIGSTOP)
+    who = {"body": {}, "x-run": "a-trainer"}
+    assert ask(started.url, "/lease", **who)[0] == 200
+    asked = threading.Thread(target=suppressed(ask), args=(started.url, "/reset_prefix_cache"), kwargs=who)
+    asked.start()
+    time.sleep(1)
+    os.kill(core, signal.SIGKILL)
+    assert started.process.wait(30) == 1  # it looks every 5 s, and waits as long for what is under way
+    asked.join(30)
+    assert not any(map(is_running, family))
+    assert "has ended with" in started.log.read_text()
+
+
+def suppressed(function: Callable[..., object]) -> Callable[..., None]:
+    """The same, whose errors nobody hears of."""
+
+    def call(*arguments: object, **settings: object) -> None:
+        with suppress(Exception):
+            function(*arguments, **settings)
+
+    return call
 
 
 def describe(engine: VLLMServers) -> list[tuple[str, int]]:
