@@ -9,7 +9,8 @@ from lightning_megatron_rl.planner.run import Run
 MARGIN = 0.95  # of the free memory that a choice takes at most: allocators round up
 EQUAL = 1.01  # times the least seconds: nobody can tell such steps apart, and fewer tokens leave more memory
 WITHOUT_GPU = 8192  # tokens of a micro-batch where nothing is planned
-_BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+_POWERS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+_BUDGETS = (*(quarters * power // 4 for power in _POWERS for quarters in (4, 5, 6, 7)), 131_072)
 
 
 def candidates(run: Run, *, tokens: bool, recompute: bool, least: int) -> Iterator[Run]:

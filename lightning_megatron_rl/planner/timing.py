@@ -157,7 +157,9 @@ class Training:
         travel = self._travel(tokens, forward, backward)
         sent = sum(item.seconds for item in travel)
         busy = seconds + attention + experts + moved + sent
-        launched = self._launch(forward, backward) * size.layers / split.pipeline * self.microbatches * updates
+        # lengths vary, and so do the numbers of micro-batches: on average no part of one is lost
+        microbatches = max(1.0, self.replica_tokens / self.microbatch_tokens)
+        launched = self._launch(forward, backward) * size.layers / split.pipeline * microbatches * updates
         # some kernels wait for Python, others for the kernel before: where both take as long, 19 % more than either
         waits = (busy**4 + launched**4) ** 0.25 - busy
         idle = self._idle() * (busy + waits)

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron_rl.modules.planning import Lengths
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.plan.config import FromConfig
-from lightning_megatron_rl.planner.budget import MARGIN, candidates, choose, expected_peak, fastest, fits
+from lightning_megatron_rl.planner.budget import EQUAL, MARGIN, candidates, choose, expected_peak, fastest, fits
+from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.planner.hardware import HARDWARE
 from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
 from lightning_megatron_rl.planner.run import Run
@@ -23,7 +25,7 @@ def run() -> Run:
 
 def test_candidates_hold_the_longest_sequence_and_end_where_all_are_in_one(run: Run):
     found = list(candidates(run, tokens=True, recompute=True, least=5000))
-    assert [candidate.microbatch_tokens for candidate in found[:3]] == [5000, 8192, 16_384]
+    assert [candidate.microbatch_tokens for candidate in found[:3]] == [5000, 5120, 6144]
     assert [candidate.recompute for candidate in found] == sorted(candidate.recompute for candidate in found)
     kept = [candidate for candidate in found if not candidate.recompute]
     assert [candidate.microbatches == 1 for candidate in kept[:-1]] == [False] * (len(kept) - 1)
@@ -45,7 +47,7 @@ def test_choice_is_the_fastest_of_those_that_fit(run: Run):
     fitting = [candidate for candidate in every if candidate.memory().needed <= MARGIN * candidate.kind.free]
     assert 0 < len(fitting) < len(every)
     assert found in fitting
-    assert all(found.step_seconds <= candidate.step_seconds for candidate in fitting)
+    assert all(found.step_seconds <= EQUAL * candidate.step_seconds for candidate in fitting)
     assert not found.recompute  # which costs a forward pass
     small = replace(run, kind=replace(run.kind, memory_gib=run.kind.memory_gib / 10))
     nothing = choose(small, tokens=True, recompute=True, least=4352)
@@ -59,6 +61,27 @@ def test_of_equals_the_smaller_is_taken(run: Run):
     thrice = replace(run, microbatch_tokens=1_500_000)
     assert twice.step_seconds == thrice.step_seconds  # one micro-batch holds everything
     assert fastest([thrice, twice]) is twice
+
+
+def test_micro_batches_are_as_large_as_experts_need(run: Run):
+    """Ten layers of 30B-A3B on an H200: 1,017 tokens, as was chosen once, take fifteen times as long."""
+    config = ROOT / "configs" / "recipes" / "qwen3-30b-a3b" / "sft.yaml"
+    mixture = FromConfig(["--config", str(config)]).describe(HARDWARE["h200"], devices=8, nodes=1, lengths=Lengths())
+    part = {name: getattr(mixture.size, name) * 10 // 48 for name in ("dense", "experts", "experts_met", "layers")}
+    mixture = replace(
+        mixture,
+        world=1,
+        size=replace(mixture.size, **part),
+        layout=ParallelLayout(),
+        pipeline_split=PipelineSplit(),
+        state=replace(mixture.state, optimizer=6),
+        work=replace(mixture.work, sequences=128, tokens=539),
+    )
+    small = replace(mixture, microbatch_tokens=1017, recompute=False)
+    found = choose(mixture, tokens=True, recompute=True, least=1017)
+    assert found.microbatch_tokens >= 32_768
+    assert not found.recompute
+    assert small.step_seconds > 10 * found.step_seconds
 
 
 def plan(activations: float) -> MemoryPlan:
