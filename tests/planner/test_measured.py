@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from lightning_megatron_rl.data.planning import plan_replicas
 from lightning_megatron_rl.models.families.check import divided_sizes
 from lightning_megatron_rl.models.hf.size import config_shapes, model_size
+from lightning_megatron_rl.modules.planning import Lengths
 from lightning_megatron_rl.parallel.layout import ParallelLayout
+from lightning_megatron_rl.plan.config import FromConfig
 from lightning_megatron_rl.planner.hardware import GIB, recognise
 from lightning_megatron_rl.planner.memory import STATE_BYTES, trainer_parts
 from lightning_megatron_rl.planner.moments import EXPERT_OPTIMIZER, OPTIMIZER, MemoryPlan
@@ -194,6 +197,24 @@ def test_seconds_are_as_measured(name: str):
             assert abs(planned[phase] / seconds - 1) > 0.25, f"{phase} is no longer outside: take it off the list"
         else:
             assert planned[phase] == pytest.approx(seconds, rel=0.25), phase
+
+
+RECIPES = sorted(RESULTS.glob("recipe_*.json"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_recipes_take_what_their_plans_say(path: Path):
+    """As they ship, on one GPU: the trainer's memory within 5 %, a step within 25 %."""
+    result = json.loads(path.read_text())
+    kind = recognise(result["device"])
+    assert kind is not None
+    built = FromConfig(["--config", str(ROOT / result["recipe"]), "--trainer.devices", "1"])
+    work = result["plan"]["work"]  # in micro-batches as `auto` took them then
+    budget = work["sequences"] * work["tokens"] // work["micro_batches_per_update"]
+    run = replace(built.describe(kind, devices=1, nodes=1, lengths=Lengths()), microbatch_tokens=budget)
+    memory = replace(run, sampling=None, offloads=()).memory()
+    assert (memory.needed - GIB) / 1e9 == pytest.approx(result["peak_memory_gb"], rel=0.05)
+    assert run.step_seconds == pytest.approx(result["step_s"]["median"], rel=0.25)
 
 
 def test_document_names_the_rows_that_are_outside():
