@@ -44,6 +44,14 @@ def wait_without_weights(engine: VLLMServers, number: int) -> None:
         time.sleep(0.1)
 
 
+def wait_for_the_end(family: list[int]) -> None:
+    """Wait until none of these processes is there."""
+    deadline = time.monotonic() + 15
+    while any(map(is_running, family)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def server(model_dir, tmp_path_factory) -> Iterator[ServerProcess]:
     """A running server; nothing of it is left at the end."""
@@ -213,10 +221,7 @@ def test_nothing_is_left_of_a_killed_server(model_dir, tmp_path, victim):
     assert len(family) >= 3
     os.kill(started.process.pid if victim == "serve" else family[0], signal.SIGKILL)
     started.process.wait(30)
-    deadline = time.monotonic() + 15
-    while any(map(is_running, family)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_the_end(family)
     assert leaked_memory(before) == []
 
 
@@ -310,8 +315,10 @@ def test_the_only_server_comes_back_without_weights(model_dir, tmp_path):
     harness = Harness(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
     try:
         harness.push_random_weights(1)
+        family = server.family()
         server.process.kill()
         server.process.wait(30)
+        wait_for_the_end(family)  # until then the old one may answer
         server.start()
         asked = make_requests(2)
         with pytest.raises(WeightsLostError, match="call update_weights with a full set"):
