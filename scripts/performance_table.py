@@ -34,6 +34,11 @@ def lengths(measured: dict[str, Any]) -> str:
     return f" at {found['longest']:,} tokens" if found and found["shortest"] == found["longest"] else ""
 
 
+def recomputed(measured: dict[str, Any]) -> str:
+    """Return whether layers were computed again in the backward pass, to stand behind the precision, if they were."""
+    return ", recomputed" if measured["recompute"] else ""
+
+
 def by_planner(measured: dict[str, Any]) -> str:
     """Return who chose micro-batches and recomputation, to stand behind the model, if the planner did."""
     return ", by `auto`" if measured.get("auto") else ""
@@ -69,7 +74,7 @@ def throughput(results: Path = RESULTS) -> str:
     for _, result in load("throughput_*.json", results):
         for row in result["rows"]:
             update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
-            precision = row["precision"] + moments(row) + (", recomputed" if row["recompute"] else "")
+            precision = row["precision"] + moments(row) + recomputed(row)
             rows.append(
                 f"| {result['device']} | {row['shape']}{lengths(row)}, {precision}{by_planner(row)} | {row['layout']}"
                 f" | {row['max_tokens_per_microbatch']:,}"
@@ -219,7 +224,7 @@ def headline(results: Path = RESULTS) -> str:
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
             rows.append(
-                f"| update, {row['shape']}{lengths(row)}, {row['precision']}{by_planner(row)}"
+                f"| update, {row['shape']}{lengths(row)}, {row['precision']}{recomputed(row)}{by_planner(row)}"
                 f" | {result['device']}{split(row)}"
                 f" | {tokens['median']:,.0f} tokens/s per GPU, {mfu['median']:.0%} of the measured product's peak |"
             )

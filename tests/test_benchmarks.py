@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -195,74 +195,6 @@ def test_rate_of_a_sync_by_hand():
     assert weight_sync.rate(apart, bytes_per_s=2e12, peer_bytes_per_s=1e13)["limited_by"] == "memory"
 
 
-def test_what_goes_over_a_link_by_hand():
-    weight_sync: Any = importlib.import_module("weight_sync")
-
-    def sent(samplers: int, trainer: int) -> float:
-        side = {"sync": {"bytes": 10}, "samplers_elsewhere": samplers, "trainer_devices": trainer}
-        return weight_sync.bytes_over_a_link(side)
-
-    assert sent(1, 1) == 10  # an engine on another GPU, or one server
-    assert sent(2, 1) == 20  # one rank sends to both
-    assert sent(2, 2) == 10
-    assert sent(1, 2) == 10  # the server's own link
-    assert weight_sync.bytes_over_a_link({"sync": {"bytes": 10, "peer_bytes": 3}}) == 3
-    assert weight_sync.bytes_over_a_link({"sync": {"bytes": 10}}) == 0
-
-
-@pytest.mark.parametrize(
-    ("servers", "over", "direct", "warnings", "share", "name"),
-    [
-        (1, "nccl", {}, [], False, "1 server over NCCL"),
-        (2, "nccl", {}, ["something else"], True, "2 servers over NCCL (sockets: processes share a GPU)"),
-        (2, "nccl", {}, ["weights go to a over gloo, since"], True, "2 servers over gloo, since NCCL did not connect"),
-        (2, "nccl", None, [], False, "2 servers over gloo in buckets"),
-        (2, "gloo", {}, [], False, "2 servers over gloo"),
-    ],
-)
-def test_a_row_says_what_weights_went_over(servers, over, direct, warnings, share, name):
-    weight_sync: Any = importlib.import_module("weight_sync")
-    side = {"sync": {"direct": direct}, "warnings": warnings}
-    assert weight_sync.place_of_servers(servers, over, side, share=share) == name
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"apart": True, "servers": 1}, "give one of them"),
-        ({"weights_over": "nccl"}, "is for servers"),
-        ({"servers": 2, "peer": "trl"}, "--peer none"),
-        ({"servers": 2, "sampler_parallel": 2}, "a server has one GPU"),
-        ({"apart": True, "device": "cpu"}, "take --servers 1"),
-        ({"apart": True, "devices": 2}, "each replica"),
-        ({"apart": True, "devices": 9, "tensor_parallel": 9}, r"9 GPU\(s\) .* \+ 1 of the sampler = 10"),
-    ],
-)
-def test_a_sampler_elsewhere_beside_other_settings_is_refused(given, message):
-    weight_sync: Any = importlib.import_module("weight_sync")
-    plain = {"apart": False, "servers": 0, "weights_over": None, "peer": "none", "eager": False, "device": "cuda"}
-    plain |= {"devices": 1, "tensor_parallel": 1, "sampler_parallel": 1}
-    weight_sync.check_place(SimpleNamespace(**plain))
-    with pytest.raises(ValueError, match=message):
-        weight_sync.check_place(SimpleNamespace(**{**plain, **given}))
-
-
-def test_servers_have_the_gpus_behind_the_trainers():
-    servers: Any = importlib.import_module("servers")
-    assert servers.choose_gpus(["4", "5", "6"], 1, 2) == ["5", "6"]
-    assert servers.choose_gpus(["4", "5"], 1, 2) == ["5", "5"]
-    assert servers.choose_gpus(["4"], 1, 2) == ["4", "4"]
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(250)
-def test_a_server_that_cannot_start_is_told_of(tmp_path):
-    servers: Any = importlib.import_module("servers")
-    starting = servers.serve(tmp_path, ["--device=cpu"], [], trainer=1, servers=2, timeout_s=200)
-    with pytest.raises(RuntimeError, match=r"ended with 2:\n[\s\S]*error: "), starting:
-        pass
-
-
 def test_a_model_with_fewer_positions_is_refused(tmp_path):
     common: Any = importlib.import_module("common")
     common.write_model(tmp_path, "tiny")
@@ -276,18 +208,6 @@ def test_tables_in_the_documents_are_those_of_the_results(document):
     text = (ROOT / document).read_text()
     assert text == tables.with_tables(text), "run: python scripts/performance_table.py"
     assert any(f"<!-- {name} -->" in text for name in tables.TABLES)
-
-
-def test_a_row_of_a_sampler_elsewhere_says_so(tmp_path):
-    result = json.loads((tables.RESULTS / "weight_sync_h200_8b.json").read_text())
-    result["ours"]["place"] = "engine on another GPU"
-    result["rates"]["ours"]["limited_by"] = "links between GPUs"
-    (tmp_path / "weight_sync_a.json").write_text(json.dumps(result))
-    cells = tables.weight_sync(tmp_path).splitlines()[2].split(" | ")
-    assert cells[2] == "lightning-megatron-rl, engine on another GPU"
-    assert cells[6].endswith("% (of links between GPUs)")
-    assert "| weights to the sampler, 8b, engine on another GPU |" in tables.headline(tmp_path)
-    assert "(8b, H200, engine on another GPU)" in tables.goals(tmp_path)
 
 
 def test_goals_are_reached_or_missed(tmp_path):
@@ -461,18 +381,6 @@ def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
         assert result["rates"]["ours"]["share_of_limit"] < 1
     else:
         assert result["times_floor"] > 1
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(500)  # two servers start beside each other
-def test_sync_to_servers_runs_on_a_cpu(tmp_path: Path):
-    out = tmp_path / "result.json"
-    sizes = ["--steps=1", "--warmup=0", "--prompts=2", "--generations=2", "--prompt-tokens=4", "--response-tokens=4"]
-    run_benchmark("weight_sync.py", *sizes, "--servers=2", "--out", str(out), timeout=480)
-    result = json.loads(out.read_text())
-    assert result["ours"]["place"] == "2 servers over gloo"
-    assert result["ours"]["sync"]["direct"]["num_bytes"] == pytest.approx(2 * result["ours"]["sync"]["bytes"], rel=0.01)
-    assert max(result["ours"]["mismatch"]) < 1e-3  # the weights arrived
 
 
 def test_lengths_have_a_long_tail():

@@ -22,9 +22,9 @@ ALL_REDUCE_S = 8e-6  # of a small message within a machine; a layer of the sampl
 # of Python for the kernels of one layer and micro-batch, from the rows of 2,048 and 4,096 tokens, where the GPU waits:
 LAUNCH_S = 2.0e-3  # forward
 LAUNCH_BACKWARD_S = 2.6e-3
-LAUNCH_AGAIN_S = 3.5e-3  # forward once more, recomputed: the state of random numbers is saved and set
-LAUNCH_EXPERT_S = 3e-5  # of each expert that a rank has, forward, and once more as often as the layer
-LAUNCH_EXPERT_BACKWARD_S = 1.6e-4  # each has parameters, and so gradients, of its own
+LAUNCH_AGAIN_S = 3.5e-3  # a forward pass that recomputes: the state of random numbers is saved and set
+LAUNCH_EXPERT_S = 3e-5  # in each forward pass, for each expert that a rank has
+LAUNCH_EXPERT_BACKWARD_S = 1.6e-4  # in the backward pass, likewise: each has weights, and so gradients, of its own
 PUSH_S = 1.5e-3  # of messages of a push of a whole model
 BUCKET_S = 2.8e-3  # of one bucket of a split model
 BUCKET = 2**28  # bytes

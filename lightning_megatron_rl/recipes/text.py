@@ -157,8 +157,8 @@ def _model(choices: Choices, run: Run) -> list[str]:
     }[choices.method]
     train = [
         "    train:",
-        "      max_tokens_per_microbatch: auto  # the fastest that fits: memory and time alone, no number",
-        "      recompute: auto  # only where activations would not fit",
+        "      max_tokens_per_microbatch: auto  # the fastest that fits; it changes memory and time alone",
+        "      recompute: auto  # only where nothing faster fits",
         f"      optimizer: {{lr: {learning_rate}, weight_decay: 0.0, adam_beta2: 0.98}}  # {why}",
         *(["      model_config:", *config] if config else []),
     ]

@@ -169,6 +169,29 @@ class GPURun:
     shared_files: list[str]  # that torch has left for this process when the engine is closed
 
 
+def make_policy(model: Path, engine: Any, **module: Any) -> Any:
+    """GRPO with two updates per rollout of 16 tokens; `module` has settings by their own names."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    from lightning_megatron_rl.modules.grpo import GRPOModule
+
+    return GRPOModule(
+        str(model),
+        rewards=[parity],
+        num_generations=4,
+        updates_per_rollout=2,
+        sampling=SamplingParams(max_tokens=16),
+        engine=engine,
+        **nested(
+            {
+                "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3),
+                "max_tokens_per_microbatch": 256,
+                **module,
+            }
+        ),
+    )
+
+
 def fit_grpo(
     model: Path,
     world_size: int,
@@ -182,26 +205,8 @@ def fit_grpo(
     kill_at: int | None = None,
 ) -> GPURun:
     """GRPO with two updates per rollout and vLLM as the sampler."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    from lightning_megatron_rl.modules.grpo import GRPOModule
-
     sampler = make_engine(kind, **(engine or {}))
-    policy = GRPOModule(
-        str(model),
-        rewards=[parity],
-        num_generations=4,
-        updates_per_rollout=2,
-        sampling=SamplingParams(max_tokens=16),
-        engine=sampler,
-        **nested(
-            {
-                "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3),
-                "max_tokens_per_microbatch": 256,
-                **(module or {}),
-            }
-        ),
-    )
+    policy = make_policy(model, sampler, **(module or {}))
     recorder, watcher = Recorder(), Watcher(kill_at)
     trainer = make_trainer(
         {"timeout_s": 120.0, **(strategy or {})},

@@ -31,8 +31,8 @@ from lightning_megatron_rl.rollout.servers.client import ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.weights.transports import direct, lines
 from tests.distributed import WorkerPool
-from tests.module_options import nested
-from tests.modules.runs import parity, prompts
+from tests.gpu.engines import make_policy
+from tests.modules.runs import prompts
 from tests.rollout.conftest import make_requests, max_logprob_error
 from tests.rollout.server_process import TOKEN, ServerProcess
 from tests.rollout.test_servers_direct import change
@@ -247,10 +247,7 @@ def train_and_drill(setting: Setting) -> Found:
         for number in range(2):  # side by side
             servers.append(start_server(setting, number))
             stack.callback(stop, servers[number])
-        from megatron.core.optimizer import OptimizerConfig
         from transformers import AutoModelForCausalLM
-
-        from lightning_megatron_rl.modules.grpo import GRPOModule
 
         for server in servers:
             server.wait()
@@ -258,20 +255,7 @@ def train_and_drill(setting: Setting) -> Found:
         urls = [server.url for server in servers]
         engine = VLLMServers(urls, TOKEN, max_model_len=512, weights_over=setting.weights_over, bucket_mb=1)
         watched(stack, urls, engine, found)
-        policy = GRPOModule(
-            str(setting.model),
-            rewards=[parity],
-            num_generations=4,
-            updates_per_rollout=2,
-            sampling=SamplingParams(max_tokens=16),
-            engine=engine,
-            **nested(
-                {
-                    "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.0, adam_eps=1e-3),
-                    "max_tokens_per_microbatch": 512,
-                }
-            ),
-        )
+        policy = make_policy(setting.model, engine, max_tokens_per_microbatch=512)
         reference = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
         recorder = Recorder()
         trainer = make_trainer(

@@ -219,6 +219,7 @@ def test_recipes_take_what_their_plans_say(path: Path):
 
 def test_document_names_the_rows_that_are_outside():
     text = PLANNING.read_text()
+    assert f"all {len(STATED)} rows" in text
     for row, reason in OUTSIDE.items():
         assert row.split()[0] in text, row
         assert reason in text, reason

@@ -124,7 +124,7 @@ def deliver(
 
 
 def choose_backend(connections: Connections, source: WeightSource) -> Literal["gloo", "nccl"]:
-    """Return what data goes over: NCCL only where that is asked for, since it has not been run on GPUs yet."""
+    """Return what data goes over: NCCL only where that is asked for, since it has not been run between machines yet."""
     return "nccl" if connections.weights_over == "nccl" and source.device.type == "cuda" else "gloo"
 
 
