@@ -92,14 +92,21 @@ def run_sides(
 
 
 def start_peer(
-    pool: Sides, peer: str, arguments: list[str], timeout_s: float, variants: Sequence[str] = ("plain",)
+    pool: Sides,
+    peer: str,
+    arguments: list[str],
+    timeout_s: float,
+    variants: Sequence[str] = ("plain",),
+    devices: int = 1,
 ) -> Started:
     """Start a peer's side, for verl with each variant of its settings."""
     if peer == "trl":
         return {"": pool.start("trl_peer.py", arguments, timeout_s, search_path())}
     more = f"--deadline={timeout_s - 30:g}"  # it ends what it started by itself
     return {
-        name: pool.start("verl_peer.py", [*arguments, f"--verl-variant={name}", more], timeout_s, search_path())
+        name: pool.start(
+            "verl_peer.py", [*arguments, f"--verl-variant={name}", more], timeout_s, search_path(), devices
+        )
         for name in variants
     }
 

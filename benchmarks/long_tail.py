@@ -32,11 +32,19 @@ from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.utilities.cpus import OthersLoad
 
 GOALS = {  # as many times as fast as the synchronous run
-    "cuda": {("shared", 1): 1.3, ("shared", 2): 1.45, ("shared", 4): 1.5},
+    "cuda": {
+        ("shared", 1): 1.3,
+        ("shared", 2): 1.45,
+        ("shared", 4): 1.5,
+        ("separate", 1): 1.6,  # of a synchronous run on both GPUs
+        ("separate", 2): 2.0,
+        ("separate", 4): 2.4,
+    },
     "cpu": {("separate", 1): 1.3, ("separate", 2): 1.3, ("separate", 4): 1.3},
 }
 OVER_TRL = (2, 1.8)  # at this bound
 OVER_VERL = (1.4, 1.3)  # synchronous both; at equal bounds
+VERL_MODES = {"shared": "colocate_async", "separate": "separate_async"}
 
 
 def main() -> None:
@@ -77,7 +85,7 @@ def main() -> None:
         started = [start_row(pool, options, row, most, first) for row in todo]
         of_peers = {
             side: start_side(pool, options, side.partition(",")[0], more)
-            for side, more in peer_sides(names, bounds).items()
+            for side, more in peer_sides(names, bounds, placements).items()
             if "samples_per_s" not in others.get(side, {})
         }
         for run in started:
@@ -161,17 +169,30 @@ def default_placements(device: str) -> list[str]:
     return ["shared", "separate"] if both else ["shared"]
 
 
-def peer_sides(names: Sequence[str], bounds: Sequence[int]) -> dict[str, list[str]]:
+def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence[str]) -> dict[str, list[str]]:
     """Return the sides of peers, and what each is told besides.
 
     Example:
-        ``peer_sides(["trl"], [1]) == {"trl": []}``
+        ``peer_sides(["trl"], [1], ["shared"]) == {"trl": []}``
     """
     sides: dict[str, list[str]] = {"trl": []} if "trl" in names else {}
     if "verl" in names:
         sides["verl, synchronous"] = ["--mode=sync"]
-        sides |= {f"verl, bound {bound}": ["--mode=colocate_async", f"--bound={bound}"] for bound in bounds}
+        for placement in placements:
+            for bound in bounds:
+                sides[verl_side(placement, bound)] = [f"--mode={VERL_MODES[placement]}", f"--bound={bound}"]
     return sides
+
+
+def verl_side(placement: str, bound: int) -> str:
+    """Return what verl's side is called that a row of ours is held to.
+
+    Example:
+        ``verl_side("separate", 2) == "verl, separate, bound 2"``
+    """
+    if not bound:
+        return "verl, synchronous"
+    return f"verl, separate, bound {bound}" if placement == "separate" else f"verl, bound {bound}"
 
 
 def start_side(pool: Sides, options: argparse.Namespace, peer: str, more: list[str]) -> Started:
@@ -192,7 +213,8 @@ def start_side(pool: Sides, options: argparse.Namespace, peer: str, more: list[s
         "--long-tail",
         *more,
     ]
-    return start_peer(pool, peer, arguments, options.timeout, options.verl_variants.split(","))
+    devices = 2 if "--mode=separate_async" in more else 1
+    return start_peer(pool, peer, arguments, options.timeout, options.verl_variants.split(","), devices)
 
 
 def steps_of(options: argparse.Namespace, peer: str) -> int:
@@ -280,10 +302,10 @@ def goals(rows: list[dict[str, Any]], device: str, others: dict[str, Any]) -> li
         bound, ours = row["max_staleness"], row["samples_per_s"]
         if (goal := GOALS[device].get((row["placement"], bound))) is not None:
             hold(name(row), goal, row["speedup"])
-        if row["placement"] == "separate" or row["devices"] > 1:
-            continue  # peers have one device
-        wanted = {f"verl, bound {bound}" if bound else "verl, synchronous": OVER_VERL[bool(bound)]}
-        if bound == OVER_TRL[0]:
+        if row["devices"] > 1:
+            continue  # synchronous peers have one
+        wanted = {verl_side(row["placement"], bound): OVER_VERL[bool(bound)]}
+        if bound == OVER_TRL[0] and row["placement"] != "separate":
             wanted["trl"] = OVER_TRL[1]
         for peer, goal in wanted.items():
             if "samples_per_s" in others.get(peer, {}):

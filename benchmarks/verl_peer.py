@@ -1,4 +1,5 @@
-"""verl's side of B3 and B4: its Megatron trainer and vLLM on one GPU; same model, prompts, lengths and optimizer.
+"""verl's side of B3 and B4: its Megatron trainer and vLLM, on one GPU or on one each; same model, prompts, lengths and
+optimizer.
 
 Used by grpo_step.py and long_tail.py, in a process of its own; prints one line of JSON. Variants are verl's own ways to
 be faster; joined by "+" they go together, such as ``--verl-variant awake+fused``. With --config-only nothing runs:
@@ -38,6 +39,13 @@ VARIANTS: dict[str, list[str]] = {
     "polling": [],  # its buffer is looked at every 0.1 s in place of every 2 s, which no setting does: see verl_worker
 }
 POLL_S = 0.1
+SEPARATE = [  # a GPU for the trainer, one for its sampler, weights after each step
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+]
 PHASES = {"weight_sync": "update_weights", "rollout": "gen", "old_logp": "old_log_prob", "update": "update_actor"}
 RESERVE = 4 * 2**30  # bytes that vLLM profiles for its activations, as for TRL
 
@@ -168,6 +176,7 @@ def settings(options: argparse.Namespace, model: Path, directory: Path) -> list[
         "trainer.total_epochs=1",
         f"trainer.v1.trainer_mode={options.mode}",
         *([f"trainer.v1.{options.mode}.num_warmup_batches=1"] if options.bound else []),
+        *(SEPARATE if options.mode == "separate_async" else []),
         f"trainer.v1.sampler.max_off_policy_threshold={options.bound + 1}",
         "trainer.v1.sampler.max_off_policy_strategy=wait",
         f"ray_kwargs.ray_init.num_cpus={max(8, len(os.sched_getaffinity(0)))}",

@@ -99,11 +99,33 @@ def test_a_peer_that_is_not_there_is_refused_with_the_command(monkeypatch, tmp_p
 
 
 def test_every_bound_has_its_side_of_verl():
-    assert long_tail.peer_sides(["trl", "verl"], [1, 4]) == {
+    assert long_tail.peer_sides(["trl", "verl"], [1, 4], ["shared"]) == {
         "trl": [],
         "verl, synchronous": ["--mode=sync"],
         "verl, bound 1": ["--mode=colocate_async", "--bound=1"],
         "verl, bound 4": ["--mode=colocate_async", "--bound=4"],
+    }
+    assert long_tail.peer_sides(["verl"], [2], ["separate"]) == {
+        "verl, synchronous": ["--mode=sync"],
+        "verl, separate, bound 2": ["--mode=separate_async", "--bound=2"],
+    }
+
+
+def test_rows_of_two_gpus_are_held_to_verl_s_own():
+    """Each to its mode of the same placement, and to no other."""
+    rows = [
+        {"placement": placement, "max_staleness": bound, "devices": 1, "samples_per_s": 9.0, "speedup": 1.7}
+        for placement, bound in ((None, 0), ("shared", 1), ("separate", 1))
+    ]
+    others = {
+        name: {"samples_per_s": rate} for name, rate in (("verl, bound 1", 6.0), ("verl, separate, bound 1", 10.0))
+    }
+    found = {goal["side"]: goal["reached"] for goal in long_tail.goals(rows, "cuda", others)}
+    assert found == {
+        "shared, bound 1": 1.7,
+        "shared, bound 1, against verl, bound 1": 1.5,
+        "separate, bound 1": 1.7,
+        "separate, bound 1, against verl, separate, bound 1": 0.9,
     }
 
 
@@ -226,13 +248,18 @@ def in_verl(code: str, directory: Path, *arguments: str) -> subprocess.Completed
 
 @pytest.mark.slow
 @pytest.mark.deadline(250)
-def test_verl_composes_what_it_is_told(tmp_path: Path):
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_verl_composes_what_it_is_told(mode, tmp_path: Path):
     script = str(ROOT / "benchmarks" / "verl_peer.py")
-    asked = ["--device=cpu", "--mode=colocate_async", "--bound=2", "--verl-variant=awake+fused", "--config-only"]
+    asked = ["--device=cpu", f"--mode={mode}", "--bound=2", "--verl-variant=awake+fused", "--config-only"]
     done = in_verl("", tmp_path, script, *asked)
     assert done.returncode == 0, done.stderr[-2000:]
     found = yaml.safe_load(done.stdout)
-    assert found["trainer"]["v1"]["trainer_mode"] == "colocate_async"
+    assert found["trainer"]["v1"]["trainer_mode"] == mode
+    apart = mode == "separate_async"
+    assert found["actor_rollout_ref"]["hybrid_engine"] is not apart
+    assert found["actor_rollout_ref"]["rollout"]["nnodes"] == apart
+    assert found["trainer"]["v1"][mode]["num_warmup_batches"] == 1
     assert found["trainer"]["v1"]["sampler"]["max_off_policy_threshold"] == 3
     assert found["actor_rollout_ref"]["model"]["use_fused_kernels"]
     assert not found["actor_rollout_ref"]["rollout"]["free_cache_engine"]
@@ -246,7 +273,7 @@ def test_verl_s_processes_load_what_they_are_given(tmp_path: Path):
         "import verl, verl_worker, megatron.energon\n"
         "from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer\n"
         "from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer\n"
-        "print(ReplayBuffer.__init__.__qualname__, MixedPrecisionOptimizer.step.__qualname__)\n"
+        "print(ReplayBuffer.__init__.__qualname__, MixedPrecisionOptimizer.step_with_ready_grads.__qualname__)\n"
         "print(verl_worker.TokensAgentLoop.__mro__[1].__name__)\n"
     )
     done = in_verl(code, tmp_path)
