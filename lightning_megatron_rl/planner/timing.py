@@ -14,10 +14,12 @@ SCORES = 0.45  # the same for attention's products of queries, keys and values: 
 EXPERT_PRODUCTS = 0.4  # the same for grouped products of experts: they are small, and weight gradients are smaller
 MEMORY = 0.88  # of the data sheet's bytes per second: a copy in benchmarks/results
 LINK = 0.7  # of a link's: transfers to experts on another GPU, profile_h200_30b_24_layers.txt
-CACHE_READ = 0.6  # of MEMORY: attention of one new token reads keys and values in pages
 BYTES_PER_NUMBER = 10.0  # that a forward pass moves for each number that it keeps: written once, read some four times
 BACKWARD_BYTES = 2.4  # times as many move in the backward pass
-STEP_OF_SAMPLER_S = 3.3e-3  # of vLLM's Python for one token of all sequences
+# of vLLM's Python for one token of all sequences, beside the GPU, from rows of 1 to 512 sequences:
+STEP_OF_SAMPLER_S = 1.6e-3
+SEQUENCE_OF_SAMPLER_S = 1.6e-5  # for each of them
+BESIDE = 1.25  # exponent of how both add up: 1 is one after the other, a large one only the longer
 ALL_REDUCE_S = 8e-6  # of a small message within a machine; a layer of the sampler has two
 # of Python for the kernels of one layer and micro-batch, from the rows of 2,048 and 4,096 tokens, where the GPU waits:
 LAUNCH_S = 2.0e-3  # forward
@@ -262,8 +264,8 @@ def rollout(
 ) -> Phase:
     """Sampling of all responses; engines work beside each other on equal shares.
 
-    For each token an engine reads its weights and the cache of all its sequences, or computes, whichever takes longer;
-    vLLM's Python comes on top.
+    For each token an engine reads its weights and the cache of all its sequences, or computes, whichever takes longer.
+    Part of vLLM's Python runs beside that.
 
     Args:
         size: The model's.
@@ -283,12 +285,17 @@ def rollout(
     touched = size.experts * min(1.0, at_once * size.experts_met / size.experts) if size.experts else 0.0
     weights = (size.dense + touched + size.vocabulary * size.hidden) * element / tensor / memory
     per_token = size.layers * element * (size.cache_width or size.key_value_width / tensor)
-    cache = at_once * context * per_token / memory / CACHE_READ
+    cache = at_once * context * per_token / memory
     computed = at_once * (size.linear_flops + 2 * size.quadratic_flops * context) / reached
     steps = rounds * work.response_tokens
-    python = STEP_OF_SAMPLER_S + (2 * size.layers * ALL_REDUCE_S if tensor > 1 else 0.0)
+    gpu = max(computed, weights + cache) + (2 * size.layers * ALL_REDUCE_S if tensor > 1 else 0.0)
+    python = STEP_OF_SAMPLER_S + SEQUENCE_OF_SAMPLER_S * at_once
+    waits = (gpu**BESIDE + python**BESIDE) ** (1 / BESIDE) - gpu
     prefill = work.prompts / engines * size.linear_flops * work.prompt_tokens / reached
-    parts = [("vLLM's Python and messages", python * steps), ("prompts", prefill)]
+    parts = [
+        ("vLLM's Python and messages", (waits + gpu - max(computed, weights + cache)) * steps),
+        ("prompts", prefill),
+    ]
     if computed > weights + cache:
         parts.append(("products of the sampler", computed * steps))
     else:

@@ -321,10 +321,10 @@ def trainer_host() -> Iterator[WorkerPool]:
     workers.close()
 
 
-@pytest.mark.deadline(400)
+@pytest.mark.deadline(300)
 def test_two_servers_on_one_gpu_get_weights_over_nccl_and_may_go(trainer_host, models, tmp_path):
     setting = Setting(models["dense"], tmp_path)
-    options = {"world_size": 1, "init_process_group": False, "timeout": 300.0}
+    options = {"world_size": 1, "init_process_group": False, "timeout": 200.0}
     (found,) = trainer_host.run(train_and_drill, setting, **options)
     for name, seconds in found.seconds.items():
         print(f"{seconds:8.2f} s  {name}")

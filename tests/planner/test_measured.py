@@ -33,6 +33,7 @@ OUTSIDE = {
     "grpo_step_h200_30b.json step": "older than grouped products",
     "throughput_h200_4b_tp2.json log-probs": "measured with a spread of 15 %",
 }
+SETTLED = 256  # tokens of a response: of shorter ones the beginning takes most
 # files that state a peak and not the lengths of what was computed: responses end by themselves
 WITHOUT_LENGTHS = {"real_run"}
 
@@ -115,12 +116,13 @@ def step_row(name: str, device: str, row: dict[str, Any], command: str) -> Measu
         offloads=("optimizer", "gradients", "parameters") if "handover" in name else (),
     )
     steps = row["work"]["optimizer_steps"]
+    seconds = {"rollout": row["phases"]["rollout"]["median"]} if response >= SETTLED else {}
     return Measured(
         name,
         run,
         [prompt + response] * samples,
         row["peak_memory_gib"],
-        {"step": row["step_s"]["median"]} if steps > 1 else {},
+        seconds | ({"step": row["step_s"]["median"]} if steps > 1 else {}),
         first_step=steps == 1,
         pushed=(row.get("sync") or {}).get("extra_bytes", 0) > 0,
     )

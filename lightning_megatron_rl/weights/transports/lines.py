@@ -18,6 +18,7 @@ from lightning_megatron_rl.compat.gloo import close_gloo
 CPU = torch.device("cpu")
 POLL_S = 0.0005  # between two looks at what is under way on the GPU
 ABORT_S = 5.0  # for NCCL to abort; if it takes longer, a thread goes on with it
+FORMING_S = 60.0  # for NCCL to connect at most: it takes a second or two, and syncs wait meanwhile
 NAME_S = 1.0  # after an error of NCCL, for the closed connection that says whose end it was
 _SESSION_TAG = 1  # of gloo's messages that a process has sent, or has, everything; others have 0
 _SESSION = timedelta(days=1)  # a session may be long: each of its messages has a deadline
@@ -346,7 +347,7 @@ def open_nccl(
         device: This process's.
         lengths: Longest message that comes from each. # bytes
         make: Makes this process's group, without waiting for others.
-        timeout_s: Deadline of each message; half of it is that of the group's first one. # seconds
+        timeout_s: Deadline of each message; the group's first one has half of it, and at most `FORMING_S`. # seconds
 
     Returns:
         The lines, and ""; or `control`, and why it is that. The same on all.
@@ -363,7 +364,7 @@ def open_nccl(
     reason = _agree(control, number, names, reason)
     if not reason and group is not None:
         forming = _Forming(group, number, peers, device)
-        reason = _agree(control, number, names, forming.wait(timeout_s / 2))
+        reason = _agree(control, number, names, forming.wait(min(timeout_s / 2, FORMING_S)))
     if reason:
         if forming is not None:
             forming.give_up()
