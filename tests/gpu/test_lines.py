@@ -1,12 +1,15 @@
 """Weights over NCCL between a rank and a worker that share one GPU as two hosts: gloo's bytes, and workers that go."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_megatron_rl.verify import pool
-from lightning_megatron_rl.weights.transports import direct, lines
+from lightning_megatron_rl.weights.transports import direct, lines, nccl
 from tests.distributed import WorkerError, WorkerPool, free_port
 from tests.policing import keep_process
 from tests.weights.test_lines import AT_ONCE, HOST, Seen, Setting, check_same, push_both_ways, push_with_a_failure
@@ -59,6 +62,32 @@ def test_a_killed_worker_is_named_at_once(two_hosts):
     print(story)
     assert float(story.partition(" s")[0]) < FOR_NCCL
     assert f"worker 0 of the server on {HOST} is gone" in story
+
+
+def watchdogs() -> int:
+    """Threads of torch's that watch groups of NCCL in this process."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_nccl_watchdg")
+
+
+def watchdogs_of_groups() -> tuple[int, int, int]:
+    """How many there are before there is a group, with a group of the weights, and with one of torch's own."""
+    store, device = dist.HashStore(), torch.device("cuda:0")
+    before = watchdogs()
+    ours = nccl.NCCLGroup(dist.PrefixStore("ours", store), 0, 1, device)
+    with_ours = watchdogs()
+    torch_s = dist.ProcessGroupNCCL(dist.PrefixStore("torch's", store), 0, 1)
+    with_torch_s = watchdogs()
+    ours.abort()
+    torch_s.abort()
+    return before, with_ours, with_torch_s
+
+
+def test_no_watchdog_ends_the_process_when_nccl_has_failed(two_hosts):
+    """It would tell the default group, which ends a trainer eight minutes after a server has gone."""
+    (found,) = two_hosts.run(watchdogs_of_groups, world_size=1, init_process_group=False)
+    before, with_ours, with_torch_s = found
+    assert (with_ours - before, with_torch_s - before) == (0, 1)
 
 
 @pytest.mark.parametrize("how", ["raises", "silent"])

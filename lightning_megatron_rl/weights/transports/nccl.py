@@ -28,12 +28,9 @@ from lightning_megatron_rl.weights.transports.base import (
 )
 
 _NO_DEADLINE = timedelta(hours=6)  # who waits for a message of `NCCLGroup` has a deadline of its own
-# torch's own thread ends the process when NCCL fails, or waits too long, unless a group is made with these
-_FAILURES_ARE_OURS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",  # which would turn the first on
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
+# Without this a thread of torch's watches a group. When NCCL fails it tells the default group, which ends the process
+# eight minutes later, or holds up its end until then.
+_UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 _environment_lock = threading.Lock()
 
 
@@ -118,7 +115,7 @@ class NCCLGroup:
         if device.type != "cuda":
             raise RuntimeError(f"its device is {device}")
         self._device = device
-        with torch.cuda.device(device), _failures_are_ours():
+        with torch.cuda.device(device), _unwatched():
             self._group = dist.ProcessGroupNCCL(store, number, size, nccl_options(_NO_DEADLINE))
 
     def exchange(
@@ -143,11 +140,11 @@ class NCCLGroup:
 
 
 @contextmanager
-def _failures_are_ours() -> Iterator[None]:
-    """A group that is made meanwhile leaves failures to whoever waits for it."""
+def _unwatched() -> Iterator[None]:
+    """A group that is made meanwhile leaves failures to whoever waits for its messages."""
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in _FAILURES_ARE_OURS}
-        os.environ.update(_FAILURES_ARE_OURS)
+        before = {name: os.environ.get(name) for name in _UNWATCHED}
+        os.environ.update(_UNWATCHED)
         try:
             yield
         finally:
