@@ -1,20 +1,20 @@
 """Training on nodes that Ray places: the numbers of one host; a node that goes; what a cluster does not have."""
 
-import importlib.util
 import json
 import re
+import shutil
 import sys
 
 import pytest
 
 from lightning_megatron_rl.parallel import ray_cluster as places
 from tests.cluster.hosts import Cluster
-from tests.cluster.ray_hosts import EXAMPLE, ray_cluster
+from tests.cluster.ray_hosts import EXAMPLE, JOBS_PORT, needs_ray, ray_cluster
 from tests.cluster.runs import ClusterRun
 from tests.cluster.test_grpo import equal_steps
 from tests.modules.test_streaming import write_rows
 from tests.strategy.test_megatron import RELATIVE
-from tests.training import fit_sft
+from tests.training import fit_sft, frozen_sequences
 
 SFT = ("--module", "tests.strategy.launch_script", "--")
 GRPO = ("--module", "tests.cluster.grpo_script", "--")
@@ -37,12 +37,63 @@ def test_ray_that_is_missing_is_named(monkeypatch):
         places.connect()
 
 
+def same_numbers(run: ClusterRun, expected: list[dict[str, float]]) -> None:
+    for steps in run.results():
+        for mine, theirs in zip(steps, expected, strict=True):
+            for key, value in mine.items():
+                assert value == pytest.approx(theirs[key], rel=RELATIVE), key
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(600)
+def test_a_job_that_is_submitted_trains_on_both_hosts(make_hosts, tmp_path, worker_pool, qwen3_dir):
+    """From a host's command line, as the example says; Ray takes the working directory along."""
+    needs_ray()
+    expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False)[0].steps
+    hosts, work = make_hosts(2), tmp_path / "work"
+    (work / "examples" / "cluster").mkdir(parents=True)
+    shutil.copy(EXAMPLE, work / "examples" / "cluster")
+    run = ClusterRun(hosts, tmp_path / "out")
+    run.out.mkdir()
+    with ray_cluster(hosts, tmp_path / "ray", takes_jobs=True) as environment:
+        line = ["-m", "ray.scripts.scripts", "job", "submit", "--address"]
+        line += [f"http://{hosts.hosts[0].address}:{JOBS_PORT}", "--working-dir", str(work), "--", "python"]
+        line += ["examples/cluster/ray_train.py", "--num-nodes", "2", "--accelerator", "cpu", *SFT]
+        line += ["--model", str(qwen3_dir), "--devices", "1", "--num-nodes", "2", "--out", str(run.out)]
+        run.processes.append(hosts.hosts[1].python(run.out / "submit.log", *line, **environment))
+        assert run.wait() == [0], run.output()
+    assert "succeeded" in run.output()
+    same_numbers(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(600)
+def test_a_run_whose_rank_is_killed_is_started_again(make_hosts, tmp_path, worker_pool, qwen3_dir):
+    needs_ray()
+    options = {"steps": 6, "sequences": frozen_sequences(4)}
+    expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False, **options)[0].steps
+    hosts = make_hosts(2)
+    run = ClusterRun(hosts, tmp_path / "out")
+    run.out.mkdir()
+    with ray_cluster(hosts, tmp_path / "ray") as environment:
+        line = [EXAMPLE, "--num-nodes", "2", "--accelerator", "cpu", "--max-restarts", "1", *SFT]
+        line += ["--model", str(qwen3_dir), "--devices", "1", "--num-nodes", "2", "--out", str(run.out)]
+        line += ["--checkpoints", str(tmp_path / "checkpoints"), "--resume", "--steps", "6", "--rows", "4"]
+        line += ["--dying-rank", "1", "--dying-step", "4", "--dies-once", "--step-s", "1"]
+        run.processes.append(hosts.hosts[0].python(run.out / "driver.log", *line, **environment))
+        assert run.wait() == [0], run.output()
+    assert "restart 1 of 1" in run.output()
+    for steps in run.results():
+        losses = [step["policy/loss"] for step in steps]
+        assert 2 <= len(losses) < 6, "it began anew"
+        assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)
+
+
 @pytest.mark.slow
 @pytest.mark.deadline(600)
 def test_two_hosts_by_ray_give_the_run_of_one(make_hosts, tmp_path, worker_pool, qwen3_dir):
     """SFT and GRPO, with an engine on each host; and a cluster that is too small is refused at once."""
-    if importlib.util.find_spec("ray") is None:  # importing it changes the environment
-        pytest.skip("Ray is not installed: the extra ray")
+    needs_ray()
     hosts = make_hosts(2)
     head, rows = hosts.hosts[0], write_rows(tmp_path / "rows.jsonl", 16)
     grpo = ["--model", str(qwen3_dir), "--rows", str(rows)]
@@ -62,10 +113,7 @@ def test_two_hosts_by_ray_give_the_run_of_one(make_hosts, tmp_path, worker_pool,
             assert run.wait() == [2 if name == "big" else 0], run.output()
     assert "the Ray cluster has 2 node(s) with 1 CPU, and 3 are asked for" in runs["big"].output()
     expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False)[0].steps
-    for steps in runs["sft"].results():
-        for mine, theirs in zip(steps, expected, strict=True):
-            for key, value in mine.items():
-                assert value == pytest.approx(theirs[key], rel=RELATIVE), key
+    same_numbers(runs["sft"], expected)
     for rank in (0, 1):
         mine, theirs = (json.loads((run.out / f"{rank}.json").read_text()) for run in (runs["grpo"], one))
         assert mine["tokens"] == theirs["tokens"]

@@ -1,6 +1,5 @@
 """Engines that Ray places: what is refused; the samples of a local engine; an engine, a host and a trainer that go."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -19,7 +18,7 @@ from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
 from lightning_megatron_rl.rollout.servers.ray_places import DRIVER_MODULE
 from tests.cluster.hosts import Cluster
 from tests.cluster.ray_engines_script import NUM_RESPONSES, TOKENS
-from tests.cluster.ray_hosts import end_nodes, ray_cluster, start_nodes
+from tests.cluster.ray_hosts import end_nodes, needs_ray, ray_cluster, start_nodes
 from tests.cluster.runs import ClusterRun
 from tests.cluster.test_grpo import same_as_a_local_engines, start
 from tests.modules.test_streaming import write_rows
@@ -98,11 +97,6 @@ def test_ports_are_below_those_of_outgoing_connections():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert find_port("127.0.0.1") in PORTS
     assert max(PORTS) < first
-
-
-def needs_ray() -> None:
-    if importlib.util.find_spec("ray") is None:  # importing it changes the environment
-        pytest.skip("Ray is not installed: the extra ray")
 
 
 def command_lines(words: str) -> dict[int, str]:

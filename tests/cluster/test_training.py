@@ -1,5 +1,9 @@
 """Training on two hosts: the numbers of one host, whoever starts it, and a checkpoint that moves between them."""
 
+import os
+import signal
+import sys
+
 import pytest
 
 from tests.cluster.hosts import Cluster
@@ -78,6 +82,38 @@ def test_what_torchrun_starts_again_goes_on_from_last(make_hosts, tmp_path, work
     run.start("torchrun", *script, "--step-s", "1", "--out", str(run.out), restarts=1)
     assert run.wait() == [0, 0], run.output()
     for steps in run.results():
+        losses = [step["policy/loss"] for step in steps]
+        assert 2 <= len(losses) < 6, "it began anew"
+        assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_queues_again_goes_on_where_it_stopped(make_hosts, tmp_path, worker_pool, qwen3_dir):
+    """SLURM tells all ranks that the job's time is over. There is no SLURM here: what it is asked is written down."""
+    options = {"steps": 6, "sequences": frozen_sequences(4)}
+    expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False, **options)[0].steps
+    asked, command = tmp_path / "asked", tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    hosts = make_hosts(2)
+    script = [*SCRIPT, "--model", str(qwen3_dir), "--checkpoints", str(tmp_path / "checkpoints"), "--root"]
+    script += [str(tmp_path), "--steps", "6", "--rows", "4", "--step-s", "1", "--out"]
+    run = ClusterRun(hosts, tmp_path / "out")
+    run.start("slurm", *script, str(run.out), PATH=path)
+    for rank in (0, 1):
+        run.wait_for(f"{rank}.step", 2)
+    ranks = [process for host in hosts.hosts for process in host.processes() if process.cmdline()[0] == sys.executable]
+    assert len(ranks) == 2
+    for process in ranks:
+        process.send_signal(signal.SIGUSR1)
+    assert run.wait() == [128 + signal.SIGUSR1, 0], run.output()
+    assert asked.read_text() == "requeue 4711\n"
+    again = ClusterRun(hosts, tmp_path / "again")
+    again.start("slurm", *script, str(again.out), PATH=path, SLURM_RESTART_COUNT="1")
+    assert again.wait() == [0, 0], again.output()
+    for steps in again.results():
         losses = [step["policy/loss"] for step in steps]
         assert 2 <= len(losses) < 6, "it began anew"
         assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)

@@ -21,17 +21,22 @@ class Dies(pl.Callback):
     Args:
         rank: Which.
         step: That is not finished.
-        always: Whether in a run that the launcher has started again, too.
+        died: Written before that; in a run that is started again it dies no more. None: each time.
     """
 
-    def __init__(self, rank: int, step: int, *, always: bool) -> None:
+    def __init__(self, rank: int, step: int, died: Path | None) -> None:
         self.rank = rank
         self.step = step
-        self.dies = always or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.died = died
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
-        if self.dies and trainer.global_step == self.step and trainer.global_rank == self.rank:
-            os._exit(3)
+        if trainer.global_step != self.step or trainer.global_rank != self.rank:
+            return
+        if self.died is not None:
+            if self.died.exists():
+                return
+            self.died.touch()
+        os._exit(3)
 
 
 class IsTerminated(pl.Callback):
@@ -104,6 +109,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--checkpoints", type=Path, default=None)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--root", type=Path, help="where SLURM's link to a checkpoint is, and looked for")
     parser.add_argument("--strategy", type=json.loads, default=None)
     parser.add_argument("--nodes", type=json.loads, default={})
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -125,7 +131,8 @@ def main() -> None:
     recorder = Recorder()
     callbacks: list[pl.Callback] = [recorder]
     if options.dying_rank is not None:
-        callbacks.append(Dies(options.dying_rank, options.dying_step, always=not options.dies_once))
+        died = options.out / "died" if options.dies_once else None
+        callbacks.append(Dies(options.dying_rank, options.dying_step, died))
     if options.terminated_rank is not None:
         callbacks.append(IsTerminated(options.terminated_rank, options.out))
     if options.checkpoints is not None:
@@ -143,6 +150,7 @@ def main() -> None:
         devices=options.devices,
         num_nodes=options.num_nodes,
         max_steps=options.steps,
+        default_root_dir=options.root,
         logger=False,
         enable_checkpointing=options.checkpoints is not None,
         enable_progress_bar=False,
