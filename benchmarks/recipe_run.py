@@ -59,6 +59,7 @@ def main() -> None:
         **facts(default_device()),
         "benchmark": "recipe",
         "recipe": str(options.config),
+        "changes": changes,
         "whole_run_s": seconds,
         "steps": len(steps),
         **measured,

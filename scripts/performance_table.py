@@ -359,6 +359,7 @@ def recipe_runs(results: Path = RESULTS) -> str:
         own = sum(memory[part] for part in ("parameters", "gradients", "optimizer", "activations"))
         cells.append(f"{result['peak_memory_gb'] * 1e9 / 2**30:.1f} ({own:.1f})")
         recipe = result["recipe"].removeprefix("configs/recipes/").removesuffix(".yaml")
+        recipe += "" if result["steps"] == 10 else f", {result['steps']} steps"
         rows.append(f"| {recipe} | {result['device'].removeprefix('NVIDIA ')} | {' | '.join(cells)} |")
     return table(header, rows)
 
