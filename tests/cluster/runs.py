@@ -6,7 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.hosts import Cluster
+from tests.strategy.test_megatron import RELATIVE
 
 DEADLINE = 400.0  # seconds for a run of some steps on a busy machine; about 25 on an idle one
 PORT = 29500
@@ -72,6 +75,14 @@ class ClusterRun:
     def results(self) -> list[Any]:
         """What each rank has written."""
         return [json.loads((self.out / f"{rank}.json").read_text()) for rank in range(len(self.hosts.hosts))]
+
+
+def went_on(run: ClusterRun, expected: list[dict[str, float]]) -> None:
+    """A run that was started again lost no step and repeated none: its losses are the last of those expected."""
+    for steps in run.results():
+        losses = [step["policy/loss"] for step in steps]
+        assert 2 <= len(losses) < len(expected), "it began anew"
+        assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)
 
 
 def slurm_variables(rank: int, count: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.cluster.hosts import Cluster
-from tests.cluster.runs import ClusterRun
+from tests.cluster.runs import ClusterRun, went_on
 from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE
 from tests.training import fit_sft, frozen_sequences
@@ -81,10 +81,7 @@ def test_what_torchrun_starts_again_goes_on_from_last(make_hosts, tmp_path, work
     script += ["--steps", "6", "--rows", "4", "--dying-rank", str(dying_rank), "--dying-step", "4", "--dies-once"]
     run.start("torchrun", *script, "--step-s", "1", "--out", str(run.out), restarts=1)
     assert run.wait() == [0, 0], run.output()
-    for steps in run.results():
-        losses = [step["policy/loss"] for step in steps]
-        assert 2 <= len(losses) < 6, "it began anew"
-        assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)
+    went_on(run, expected)
 
 
 @pytest.mark.slow
@@ -113,7 +110,4 @@ def test_a_job_that_slurm_queues_again_goes_on_where_it_stopped(make_hosts, tmp_
     again = ClusterRun(hosts, tmp_path / "again")
     again.start("slurm", *script, str(again.out), PATH=path, SLURM_RESTART_COUNT="1")
     assert again.wait() == [0, 0], again.output()
-    for steps in again.results():
-        losses = [step["policy/loss"] for step in steps]
-        assert 2 <= len(losses) < 6, "it began anew"
-        assert losses == pytest.approx([step["policy/loss"] for step in expected[-len(losses) :]], rel=RELATIVE)
+    went_on(again, expected)
