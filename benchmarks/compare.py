@@ -101,11 +101,12 @@ def start_peer(
 ) -> Started:
     """Start a peer's side, for verl with each variant of its settings."""
     if peer == "trl":
-        return {"": pool.start("trl_peer.py", arguments, timeout_s, search_path())}
-    more = f"--deadline={timeout_s - 30:g}"  # it ends what it started by itself
+        more = [f"--devices={devices}"]
+        return {"": pool.start("trl_peer.py", [*arguments, *more], timeout_s, search_path(), devices)}
+    deadline = f"--deadline={timeout_s - 30:g}"  # it ends what it started by itself
     return {
         name: pool.start(
-            "verl_peer.py", [*arguments, f"--verl-variant={name}", more], timeout_s, search_path(), devices
+            "verl_peer.py", [*arguments, f"--verl-variant={name}", deadline], timeout_s, search_path(), devices
         )
         for name in variants
     }

@@ -42,8 +42,9 @@ GOALS = {  # as many times as fast as the synchronous run
     },
     "cpu": {("separate", 1): 1.3, ("separate", 2): 1.3, ("separate", 4): 1.3},
 }
-OVER_TRL = (2, 1.8)  # at this bound
+OVER_TRL = {"shared": (2, 1.8), "separate": (2, 2.6)}  # at this bound, with as many GPUs
 OVER_VERL = (1.4, 1.3)  # synchronous both; at equal bounds
+TRL_SIDES = {"shared": "trl", "separate": "trl, two GPUs"}  # synchronous both
 VERL_MODES = {"shared": "colocate_async", "separate": "separate_async"}
 
 
@@ -84,7 +85,7 @@ def main() -> None:
     with Sides(options.at_once) as pool:
         started = [start_row(pool, options, row, most, first) for row in todo]
         of_peers = {
-            side: start_side(pool, options, side.partition(",")[0], more)
+            side: start_side(pool, options, side, more)
             for side, more in peer_sides(names, bounds, placements).items()
             if "samples_per_s" not in others.get(side, {})
         }
@@ -175,7 +176,9 @@ def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence
     Example:
         ``peer_sides(["trl"], [1], ["shared"]) == {"trl": []}``
     """
-    sides: dict[str, list[str]] = {"trl": []} if "trl" in names else {}
+    sides: dict[str, list[str]] = {}
+    if "trl" in names:
+        sides = {TRL_SIDES[placement]: [] for placement in placements}
     if "verl" in names:
         sides["verl, synchronous"] = ["--mode=sync"]
         for placement in placements:
@@ -195,8 +198,9 @@ def verl_side(placement: str, bound: int) -> str:
     return f"verl, separate, bound {bound}" if placement == "separate" else f"verl, bound {bound}"
 
 
-def start_side(pool: Sides, options: argparse.Namespace, peer: str, more: list[str]) -> Started:
+def start_side(pool: Sides, options: argparse.Namespace, side: str, more: list[str]) -> Started:
     """Start a peer's side."""
+    peer, devices = side.partition(",")[0], 2 if "separate" in side or "two GPUs" in side else 1
     arguments = [
         f"--device={options.device}",
         f"--shape={options.shape}",
@@ -213,7 +217,6 @@ def start_side(pool: Sides, options: argparse.Namespace, peer: str, more: list[s
         "--long-tail",
         *more,
     ]
-    devices = 2 if "--mode=separate_async" in more else 1
     return start_peer(pool, peer, arguments, options.timeout, options.verl_variants.split(","), devices)
 
 
@@ -305,8 +308,9 @@ def goals(rows: list[dict[str, Any]], device: str, others: dict[str, Any]) -> li
         if row["devices"] > 1:
             continue  # synchronous peers have one
         wanted = {verl_side(row["placement"], bound): OVER_VERL[bool(bound)]}
-        if bound == OVER_TRL[0] and row["placement"] != "separate":
-            wanted["trl"] = OVER_TRL[1]
+        placement = row["placement"] or "shared"
+        if bound == OVER_TRL[placement][0]:
+            wanted[TRL_SIDES[placement]] = OVER_TRL[placement][1]
         for peer, goal in wanted.items():
             if "samples_per_s" in others.get(peer, {}):
                 hold(f"{name(row)}, against {peer}", goal, ours / others[peer]["samples_per_s"])

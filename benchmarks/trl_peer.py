@@ -2,13 +2,15 @@
 
 Used by weight_sync.py, grpo_step.py and long_tail.py; prints one line of JSON. On CUDA vLLM runs colocated, in TRL's
 fastest mode for a model that fits beside it (no sleep); on a CPU TRL generates with Transformers: no comparison, only a
-dry run.
+dry run. With --devices it runs data-parallel under torchrun, each process with a vLLM of its own.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from common import SHAPES, TokenPrompts, default_device, summary, synchronize, t
 from ours import add_arguments
 from response_lengths import LongTail, force_lengths
 from work_done import TRANSFORMERS_PROJECTION, ComputeDtype, optimizer_work
+
+Rewarded = tuple[set[tuple[int, ...]], int, int]  # of a step, in one process: prompts, samples, tokens of responses
 
 
 class Phase:
@@ -50,22 +54,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     on_cuda = options.device == "cuda"
-    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
     samples = options.prompts * options.generations
     steps = options.warmup + options.steps
     vocab_size = SHAPES[options.shape]["vocab_size"]
     directory = write_model(Path(tempfile.mkdtemp()) / "model", options.shape)
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     rows = TokenPrompts(options.prompts * steps, options.prompt_tokens, vocab_size)()
-    work: dict[str, Any] = {"samples_per_step": [], "response_tokens_per_step": []}
-    digest = hashlib.sha256()
+    rewarded: list[Rewarded] = []
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         if prompts:
-            distinct = sorted({tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts})
-            digest.update(repr(distinct).encode())
-            work["samples_per_step"].append(len(completion_ids))
-            work["response_tokens_per_step"].append(sum(len(ids) for ids in completion_ids))
+            distinct = {tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts}
+            rewarded.append((distinct, len(completion_ids), sum(len(ids) for ids in completion_ids)))
         return [token_reward(ids) for ids in completion_ids]
 
     fraction = None
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=options.trl_batch,
-        gradient_accumulation_steps=samples // options.trl_batch,
+        gradient_accumulation_steps=samples // options.trl_batch // options.devices,
         num_generations=options.generations,
         max_completion_length=options.response_tokens,
         max_steps=steps,
@@ -154,6 +155,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return {
         "who": "TRL GRPOTrainer",
+        "devices": options.devices,
         "shape": options.shape,
         "step_s": summary([row["step"] for row in kept]),
         "seconds": [row["step"] for row in times],
@@ -166,13 +168,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_cuda else None,
         "sync": sync,
         "work": {
-            **work,
+            **work_of_all(rewarded),
             "prompt_tokens": options.prompt_tokens,
-            "prompts_sha256": digest.hexdigest(),
             "optimizer_steps": trainer.state.global_step,
             "compute_dtype": compute.name(),
             **optimizer_work([getattr(trainer.optimizer, "optimizer", trainer.optimizer)]),  # Accelerate wraps it
         },
+    }
+
+
+def work_of_all(rewarded: list[Rewarded]) -> dict[str, Any]:
+    """Return what all processes have done in each step, as our own side tells it."""
+    every: list[list[Rewarded]] = [rewarded]
+    if torch.distributed.is_initialized():
+        every = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(every, rewarded)
+    digest = hashlib.sha256()
+    samples, tokens = [], []
+    for parts in zip(*every, strict=True):  # of a step
+        digest.update(repr(sorted(set().union(*(prompts for prompts, _, _ in parts)))).encode())
+        samples.append(sum(count for _, count, _ in parts))
+        tokens.append(sum(count for _, _, count in parts))
+    return {
+        "samples_per_step": samples,
+        "response_tokens_per_step": tokens,
+        "prompts_sha256": digest.hexdigest(),
     }
 
 
@@ -183,9 +203,23 @@ def _load(directory: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 
 
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    add_arguments(arguments, default_device())
-    arguments.add_argument("--long-tail", action="store_true", help="lognormal lengths, up to --response-tokens")
-    print(json.dumps(measure(arguments.parse_args())), flush=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, default_device())
+    parser.add_argument("--long-tail", action="store_true", help="lognormal lengths, up to --response-tokens")
+    options = parser.parse_args()
+    if options.prompts % options.devices:
+        parser.error(f"--prompts {options.prompts} over --devices {options.devices}: each has as many")
+    if options.devices > 1 and "LOCAL_RANK" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.devices)]
+        sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], check=False).returncode)
+    result = measure(options)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(json.dumps(result), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # torchrun ends the others with the first
     os._exit(0)  # how long vLLM takes to shut down in TRL's process is not what is measured
+
+
+if __name__ == "__main__":
+    main()

@@ -105,27 +105,29 @@ def test_every_bound_has_its_side_of_verl():
         "verl, bound 1": ["--mode=colocate_async", "--bound=1"],
         "verl, bound 4": ["--mode=colocate_async", "--bound=4"],
     }
-    assert long_tail.peer_sides(["verl"], [2], ["separate"]) == {
+    assert long_tail.peer_sides(["trl", "verl"], [2], ["separate"]) == {
+        "trl, two GPUs": [],
         "verl, synchronous": ["--mode=sync"],
         "verl, separate, bound 2": ["--mode=separate_async", "--bound=2"],
     }
 
 
-def test_rows_of_two_gpus_are_held_to_verl_s_own():
+def test_rows_of_two_gpus_are_held_to_peers_on_two():
     """Each to its mode of the same placement, and to no other."""
     rows = [
         {"placement": placement, "max_staleness": bound, "devices": 1, "samples_per_s": 9.0, "speedup": 1.7}
-        for placement, bound in ((None, 0), ("shared", 1), ("separate", 1))
+        for placement, bound in ((None, 0), ("shared", 1), ("separate", 1), ("separate", 2))
     ]
-    others = {
-        name: {"samples_per_s": rate} for name, rate in (("verl, bound 1", 6.0), ("verl, separate, bound 1", 10.0))
-    }
+    rates = {"verl, bound 1": 6.0, "verl, separate, bound 1": 10.0, "trl, two GPUs": 3.0}
+    others = {name: {"samples_per_s": rate} for name, rate in rates.items()}
     found = {goal["side"]: goal["reached"] for goal in long_tail.goals(rows, "cuda", others)}
     assert found == {
         "shared, bound 1": 1.7,
         "shared, bound 1, against verl, bound 1": 1.5,
         "separate, bound 1": 1.7,
         "separate, bound 1, against verl, separate, bound 1": 0.9,
+        "separate, bound 2": 1.7,
+        "separate, bound 2, against trl, two GPUs": 3.0,
     }
 
 
