@@ -52,15 +52,20 @@ def _steps(results: Path) -> Iterator[Row]:
 def _long_tail(results: Path) -> Iterator[Row]:
     for _, result in load("long_tail_*.json", results, gpus_only=True):
         for row in result["rows"]:
-            if row["placement"] == "separate" or row["devices"] > 1 or not result.get("peers"):
+            if not result.get("peers"):
                 continue
-            bound = row["max_staleness"]
+            bound, apart = row["max_staleness"], row["placement"] == "separate"
+            two = apart or row["devices"] > 1
+            verl = f"verl, {'separate, ' if apart else ''}bound {bound}" if bound else "verl, synchronous"
             theirs = {
-                "trl": None if bound else _rate(result["peers"].get("trl")),
-                "verl": _rate(result["peers"].get(f"verl, bound {bound}" if bound else "verl, synchronous")),
+                "trl": None if bound else _rate(result["peers"].get("trl, two GPUs" if two else "trl")),
+                "verl": None if two and not bound else _rate(result["peers"].get(verl)),
             }
+            if two and not any(theirs.values()):
+                continue
             told = f"bound of staleness {bound}" if bound else "synchronous"
-            work = f"long responses, {result['shape']}, {told}, {_short(result['device'])}"
+            gpus = f"two {_short(result['device'])}s" if two else _short(result["device"])
+            work = f"long responses, {result['shape']}, {told}, {gpus}"
             yield Row(work, "samples/s", row["samples_per_s"], theirs, True, result)
 
 
@@ -78,7 +83,7 @@ def _short(device: str) -> str:
 
 def peers(results: Path = RESULTS) -> str:
     """Return the table of all work that was measured beside peers in one run."""
-    header = "| work, one GPU | unit | this project | TRL | verl | date |"
+    header = "| work, one GPU if not two | unit | this project | TRL | verl | date |"
     lines = []
     for row in rows(results):
         cells = [

@@ -114,3 +114,26 @@ def test_what_is_said_of_a_missing_correction_was_measured():
         accuracy = result["comparison"][name]["final_accuracy"]["mean"]
         assert told.startswith(f"{accuracy:.2f}")
         assert told in source
+
+
+def test_rows_of_two_gpus_stand_beside_peers_on_two(tmp_path: Path):
+    """A synchronous run beside TRL's, a sampler of its own beside verl's."""
+    rates = {"trl": 2.0, "verl, synchronous": 4.0, "trl, two GPUs": 3.0, "verl, separate, bound 2": 5.0}
+    result = {
+        "device": "NVIDIA H200",
+        "date": "2026-11-26",
+        "shape": "1.7b",
+        "rows": [
+            {"placement": placement, "devices": devices, "max_staleness": bound, "samples_per_s": 6.0}
+            for placement, devices, bound in ((None, 1, 0), (None, 2, 0), ("separate", 1, 1), ("separate", 1, 2))
+        ],
+        "peers": {name: {"samples_per_s": rate} for name, rate in rates.items()},
+    }
+    (tmp_path / "long_tail_two.json").write_text(json.dumps(result))
+    assert [
+        line.split(" | ")[0] + line.partition("6.00")[2] for line in peer_tables.peers(tmp_path).splitlines()[2:]
+    ] == [
+        "| long responses, 1.7b, synchronous, H200 | 2.00 (3.00 ×) | 4.00 (1.50 ×) | 2026-11-26 |",
+        "| long responses, 1.7b, synchronous, two H200s | 3.00 (2.00 ×) | – | 2026-11-26 |",
+        "| long responses, 1.7b, bound of staleness 2, two H200s | – | 5.00 (1.20 ×) | 2026-11-26 |",
+    ]
