@@ -1,5 +1,4 @@
-"""verl's side of B3 and B4: its Megatron trainer and vLLM, on one GPU or on one each; same model, prompts, lengths and
-optimizer.
+"""verl's side of B3 and B4: its Megatron trainer and vLLM on one GPU or two; same model, prompts, lengths, optimizer.
 
 Used by grpo_step.py and long_tail.py, in a process of its own; prints one line of JSON. Variants are verl's own ways to
 be faster; joined by "+" they go together, such as ``--verl-variant awake+fused``. With --config-only nothing runs:

@@ -288,14 +288,12 @@ def rollout(
     cache = at_once * context * per_token / memory
     computed = at_once * (size.linear_flops + 2 * size.quadratic_flops * context) / reached
     steps = rounds * work.response_tokens
-    gpu = max(computed, weights + cache) + (2 * size.layers * ALL_REDUCE_S if tensor > 1 else 0.0)
+    busy = max(computed, weights + cache)
+    gpu = busy + (2 * size.layers * ALL_REDUCE_S if tensor > 1 else 0.0)
     python = STEP_OF_SAMPLER_S + SEQUENCE_OF_SAMPLER_S * at_once
-    waits = (gpu**BESIDE + python**BESIDE) ** (1 / BESIDE) - gpu
+    step = (gpu**BESIDE + python**BESIDE) ** (1 / BESIDE)
     prefill = work.prompts / engines * size.linear_flops * work.prompt_tokens / reached
-    parts = [
-        ("vLLM's Python and messages", (waits + gpu - max(computed, weights + cache)) * steps),
-        ("prompts", prefill),
-    ]
+    parts = [("vLLM's Python and messages", (step - busy) * steps), ("prompts", prefill)]
     if computed > weights + cache:
         parts.append(("products of the sampler", computed * steps))
     else:
