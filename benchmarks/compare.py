@@ -101,8 +101,8 @@ def start_peer(
 ) -> Started:
     """Start a peer's side, for verl with each variant of its settings."""
     if peer == "trl":
-        more = [f"--devices={devices}"]
-        return {"": pool.start("trl_peer.py", [*arguments, *more], timeout_s, search_path(), devices)}
+        on = f"--devices={devices}"
+        return {"": pool.start("trl_peer.py", [*arguments, on], timeout_s, search_path(), devices)}
     deadline = f"--deadline={timeout_s - 30:g}"  # it ends what it started by itself
     return {
         name: pool.start(

@@ -234,10 +234,10 @@ def test_a_peer_that_hangs_leaves_no_process(tmp_path: Path):
     assert left == []
 
 
-def in_verl(code: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code or the peer's script where verl is installed, without a GPU."""
+def in_peers(code: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code or a peer's script where the peers are installed, without a GPU."""
     if not (peers.FOLDER / "verl").exists():
-        pytest.skip("verl is not installed: `make peers`")
+        pytest.skip("the peers are not installed: `make peers`")
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), str(peers.FOLDER)])
     variables = {verl_worker.NOTES: str(directory), verl_worker.LONG_TAIL: "0", verl_worker.POLL: "0.1", "RANK": "0"}
     extra = {} if arguments else {**variables, "VERL_USE_EXTERNAL_MODULES": "verl_worker"}
@@ -254,7 +254,7 @@ def in_verl(code: str, directory: Path, *arguments: str) -> subprocess.Completed
 def test_verl_composes_what_it_is_told(mode, tmp_path: Path):
     script = str(ROOT / "benchmarks" / "verl_peer.py")
     asked = ["--device=cpu", f"--mode={mode}", "--bound=2", "--verl-variant=awake+fused", "--config-only"]
-    done = in_verl("", tmp_path, script, *asked)
+    done = in_peers("", tmp_path, script, *asked)
     assert done.returncode == 0, done.stderr[-2000:]
     found = yaml.safe_load(done.stdout)
     assert found["trainer"]["v1"]["trainer_mode"] == mode
@@ -278,7 +278,22 @@ def test_verl_s_processes_load_what_they_are_given(tmp_path: Path):
         "print(ReplayBuffer.__init__.__qualname__, MixedPrecisionOptimizer.step_with_ready_grads.__qualname__)\n"
         "print(verl_worker.TokensAgentLoop.__mro__[1].__name__)\n"
     )
-    done = in_verl(code, tmp_path)
+    done = in_peers(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     hooks = "poll_more_often.<locals>.init note_numbers.<locals>.step"
     assert done.stdout.splitlines()[-2:] == [hooks, "AgentLoopBase"]
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_trl_on_two_processes_does_the_work_of_one(tmp_path: Path):
+    """On a CPU, where it generates with Transformers: each process has its part of the prompts of a step."""
+    asked = ["--device=cpu", "--prompts=4", "--generations=4", "--trl-batch=4", "--steps=1", "--warmup=1"]
+    works = []
+    for devices in (1, 2):
+        script = str(ROOT / "benchmarks" / "trl_peer.py")
+        done = in_peers("", tmp_path, script, *asked, f"--devices={devices}")
+        assert done.returncode == 0, done.stderr[-2000:]
+        works.append(json.loads(done.stdout.splitlines()[-1])["work"])
+    assert works[0] == works[1]
+    assert works[0]["samples_per_step"] == [16, 16]

@@ -58,7 +58,20 @@ def shrink_arguments(arguments: Sequence[str]) -> list[str]:
     file = directory / "shrunk.yaml"
     file.write_text(yaml.safe_dump(shrink_config(config, directory, world), sort_keys=False))
     print(f"{file}: the same run with a small model, on a CPU", file=sys.stderr)
+    if is_slow_here(str(config["trainer"]["precision"])):
+        print(
+            "this CPU has no AVX-512, without which products in 16 bits take many times as long:"
+            " --trainer.precision 32-true",
+            file=sys.stderr,
+        )
     return ["fit", "--config", str(file)]
+
+
+def is_slow_here(precision: str) -> bool:
+    """Whether a Trainer's precision has 16-bit products, and this CPU only AVX2 for them."""
+    import torch
+
+    return not precision.startswith(("32", "64")) and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def shrink_config(config: dict[str, Any], directory: Path, world: int) -> dict[str, Any]:

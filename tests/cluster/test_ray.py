@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,13 @@ def same_numbers(run: ClusterRun, expected: list[dict[str, float]]) -> None:
                 assert value == pytest.approx(theirs[key], rel=RELATIVE), key
 
 
+def sft_on_two_hosts(model: Path, out: Path, *of_ray_train: str) -> list[str]:
+    """Arguments of ray_train.py, from a directory that is made for what the run writes."""
+    out.mkdir()
+    script = ["--model", str(model), "--devices", "1", "--num-nodes", "2", "--out", str(out)]
+    return ["--num-nodes", "2", "--accelerator", "cpu", *of_ray_train, *SFT, *script]
+
+
 @pytest.mark.slow
 @pytest.mark.deadline(600)
 def test_a_job_that_is_submitted_trains_on_both_hosts(make_hosts, tmp_path, worker_pool, qwen3_dir):
@@ -54,12 +62,11 @@ def test_a_job_that_is_submitted_trains_on_both_hosts(make_hosts, tmp_path, work
     (work / "examples" / "cluster").mkdir(parents=True)
     shutil.copy(EXAMPLE, work / "examples" / "cluster")
     run = ClusterRun(hosts, tmp_path / "out")
-    run.out.mkdir()
+    arguments = sft_on_two_hosts(qwen3_dir, run.out)
     with ray_cluster(hosts, tmp_path / "ray", takes_jobs=True) as environment:
         line = ["-m", "ray.scripts.scripts", "job", "submit", "--address"]
         line += [f"http://{hosts.hosts[0].address}:{JOBS_PORT}", "--working-dir", str(work), "--", "python"]
-        line += ["examples/cluster/ray_train.py", "--num-nodes", "2", "--accelerator", "cpu", *SFT]
-        line += ["--model", str(qwen3_dir), "--devices", "1", "--num-nodes", "2", "--out", str(run.out)]
+        line += ["examples/cluster/ray_train.py", *arguments]
         run.processes.append(hosts.hosts[1].python(run.out / "submit.log", *line, **environment))
         assert run.wait() == [0], run.output()
     assert "succeeded" in run.output()
@@ -74,12 +81,22 @@ def test_a_run_whose_rank_is_killed_is_started_again(make_hosts, tmp_path, worke
     expected = worker_pool.run(fit_sft, qwen3_dir, {}, 2, world_size=2, init_process_group=False, **options)[0].steps
     hosts = make_hosts(2)
     run = ClusterRun(hosts, tmp_path / "out")
-    run.out.mkdir()
+    arguments = sft_on_two_hosts(qwen3_dir, run.out, "--max-restarts", "1")
     with ray_cluster(hosts, tmp_path / "ray") as environment:
-        line = [EXAMPLE, "--num-nodes", "2", "--accelerator", "cpu", "--max-restarts", "1", *SFT]
-        line += ["--model", str(qwen3_dir), "--devices", "1", "--num-nodes", "2", "--out", str(run.out)]
-        line += ["--checkpoints", str(tmp_path / "checkpoints"), "--resume", "--steps", "6", "--rows", "4"]
-        line += ["--dying-rank", "1", "--dying-step", "4", "--dies-once", "--step-s", "1"]
+        line = [EXAMPLE, *arguments, "--checkpoints", str(tmp_path / "checkpoints"), "--resume"]
+        line += [
+            "--steps",
+            "6",
+            "--rows",
+            "4",
+            "--dying-rank",
+            "1",
+            "--dying-step",
+            "4",
+            "--dies-once",
+            "--step-s",
+            "1",
+        ]
         run.processes.append(hosts.hosts[0].python(run.out / "driver.log", *line, **environment))
         assert run.wait() == [0], run.output()
     assert "restart 1 of 1" in run.output()

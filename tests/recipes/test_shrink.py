@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron_rl.recipes.shrink import is_slow_here
 from tests.command_line import ROOT
 from tests.selection import by_default
 
@@ -26,6 +27,16 @@ def test_recipe_trains_two_steps(path: Path):
     found = tables.shrink(path)
     assert found["shrinks"], found
     assert found["ranks"] >= (2 if "num_nodes" in path.read_text() else 1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "slow"),
+    [("AVX2", "bf16-mixed", True), ("AVX2", "32-true", False), ("AVX512", "bf16-mixed", False)],
+)
+def test_a_cpu_that_is_slow_in_16_bits_is_named(monkeypatch, capability: str, precision: str, slow: bool):
+    """Of other CPUs than the one that this runs on."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert is_slow_here(precision) is slow
 
 
 @pytest.mark.slow
