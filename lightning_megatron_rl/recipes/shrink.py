@@ -25,6 +25,7 @@ STEPS = 2
 ROWS = 16
 PROMPT_BYTES, RESPONSE_TOKENS = 480, 8  # a byte is a token
 VOCABULARY = 320
+HEAD_DIM = 32  # at most, where heads make the model's width: 32 heads of Llama's 405B would make 4,096
 _TILE = 32  # of vLLM's kernel for experts on a CPU: their width is a multiple
 _SPECIAL = ["<pad>", "<eos>", "<bos>"]
 _SIZES = (
@@ -177,7 +178,7 @@ def small_config(name: str, layers: int) -> dict[str, Any]:
         check_family(config)
     except ValueError as error:
         raise ValueError(f"{name} cannot be shrunk, since it is refused at full size: {error}") from error
-    small = shrink(raw, config)
+    small = shrink(raw, config, HEAD_DIM)
     small |= {"vocab_size": VOCABULARY, "pad_token_id": 256, "eos_token_id": 257, "bos_token_id": 258}
     small |= {"num_hidden_layers": layers, "dtype": "float32"}
     if isinstance(raw.get("layer_types"), list):

@@ -55,6 +55,23 @@ def test_relations_of_sizes_stay(name: str, changes: dict[str, Any], expected: d
     assert {key: found[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen2.5-7B", {"hidden_size": 14 * 32}),
+        ("Qwen2.5-7B with its heads' width", {"hidden_size": 14 * 32, "head_dim": 32}),
+        ("Qwen3-30B-A3B", {"hidden_size": 64, "head_dim": 128}),  # its heads are wider than the model
+        ("DeepSeek-V3", {"hidden_size": 64, "qk_nope_head_dim": 128}),
+    ],
+)
+def test_heads_that_make_the_models_width_can_be_narrowed(name: str, expected: dict[str, Any], tmp_path: Path):
+    name, _, own = name.partition(" with ")
+    (tmp_path / "config.json").write_text(json.dumps(raw := config_files()[name] | ({"head_dim": 128} if own else {})))
+    found = shrink(raw, AutoConfig.from_pretrained(tmp_path), most_head_dim=32)
+    assert {key: found[key] for key in expected} == expected
+    assert ("head_dim" in found) == ("head_dim" in raw)
+
+
 def test_lists_of_layers_keep_their_pattern(tmp_path: Path):
     raw = config_files()["tiny qwen3"] | {"num_hidden_layers": 30, "kinds": ["a", "a", "b"] * 10}
     raw.pop("layer_types", None)

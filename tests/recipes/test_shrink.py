@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron_rl.recipes.shrink import is_slow_here
+from lightning_megatron_rl.recipes.shrink import HEAD_DIM, is_slow_here
 from tests.command_line import ROOT
 from tests.selection import by_default
 
@@ -64,6 +64,7 @@ def test_shrunk_config_keeps_what_is_not_a_size(tmp_path: Path):
     config = json.loads((file.parent / "model" / "config.json").read_text())
     assert config["model_type"] == "llama"
     assert config["num_attention_heads"] // config["num_key_value_heads"] == 8  # as in the released model
+    assert config["hidden_size"] == config["num_attention_heads"] * HEAD_DIM
     assert config["num_hidden_layers"] == 4
 
 

@@ -18,12 +18,13 @@ LAYERS = 2
 MOST_PATTERN = 12  # layers after which a pattern must repeat to count as one
 
 
-def shrink(raw: dict[str, Any], config: Any) -> dict[str, Any]:
+def shrink(raw: dict[str, Any], config: Any, most_head_dim: int | None = None) -> dict[str, Any]:
     """Return the miniature of a config.json.
 
     Args:
         raw: Content of config.json.
         config: The same as Transformers' config object, with defaults filled in.
+        most_head_dim: Widest head where all heads together are as wide as the model. None leaves heads as they are.
 
     Raises:
         ValueError: A size is not a positive number, or the family is unknown.
@@ -41,7 +42,7 @@ def shrink(raw: dict[str, Any], config: Any) -> dict[str, Any]:
     small["vocab_size"] = min(sizes["vocab_size"], VOCABULARY)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         small[name] = _token(getattr(config, name, None), small["vocab_size"])
-    small["hidden_size"] = _hidden_size(sizes, small, raw)
+    small.update(_hidden_size(sizes, small, raw, most_head_dim))
     anchors = [(sizes["hidden_size"], small["hidden_size"])]
     for name, target in (("intermediate_size", 48), ("moe_intermediate_size", 40)):
         if sizes.get(name):
@@ -97,18 +98,22 @@ def head_dim(config: Any) -> int:
     return int(own) if own else int(config.hidden_size) // int(config.num_attention_heads)
 
 
-def _hidden_size(sizes: _Sizes, small: dict[str, Any], raw: dict[str, Any]) -> int:
+def _hidden_size(
+    sizes: _Sizes, small: dict[str, Any], raw: dict[str, Any], most_head_dim: int | None
+) -> dict[str, int]:
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     width = sizes.get("head_dim") or hidden // heads
     if "num_key_value_heads" not in small or sizes.get("qk_nope_head_dim"):  # latent attention has widths of its own
-        return min(hidden, HIDDEN)
+        return {"hidden_size": min(hidden, HIDDEN)}
     of_heads = small["num_attention_heads"] * width
     if hidden % heads and not raw.get("head_dim"):
-        return of_heads + min(hidden % heads, small["num_attention_heads"] - 1)
+        return {"hidden_size": of_heads + min(hidden % heads, small["num_attention_heads"] - 1)}
     if hidden == heads * width:
-        return int(of_heads)
+        width = min(width, most_head_dim or width)
+        own = {"head_dim": width} if raw.get("head_dim") else {}
+        return {"hidden_size": small["num_attention_heads"] * width} | own
     fallback = min(hidden, HIDDEN)
-    return fallback + 8 if fallback == of_heads else fallback
+    return {"hidden_size": fallback + 8 if fallback == of_heads else fallback}
 
 
 def related(value: int, target: int, anchors: list[tuple[int, int]]) -> int:
