@@ -1,6 +1,11 @@
-"""Profiles of single calls by torch's profiler, as tables in a text file: where the time of a benchmark goes."""
+"""Profiles of single calls by torch's profiler, as tables in a text file: where the time of a benchmark goes.
 
-from collections.abc import Callable
+Tables add up the seconds of kernels, also of those that ran side by side. So a line before them says for how long the
+GPU had work at all, and before which kernels it had none.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +13,25 @@ import lightning.pytorch as pl
 import torch
 from common import facts, timed
 from lightning.pytorch.utilities import rank_zero_only
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 ROWS = 45
+WAITS = 12  # kernels that the GPU waited for longest
+
+Span = tuple[float, float, str]  # start and end of a kernel, and its name
+
+
+def waits(spans: Iterable[Span]) -> tuple[float, Counter[str]]:
+    """How long at least one kernel ran, and for how long none did before each of them, by name."""
+    busy, until, idle = 0.0, None, Counter[str]()
+    for start, end, name in sorted(spans):
+        if until is not None and start > until:
+            idle[name] += start - until
+        begin = start if until is None else max(start, until)
+        busy += max(end - begin, 0.0)
+        until = end if until is None else max(until, end)
+    return busy, idle
 
 
 class Profile(pl.Callback):
@@ -61,6 +82,15 @@ class Profile(pl.Callback):
         lines = [f"# {name}: {found['command']}", f"# {found['device']}, {found['date']}, {found['versions']}"]
         if seconds is not None:
             lines.append(f"# {seconds:.4f} s without the profiler")
+        if on_cuda:
+            spans = [
+                (event.time_range.start, event.time_range.end, event.name)
+                for event in profiler.events()
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+            ]
+            busy, idle = waits(spans)
+            lines.append(f"# the GPU had work for {busy / 1e6:.4f} s, and none for {sum(idle.values()) / 1e6:.4f} s:")
+            lines += [f"# {seconds / 1e6:.4f} s before {kernel}" for kernel, seconds in idle.most_common(WAITS)]
         orders = ["self_device_time_total", "self_cpu_time_total"] if on_cuda else ["self_cpu_time_total"]
         tables = [averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=90) for order in orders]
         with self.path.open("a") as file:

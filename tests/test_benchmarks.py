@@ -509,6 +509,19 @@ def test_handover_runs_on_a_cpu(tmp_path: Path):
     assert "the trainer left" in shown
 
 
+@pytest.mark.parametrize(
+    ("spans", "busy", "idle"),
+    [
+        ([], 0, {}),
+        ([(10, 20, "a"), (20, 25, "b")], 15, {}),
+        ([(30, 40, "b"), (10, 20, "a"), (45, 50, "b")], 25, {"b": 15}),  # not in the order of time
+        ([(0, 50, "a"), (10, 20, "b"), (40, 60, "c"), (70, 71, "a")], 61, {"a": 10}),  # side by side, in streams
+    ],
+)
+def test_waits_of_a_gpu(spans: list[Any], busy: float, idle: dict[str, float]):
+    assert importlib.import_module("profiles").waits(spans) == (busy, idle)
+
+
 @pytest.mark.slow
 @pytest.mark.deadline(250)
 def test_decoding_runs_on_a_cpu(tmp_path: Path):
