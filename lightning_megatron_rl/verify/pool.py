@@ -15,10 +15,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import IO, Any
 
 from lightning_megatron_rl.utilities.files import driver_files, remove_files
 from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD, set_aside
@@ -66,55 +66,134 @@ class _Job:
     init_process_group: bool
 
 
-class _Worker:
-    """One child process and the pipe to it; its output goes to a file that is quoted when it fails."""
+class _Nursery:
+    """A process that imports what every worker needs, once, and forks them.
 
-    def __init__(self, node: int | None = None) -> None:
-        self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
-        self.connection, child = Pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 means fp32: TransformerEngine would multiply it as TF32
-        if node is not None:  # NCCL refuses two processes on one GPU, but not those of another host
-            environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo"}
-        # what can be imported here can be imported there, a user's own modules among it
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    It does nothing else, so a worker starts with what its jobs import, and with nothing that they did.
+    """
+
+    def __init__(self) -> None:
+        self._socket, child = socket.socketpair()
+        self._log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_megatron_rl.verify.pool", str(child.fileno())],
             pass_fds=[child.fileno()],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=self.log,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # its own group, so that its children can be ended with it
+            start_new_session=True,  # an interrupt is for who waits for its workers
         )
         child.close()
+
+    def fork(self, environment: dict[str, str], files: Sequence[int]) -> int:
+        """Return the process id of a new worker: leader of a session, whose files 0, 1, 2 and connection are given."""
+        return int(self._ask(_FORK, {"environment": environment, "path": sys.path}, files))
+
+    def exit_code(self, pid: int, wait: bool) -> int | None:
+        """Return the exit code of a worker, negative for a signal; None while it runs. Called no more once it has one.
+
+        Args:
+            pid: The worker.
+            wait: Until it has ended.
+        """
+        code = self._ask(_WAIT, (pid, wait))
+        return None if code is None else int(code)
+
+    def close(self) -> None:
+        """End it; workers end with their pipes."""
+        self._socket.close()
+        self.process.wait()
+        self._log.close()
+
+    def _ask(self, order: bytes, question: Any, files: Sequence[int] = ()) -> Any:
+        try:
+            socket.send_fds(self._socket, [order], files)
+            _send(self._socket, question)
+            return _receive(self._socket)
+        except (EOFError, OSError) as error:
+            code = self.process.wait()
+            raise RuntimeError(f"the process that forks workers exited with code {code}\n{_tail(self._log)}") from error
+
+
+_FORK, _WAIT = b"f", b"w"
+
+
+def _send(sock: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message)
+    sock.sendall(len(data).to_bytes(8, "big") + data)
+
+
+def _receive(sock: socket.socket) -> Any:
+    return pickle.loads(_read(sock, int.from_bytes(_read(sock, 8), "big")))
+
+
+def _read(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (part := sock.recv(count - len(data))):
+            raise EOFError("the other end is gone")
+        data += part
+    return data
+
+
+def _environment() -> dict[str, str]:
+    """What a worker sees: what can be imported here can be imported there, a user's own modules among it."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NVIDIA_TF32_OVERRIDE": "0",  # fp32 means fp32: TransformerEngine would multiply it as TF32
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+    }
+
+
+class _Worker:
+    """One process and the pipe to it; its output goes to a file that is quoted when it fails."""
+
+    def __init__(self, nursery: _Nursery, node: int | None = None) -> None:
+        self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
+        self.connection, child = Pipe()
+        stdin, self._stdin = os.pipe()
+        environment = _environment()
+        if node is not None:  # NCCL refuses two processes on one GPU, but not those of another host
+            environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo"}
+        self._nursery = nursery
+        self._code: int | None = None
+        self.pid = nursery.fork(environment, [stdin, self.log.fileno(), child.fileno()])
+        os.close(stdin)
+        child.close()
+
+    def exit_code(self, wait: bool = False) -> int | None:
+        """How the worker ended; None while it runs."""
+        if self._code is None:
+            self._code = self._nursery.exit_code(self.pid, wait)
+        return self._code
 
     @property
     def is_worn(self) -> bool:
         """Whether jobs have left too many threads behind; those of a process group wake up a hundred times a second."""
         try:
-            return len(os.listdir(f"/proc/{self.process.pid}/task")) > _MOST_THREADS
+            return len(os.listdir(f"/proc/{self.pid}/task")) > _MOST_THREADS
         except FileNotFoundError:  # it is gone: the job will say so
             return False
 
     def kill(self) -> None:
         """End the worker and everything it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        remove_files(driver_files(self.process.pid))
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(RuntimeError):  # who forked it is gone, too
+            self.exit_code(wait=True)
+        remove_files(driver_files(self.pid))
+        os.close(self._stdin)
         self.connection.close()
         self.log.close()
 
     def stacks(self) -> str:
         """The worker's output with the stack of every thread, while it is stuck."""
         size = os.fstat(self.log.fileno()).st_size
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
-            self.process.stdin.write(b"\n")
-            self.process.stdin.flush()
+        if self.exit_code() is None:
+            os.write(self._stdin, b"\n")
             deadline = time.monotonic() + GRACE
             while os.fstat(self.log.fileno()).st_size == size and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -123,12 +202,16 @@ class _Worker:
 
     def tail(self, characters: int) -> str:
         """The end of what the worker has printed."""
-        size = os.fstat(self.log.fileno()).st_size
-        return os.pread(self.log.fileno(), characters, max(size - characters, 0)).decode(errors="replace")
+        return _tail(self.log, characters)
+
+
+def _tail(log: IO[bytes], characters: int = 4000) -> str:
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), characters, max(size - characters, 0)).decode(errors="replace")
 
 
 class WorkerPool:
-    """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds in each).
+    """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds, once).
 
     Args:
         size: Most processes of a job.
@@ -150,6 +233,7 @@ class WorkerPool:
         self.size = size
         self.on_start = on_start
         self.nodes = nodes
+        self._nursery: _Nursery | None = None
         self._workers: list[_Worker] = []
 
     @property
@@ -177,6 +261,8 @@ class WorkerPool:
         node_size = min(world_size, self.node_size)
         if world_size % node_size:
             raise ValueError(f"world_size {world_size} does not divide into nodes of {node_size} processes")
+        if self._nursery is not None and self._nursery.process.poll() is not None:
+            self.close()
         while len(self._workers) < world_size:
             self._workers.append(self._start(len(self._workers)))
         for index, worker in enumerate(self._workers[:world_size]):
@@ -194,9 +280,9 @@ class WorkerPool:
                 if rank not in results and rank not in failures:
                     story = f"still running after {timeout:g} s or after another rank failed\n{worker.stacks()}"
                     failures[rank] = _Failure(story)
-            self.close()
-        elif any(worker.process.poll() is not None for worker in workers):
-            self.close()
+            self._end_workers()
+        elif any(worker.exit_code() is not None for worker in workers):
+            self._end_workers()
         if failures:
             ordered = sorted(failures.items())
             text = "\n".join(f"--- rank {rank} of {world_size}: {failure.story}" for rank, failure in ordered)
@@ -206,15 +292,24 @@ class WorkerPool:
         return [results[rank] for rank in range(world_size)]
 
     def _start(self, index: int) -> _Worker:
-        worker = _Worker(index // self.node_size if self.nodes > 1 else None)
-        self.on_start(worker.process.pid)
+        if self._nursery is None:
+            self._nursery = _Nursery()
+            self.on_start(self._nursery.process.pid)
+        worker = _Worker(self._nursery, index // self.node_size if self.nodes > 1 else None)
+        self.on_start(worker.pid)
         return worker
 
-    def close(self) -> None:
-        """End all workers; the next job starts new ones."""
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._workers = []
+
+    def close(self) -> None:
+        """End all processes; the next job starts new ones."""
+        self._end_workers()
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
 
 
 def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, _Failure]]:
@@ -230,7 +325,7 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], di
             try:
                 succeeded, value = _decode(connection.recv_bytes())
             except EOFError:
-                code = workers[rank].process.wait()
+                code = workers[rank].exit_code(wait=True)
                 succeeded, value = False, _Failure(f"exited with code {code}\n{workers[rank].tail(4000)}")
             if succeeded:
                 results[rank] = value
@@ -325,7 +420,6 @@ def _watch_parent() -> None:
 def _serve(descriptor: int) -> None:
     """The main loop of a worker: run jobs until the pipe closes."""
     threading.Thread(target=_watch_parent, daemon=True).start()
-    gc.set_threshold(IMPORT_THRESHOLD)
     num_modules = 0
     connection = Connection(descriptor)
     while True:
@@ -346,7 +440,73 @@ def _serve(descriptor: int) -> None:
         connection.send_bytes(answer)
 
 
+def _import_for_workers() -> None:
+    """Import what jobs need, which takes ten seconds. Not beside a GPU: what has touched that cannot be forked."""
+    gc.set_threshold(IMPORT_THRESHOLD)
+    if not _finds_gpu():
+        import lightning_megatron_rl.verify.job  # noqa: F401
+        from lightning_megatron_rl.compat.bridge import import_auto_bridge
+
+        import_auto_bridge(())
+    gc.freeze()  # pages that nobody writes to stay shared
+
+
+def _finds_gpu() -> bool:
+    """Ask in a process of its own, since to ask may touch it."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda.is_available()))
+    return os.waitpid(pid, 0)[1] != 0
+
+
+def _fork_workers(descriptor: int) -> None:
+    """The main loop of a nursery: fork workers and wait for them, until the socket closes."""
+    _import_for_workers()
+    requests = socket.socket(fileno=descriptor)
+    while True:
+        order, files, _, _ = socket.recv_fds(requests, 1, 3)
+        if not order:
+            return
+        question = _receive(requests)
+        if order == _WAIT:
+            pid, wait_for_it = question
+            found, status = os.waitpid(pid, 0 if wait_for_it else os.WNOHANG)
+            _send(requests, os.waitstatus_to_exitcode(status) if found else None)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            _become_worker(question, *files)
+        for file in files:
+            os.close(file)
+        _send(requests, pid)
+
+
+def _become_worker(setting: dict[str, Any], stdin: int, log: int, connection: int) -> None:
+    """What a worker does after the fork; it does not return."""
+    code = 1
+    try:
+        os.setsid()  # its own group, so that its children can be ended with it
+        for file, number in ((stdin, 0), (log, 1), (log, 2)):
+            os.dup2(file, number)
+        os.close(stdin)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(setting["environment"])
+        sys.path[:] = setting["path"]
+        _serve(connection)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
     from lightning_megatron_rl.verify import pool  # answers are pickled under the module's name, not as `__main__`'s
 
-    pool._serve(int(sys.argv[1]))
+    pool._fork_workers(int(sys.argv[1]))

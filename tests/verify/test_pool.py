@@ -1,10 +1,14 @@
 """The harness itself: results by rank, remote tracebacks, deadlines, and a clean start for each job."""
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +41,14 @@ def die() -> None:
 
 def environment_and_group() -> tuple[str | None, bool, str]:
     return os.environ.get("LEFT_BEHIND"), dist.is_initialized(), os.environ["RANK"]
+
+
+def parent() -> int:
+    return os.getppid()
+
+
+def what_is_there() -> tuple[str | None, str | None, bool]:
+    return os.environ.get("OF_THE_FIRST"), os.environ.get("OF_THE_SECOND"), "megatron.core" in sys.modules
 
 
 NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NCCL_HOSTID")
@@ -79,6 +91,13 @@ def test_dead_worker_is_reported_with_its_exit_code(worker_pool: WorkerPool):
     assert worker_pool.run(sum_of_ranks, 3, world_size=1)[0][2] == 3
 
 
+def test_what_a_worker_cannot_import_is_told(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with closing(WorkerPool(1)) as pool, pytest.raises(RuntimeError, match=r"exited with code 1\n[\s\S]*no torch here"):
+        pool.run(place, world_size=1)
+
+
 def test_too_many_ranks_are_refused(worker_pool: WorkerPool):
     with pytest.raises(ValueError, match="world_size 99"):
         worker_pool.run(sum_of_ranks, 0, world_size=99)
@@ -91,6 +110,18 @@ def two_nodes() -> Iterator[WorkerPool]:
     pool = WorkerPool(4, on_start=keep_process, nodes=2)
     yield pool
     pool.close()
+
+
+def test_a_worker_starts_with_imports_and_todays_environment(two_nodes: WorkerPool, monkeypatch):
+    monkeypatch.setenv("OF_THE_FIRST", "1")
+    two_nodes.run(place, world_size=1, init_process_group=False)
+    monkeypatch.delenv("OF_THE_FIRST")
+    monkeypatch.setenv("OF_THE_SECOND", "2")
+    begin = time.monotonic()
+    first, second = two_nodes.run(what_is_there, world_size=2, init_process_group=False)
+    assert time.monotonic() - begin < 3.0  # its imports alone take ten
+    assert first == ("1", None, True)
+    assert second == (None, "2", True)
 
 
 def test_ranks_fall_into_nodes(two_nodes: WorkerPool):
@@ -112,3 +143,13 @@ def test_ranks_that_do_not_fill_nodes_are_refused(two_nodes: WorkerPool):
         two_nodes.run(place, world_size=3)
     with pytest.raises(ValueError, match="size=4 processes do not divide into nodes=3"):
         WorkerPool(4, nodes=3)
+
+
+def test_a_pool_outlives_the_process_that_forks_its_workers(two_nodes: WorkerPool):
+    (first,) = two_nodes.run(parent, world_size=1, init_process_group=False)
+    os.kill(first, signal.SIGKILL)
+    while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    (second,) = two_nodes.run(parent, world_size=1, init_process_group=False)
+    assert second not in (first, os.getpid())
+    assert two_nodes.run(sum_of_ranks, 3, world_size=2)[0][2] == 7
