@@ -1,32 +1,25 @@
 """Warm workers: run a function on N local processes as one job, with a deadline, and keep them for the next job."""
 
 import contextlib
-import faulthandler
 import gc
 import io
 import os
 import pickle
 import random
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import IO, Any
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
-from lightning_megatron_rl.utilities.files import driver_files, remove_files
 from lightning_megatron_rl.utilities.garbage import IMPORT_THRESHOLD, set_aside
+from lightning_megatron_rl.verify.nursery import Nursery, Worker
 
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
-
-
-_MOST_THREADS = 600
+_MOST_THREADS = 600  # those of a process group wake up a hundred times a second
 _MODULES_WORTH_A_FREEZE = 100
 
 
@@ -66,150 +59,6 @@ class _Job:
     init_process_group: bool
 
 
-class _Nursery:
-    """A process that imports what every worker needs, once, and forks them.
-
-    It does nothing else, so a worker starts with what its jobs import, and with nothing that they did.
-    """
-
-    def __init__(self) -> None:
-        self._socket, child = socket.socketpair()
-        self._log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the process
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_megatron_rl.verify.pool", str(child.fileno())],
-            pass_fds=[child.fileno()],
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt is for who waits for its workers
-        )
-        child.close()
-
-    def fork(self, environment: dict[str, str], files: Sequence[int]) -> int:
-        """Return the process id of a new worker: leader of a session, whose files 0, 1, 2 and connection are given."""
-        return int(self._ask(_FORK, {"environment": environment, "path": sys.path}, files))
-
-    def exit_code(self, pid: int, wait: bool) -> int | None:
-        """Return the exit code of a worker, negative for a signal; None while it runs. Called no more once it has one.
-
-        Args:
-            pid: The worker.
-            wait: Until it has ended.
-        """
-        code = self._ask(_WAIT, (pid, wait))
-        return None if code is None else int(code)
-
-    def close(self) -> None:
-        """End it; workers end with their pipes."""
-        self._socket.close()
-        self.process.wait()
-        self._log.close()
-
-    def _ask(self, order: bytes, question: Any, files: Sequence[int] = ()) -> Any:
-        try:
-            socket.send_fds(self._socket, [order], files)
-            _send(self._socket, question)
-            return _receive(self._socket)
-        except (EOFError, OSError) as error:
-            code = self.process.wait()
-            raise RuntimeError(f"the process that forks workers exited with code {code}\n{_tail(self._log)}") from error
-
-
-_FORK, _WAIT = b"f", b"w"
-
-
-def _send(sock: socket.socket, message: Any) -> None:
-    data = pickle.dumps(message)
-    sock.sendall(len(data).to_bytes(8, "big") + data)
-
-
-def _receive(sock: socket.socket) -> Any:
-    return pickle.loads(_read(sock, int.from_bytes(_read(sock, 8), "big")))
-
-
-def _read(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (part := sock.recv(count - len(data))):
-            raise EOFError("the other end is gone")
-        data += part
-    return data
-
-
-def _environment() -> dict[str, str]:
-    """What a worker sees: what can be imported here can be imported there, a user's own modules among it."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NVIDIA_TF32_OVERRIDE": "0",  # fp32 means fp32: TransformerEngine would multiply it as TF32
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-    }
-
-
-class _Worker:
-    """One process and the pipe to it; its output goes to a file that is quoted when it fails."""
-
-    def __init__(self, nursery: _Nursery, node: int | None = None) -> None:
-        self.log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the worker; appended by both sides
-        self.connection, child = Pipe()
-        stdin, self._stdin = os.pipe()
-        environment = _environment()
-        if node is not None:  # NCCL refuses two processes on one GPU, but not those of another host
-            environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo"}
-        self._nursery = nursery
-        self._code: int | None = None
-        self.pid = nursery.fork(environment, [stdin, self.log.fileno(), child.fileno()])
-        os.close(stdin)
-        child.close()
-
-    def exit_code(self, wait: bool = False) -> int | None:
-        """How the worker ended; None while it runs."""
-        if self._code is None:
-            self._code = self._nursery.exit_code(self.pid, wait)
-        return self._code
-
-    @property
-    def is_worn(self) -> bool:
-        """Whether jobs have left too many threads behind; those of a process group wake up a hundred times a second."""
-        try:
-            return len(os.listdir(f"/proc/{self.pid}/task")) > _MOST_THREADS
-        except FileNotFoundError:  # it is gone: the job will say so
-            return False
-
-    def kill(self) -> None:
-        """End the worker and everything it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(RuntimeError):  # who forked it is gone, too
-            self.exit_code(wait=True)
-        remove_files(driver_files(self.pid))
-        os.close(self._stdin)
-        self.connection.close()
-        self.log.close()
-
-    def stacks(self) -> str:
-        """The worker's output with the stack of every thread, while it is stuck."""
-        size = os.fstat(self.log.fileno()).st_size
-        if self.exit_code() is None:
-            os.write(self._stdin, b"\n")
-            deadline = time.monotonic() + GRACE
-            while os.fstat(self.log.fileno()).st_size == size and time.monotonic() < deadline:
-                time.sleep(0.1)
-            time.sleep(0.5)  # the dump has begun: a loaded machine may need a moment for the rest
-        return self.tail(8000)
-
-    def tail(self, characters: int) -> str:
-        """The end of what the worker has printed."""
-        return _tail(self.log, characters)
-
-
-def _tail(log: IO[bytes], characters: int = 4000) -> str:
-    size = os.fstat(log.fileno()).st_size
-    return os.pread(log.fileno(), characters, max(size - characters, 0)).decode(errors="replace")
-
-
 class WorkerPool:
     """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds, once).
 
@@ -233,8 +82,8 @@ class WorkerPool:
         self.size = size
         self.on_start = on_start
         self.nodes = nodes
-        self._nursery: _Nursery | None = None
-        self._workers: list[_Worker] = []
+        self._nursery: Nursery | None = None
+        self._workers: list[Worker] = []
 
     @property
     def node_size(self) -> int:
@@ -266,7 +115,7 @@ class WorkerPool:
         while len(self._workers) < world_size:
             self._workers.append(self._start(len(self._workers)))
         for index, worker in enumerate(self._workers[:world_size]):
-            if worker.is_worn:
+            if worker.num_threads > _MOST_THREADS:  # that jobs have left behind
                 worker.kill()
                 self._workers[index] = self._start(index)
         workers = self._workers[:world_size]
@@ -291,11 +140,14 @@ class WorkerPool:
             raise WorkerError(f"{function.__module__}.{name} failed\n{text}", raised)
         return [results[rank] for rank in range(world_size)]
 
-    def _start(self, index: int) -> _Worker:
+    def _start(self, index: int) -> Worker:
         if self._nursery is None:
-            self._nursery = _Nursery()
+            self._nursery = Nursery(_import_for_workers, _serve)
             self.on_start(self._nursery.process.pid)
-        worker = _Worker(self._nursery, index // self.node_size if self.nodes > 1 else None)
+        variables = {}
+        if self.nodes > 1:  # NCCL refuses two processes on one GPU, but not those of another host
+            variables = {"NCCL_HOSTID": f"node{index // self.node_size}", "NCCL_SOCKET_IFNAME": "lo"}
+        worker = Worker(self._nursery, variables)
         self.on_start(worker.pid)
         return worker
 
@@ -312,7 +164,7 @@ class WorkerPool:
             self._nursery = None
 
 
-def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, _Failure]]:
+def _collect(workers: list[Worker], timeout: float) -> tuple[dict[int, Any], dict[int, _Failure]]:
     """Results and failures by rank, as far as they came within `timeout` (or `GRACE` after the first failure)."""
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
@@ -407,21 +259,29 @@ def _run_job(job: _Job) -> Any:
             torch.cuda.empty_cache()
 
 
-def _watch_parent() -> None:
-    """Print every thread's stack for each line on stdin, and end with the process at its other end.
+def _import_for_workers() -> None:
+    """Import what jobs need, which takes ten seconds. Not beside a GPU: what has touched that cannot be forked."""
+    gc.set_threshold(IMPORT_THRESHOLD)
+    if not _finds_gpu():
+        import lightning_megatron_rl.verify.job  # noqa: F401
+        from lightning_megatron_rl.compat.bridge import import_auto_bridge
 
-    Not by a signal: at the end of a run Lightning resets those that Python does not know to be handled.
-    """
-    while os.read(0, 1):
-        faulthandler.dump_traceback(all_threads=True)
-    os._exit(1)
+        import_auto_bridge(())
 
 
-def _serve(descriptor: int) -> None:
-    """The main loop of a worker: run jobs until the pipe closes."""
-    threading.Thread(target=_watch_parent, daemon=True).start()
+def _finds_gpu() -> bool:
+    """Ask in a process of its own, since to ask may touch it."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda.is_available()))
+    return os.waitpid(pid, 0)[1] != 0
+
+
+def _serve(connection: Connection) -> None:
+    """Run jobs until the pipe closes."""
     num_modules = 0
-    connection = Connection(descriptor)
     while True:
         try:
             message = connection.recv_bytes()
@@ -438,75 +298,3 @@ def _serve(descriptor: int) -> None:
             set_aside()
             num_modules = len(sys.modules)
         connection.send_bytes(answer)
-
-
-def _import_for_workers() -> None:
-    """Import what jobs need, which takes ten seconds. Not beside a GPU: what has touched that cannot be forked."""
-    gc.set_threshold(IMPORT_THRESHOLD)
-    if not _finds_gpu():
-        import lightning_megatron_rl.verify.job  # noqa: F401
-        from lightning_megatron_rl.compat.bridge import import_auto_bridge
-
-        import_auto_bridge(())
-    gc.freeze()  # pages that nobody writes to stay shared
-
-
-def _finds_gpu() -> bool:
-    """Ask in a process of its own, since to ask may touch it."""
-    import torch
-
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(torch.cuda.is_available()))
-    return os.waitpid(pid, 0)[1] != 0
-
-
-def _fork_workers(descriptor: int) -> None:
-    """The main loop of a nursery: fork workers and wait for them, until the socket closes."""
-    _import_for_workers()
-    requests = socket.socket(fileno=descriptor)
-    while True:
-        order, files, _, _ = socket.recv_fds(requests, 1, 3)
-        if not order:
-            return
-        question = _receive(requests)
-        if order == _WAIT:
-            pid, wait_for_it = question
-            found, status = os.waitpid(pid, 0 if wait_for_it else os.WNOHANG)
-            _send(requests, os.waitstatus_to_exitcode(status) if found else None)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            _become_worker(question, *files)
-        for file in files:
-            os.close(file)
-        _send(requests, pid)
-
-
-def _become_worker(setting: dict[str, Any], stdin: int, log: int, connection: int) -> None:
-    """What a worker does after the fork; it does not return."""
-    code = 1
-    try:
-        os.setsid()  # its own group, so that its children can be ended with it
-        for file, number in ((stdin, 0), (log, 1), (log, 2)):
-            os.dup2(file, number)
-        os.close(stdin)
-        os.close(log)
-        os.environ.clear()
-        os.environ.update(setting["environment"])
-        sys.path[:] = setting["path"]
-        _serve(connection)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    from lightning_megatron_rl.verify import pool  # answers are pickled under the module's name, not as `__main__`'s
-
-    pool._fork_workers(int(sys.argv[1]))
