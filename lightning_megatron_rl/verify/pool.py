@@ -59,6 +59,26 @@ class _Job:
     init_process_group: bool
 
 
+def import_libraries() -> None:
+    """Import what jobs need, which takes ten seconds. Not beside a GPU: what has touched that cannot be forked."""
+    gc.set_threshold(IMPORT_THRESHOLD)
+    if not _finds_gpu():
+        import lightning_megatron_rl.verify.job  # noqa: F401
+        from lightning_megatron_rl.compat.bridge import import_auto_bridge
+
+        import_auto_bridge(())
+
+
+def _finds_gpu() -> bool:
+    """Ask in a process of its own, since to ask may touch it."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda.is_available()))
+    return os.waitpid(pid, 0)[1] != 0
+
+
 class WorkerPool:
     """Up to `size` processes that stay warm between jobs (importing Megatron costs ten seconds, once).
 
@@ -67,6 +87,7 @@ class WorkerPool:
         on_start: Called with the id of each process that is started.
         nodes: Nodes that a job of `size` processes runs as, all of them on this machine and each with all its GPUs: a
             job of four under NCCL takes two GPUs as two nodes. A job that fits into one node runs as one.
+        prepare: Called once, in the process that forks the others: what it imports they have.
 
     Raises:
         ValueError: Processes that do not divide into the nodes.
@@ -76,12 +97,19 @@ class WorkerPool:
         and returns ``[result of rank 0, result of rank 1]``. The function must live at the top of a module.
     """
 
-    def __init__(self, size: int = 4, on_start: Callable[[int], None] = lambda pid: None, nodes: int = 1) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        on_start: Callable[[int], None] = lambda pid: None,
+        nodes: int = 1,
+        prepare: Callable[[], None] = import_libraries,
+    ) -> None:
         if nodes < 1 or size % nodes:
             raise ValueError(f"size={size} processes do not divide into nodes={nodes}")
         self.size = size
         self.on_start = on_start
         self.nodes = nodes
+        self.prepare = prepare
         self._nursery: Nursery | None = None
         self._workers: list[Worker] = []
 
@@ -142,7 +170,7 @@ class WorkerPool:
 
     def _start(self, index: int) -> Worker:
         if self._nursery is None:
-            self._nursery = Nursery(_import_for_workers, _serve)
+            self._nursery = Nursery(self.prepare, _serve)
             self.on_start(self._nursery.process.pid)
         variables = {}
         if self.nodes > 1:  # NCCL refuses two processes on one GPU, but not those of another host
@@ -257,26 +285,6 @@ def _run_job(job: _Job) -> Any:
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # and what was lent to processes that are gone
             torch.cuda.empty_cache()
-
-
-def _import_for_workers() -> None:
-    """Import what jobs need, which takes ten seconds. Not beside a GPU: what has touched that cannot be forked."""
-    gc.set_threshold(IMPORT_THRESHOLD)
-    if not _finds_gpu():
-        import lightning_megatron_rl.verify.job  # noqa: F401
-        from lightning_megatron_rl.compat.bridge import import_auto_bridge
-
-        import_auto_bridge(())
-
-
-def _finds_gpu() -> bool:
-    """Ask in a process of its own, since to ask may touch it."""
-    import torch
-
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(torch.cuda.is_available()))
-    return os.waitpid(pid, 0)[1] != 0
 
 
 def _serve(connection: Connection) -> None:

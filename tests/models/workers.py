@@ -230,6 +230,9 @@ def exported_gradients(
         arguments = (batch["tokens"], batch["positions"], batch["labels"], batch["cu"], batch["longest"])
         output = microbatch_forward(chunk, *arguments, output_processor=processor)
         sum(output[:, row, start:end].sum() for row, start, end in batch["places"]).backward()
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a shape that the schedule of a later job cannot write to
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             of_all_ranks = getattr(parameter, "sequence_parallel", False) or ".q_layer" in name or ".k_layer" in name

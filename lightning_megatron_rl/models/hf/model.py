@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.compat.bridge import import_auto_bridge, model_bridge, set_weights
 from lightning_megatron_rl.compat.expert_bias import sum_expert_biases_once
+from lightning_megatron_rl.compat.expert_order import leave_sorted_tokens
 from lightning_megatron_rl.compat.recompute import install_recompute
 from lightning_megatron_rl.models.families.check import check_family, divided_sizes
 from lightning_megatron_rl.models.families.family import Family
@@ -317,6 +318,7 @@ class HFModel(SavesFiles):
                 init_model_with_meta_device=device.type == "meta",
             )
         sum_expert_biases_once(chunks)
+        leave_sorted_tokens(chunks)
         leave_out_padding(chunks, self.padding_row)
         if lora is not None:
             add_adapters(chunks, lora)
