@@ -1,5 +1,6 @@
 """The directory of an engine's sockets goes with its owner, however that ends."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -65,3 +66,34 @@ def test_what_killed_runs_left_is_removed_and_what_lives_stays(temporary):
     assert not living.exists()  # at the end of its interpreter
     directory.close()
     owners[0].communicate()
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "while it is locked", "before it is locked"])
+def test_one_that_another_run_removes_at_its_birth_is_made_again(temporary, monkeypatch, moment):
+    """Another run took it for a dead one's, since it was not locked yet."""
+    born: list[Path] = []
+    others: list[int] = []
+    make, lock = tempfile.mkdtemp, fcntl.flock
+
+    def make_and_look(**options):
+        born.append(Path(make(**options)))
+        if len(born) == 1 and moment == "before it is opened":
+            born[0].rmdir()
+        elif len(born) == 1 and moment == "while it is locked":
+            others.append(os.open(born[0], os.O_RDONLY))
+            lock(others[0], fcntl.LOCK_EX)
+        return str(born[-1])
+
+    def remove_and_lock(descriptor, operation):
+        if len(born) == 1 and moment == "before it is locked":
+            born[0].rmdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_look)
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    directory = SocketDirectory()
+    assert directory.path == born[1]
+    (directory.path / "socket").touch()
+    directory.close()
+    for descriptor in others:
+        os.close(descriptor)

@@ -22,13 +22,25 @@ class SocketDirectory:
         for left in parent.glob(PREFIX + "*"):
             with suppress(OSError):  # in use, another user's, or removed by another run at this moment
                 _remove_unless_locked(left)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = _lock(self.path)
+        self.path, self._lock = _make_locked(parent)
         self._finalizer = weakref.finalize(self, _close, self.path, self._lock, os.getpid())
 
     def close(self) -> None:
         """Remove it; calling it twice is fine."""
         self._finalizer()
+
+
+def _make_locked(parent: Path) -> tuple[Path, int]:
+    """Make a directory and lock it; another run may take it for a dead one's before it is locked."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        try:
+            descriptor = _lock(path)
+        except (FileNotFoundError, BlockingIOError):  # removed, or locked by who removes it
+            continue
+        if path.exists():
+            return path, descriptor
+        os.close(descriptor)
 
 
 def _lock(directory: Path) -> int:
