@@ -115,11 +115,15 @@ def test_commands_run_side_by_side_on_gpus_of_their_own(tmp_path: Path):
 
 
 def is_gone(file: Path) -> bool:
-    """Whether the process whose id is in a file has ended, be it that nobody has asked for its exit code."""
-    try:
-        return psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    """Whether the process whose id is in a file ends soon, be it that nobody asks for its exit code."""
+    for _ in range(100):
+        try:
+            if psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_what_fails_or_hangs_costs_no_other(tmp_path: Path):
