@@ -130,6 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 max_tokens_per_microbatch="auto" if options.auto else options.max_tokens,
                 recompute="auto" if options.auto else "none",
                 layer_backend=options.layer_backend,
+                logprob_chunk_size=options.logprob_chunk,
                 model_config=dict(RECOMPUTE) if options.recompute else {},
             ),
         )
@@ -167,6 +168,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_update": sum(lengths),
         "lengths": {"shortest": min(lengths), "longest": max(lengths), "sequences": len(lengths)},
         "max_tokens_per_microbatch": module.train_settings.token_budget,
+        "logprob_chunk_size": options.logprob_chunk,
         "update": rates(update, 3),
         "logprobs": rates(score, 1),
         "peak_memory_gib": scores.peak_bytes / 2**30 if options.device == "cuda" else None,
@@ -202,6 +204,12 @@ def main() -> None:
         default=16_384 if on_cuda else 2048,
         help="per micro-batch, of all ranks that share it: at least --longest",
     )
+    parser.add_argument(
+        "--logprob-chunk",
+        type=int,
+        default=2048,
+        help="tokens whose logits exist at one time; with no more in a micro-batch they are kept for backward",
+    )
     parser.add_argument("--auto", action="store_true", help="the planner chooses --max-tokens and --recompute")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per shape")
     parser.add_argument("--out", type=Path)
@@ -223,6 +231,7 @@ def main() -> None:
         "shortest",
         "longest",
         "max-tokens",
+        "logprob-chunk",
         "devices",
         "tensor-parallel",
         "pipeline-parallel",

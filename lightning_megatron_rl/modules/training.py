@@ -40,7 +40,8 @@ class TrainingSettings:
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"moe_grouped_gemm": True}``.
         verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
             "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        logprob_chunk_size: Tokens whose logits exist at one time; a reward model has none.
+        logprob_chunk_size: Tokens whose logits exist at one time; a reward model has none. With no more in a
+            micro-batch its logits are kept for the backward pass, which else makes them again.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
 

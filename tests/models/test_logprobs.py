@@ -1,5 +1,7 @@
 """Chunked vocab-parallel log-probs and entropy against a full softmax: values, gradients, memory and padded columns."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,13 +36,23 @@ def reference(vocab_size: int, temperature: float) -> dict[str, Tensor]:
     return {"values": values.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation made."""
+class Operations(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation made, and products of matrices."""
 
-    numel = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+        self.products: list[weakref.ref[Tensor]] = []
+
+    @property
+    def num_alive(self) -> int:
+        """Products that somebody still has."""
+        return sum(product() is not None for product in self.products)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default:
+            self.products.append(weakref.ref(result))
         for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, Tensor):
                 self.numel = max(self.numel, tensor.numel())
@@ -48,7 +60,13 @@ class LargestTensor(TorchDispatchMode):
 
 
 def run_processor(
-    vocab_size: int, temperature: float, chunk_size: int, sp: bool, with_entropy: bool, dtype: torch.dtype
+    vocab_size: int,
+    temperature: float,
+    chunk_size: int,
+    sp: bool,
+    with_entropy: bool,
+    dtype: torch.dtype,
+    cap: float | None = None,
 ) -> dict[str, Tensor | int]:
     """Values and this rank's gradients through a real output layer whose padding rows hold large numbers."""
     import torch.distributed as dist
@@ -80,18 +98,27 @@ def run_processor(
     hidden = hidden.to(dtype).clone().requires_grad_()
     before = (hidden.detach().clone(), layer.weight.detach().clone())
     processor = logprob_processor(
-        vocab_size=vocab_size, temperature=temperature, chunk_size=chunk_size, with_entropy=with_entropy
+        vocab_size=vocab_size, temperature=temperature, chunk_size=chunk_size, with_entropy=with_entropy, cap=cap
     )
-    with LargestTensor() as largest:
-        values = processor(hidden_states=hidden, output_layer=layer, output_weight=None, labels=given["labels"])
+    inputs = {"hidden_states": hidden, "output_layer": layer, "output_weight": None, "labels": given["labels"]}
+    with torch.no_grad(), Operations() as scoring:
+        scored = processor(**inputs)
+    assert scoring.num_alive == 0
+    with Operations() as operations:
+        values = processor(**inputs)
+        num_kept = operations.num_alive
         values.backward(given["grads"][: len(values)])
+    assert operations.num_alive == 0
+    assert torch.equal(scored, values)
     assert torch.equal(before[0], hidden.detach())
     assert torch.equal(before[1], layer.weight.detach())
     return {
         "values": values.detach(),
         "hidden": hidden.grad,
         "weight": layer.weight.grad,
-        "largest": largest.numel,
+        "largest": operations.numel,
+        "products": len(operations.products),
+        "kept": num_kept,
     }
 
 
@@ -119,6 +146,20 @@ def test_no_tensor_has_the_size_of_the_logits(worker_pool: WorkerPool):
     [result] = worker_pool.run(run_processor, vocab_size, 1.0, chunk_size, False, True, torch.float32, world_size=1)
     largest_needed = max(vocab_size * HIDDEN, LENGTH * BATCH * HIDDEN, chunk_size * vocab_size)
     assert result["largest"] <= largest_needed < LENGTH * BATCH * vocab_size
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_logits_of_a_single_chunk_are_made_once(worker_pool: WorkerPool, cap: float | None):
+    tokens = LENGTH * BATCH
+    one, two = (
+        worker_pool.run(run_processor, 64, 0.7, chunk, False, True, torch.float32, cap, world_size=1)[0]
+        for chunk in (tokens, tokens // 2)
+    )
+    assert (one["products"], one["kept"]) == (3, 1)
+    assert (two["products"], two["kept"]) == (8, 0)
+    assert torch.equal(one["values"], two["values"])
+    assert torch.equal(one["hidden"], two["hidden"])
+    torch.testing.assert_close(one["weight"], two["weight"], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_without_entropy_there_is_one_row(worker_pool: WorkerPool):

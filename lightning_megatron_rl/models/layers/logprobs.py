@@ -1,7 +1,8 @@
 """Log-probs and entropy of tokens under a vocabulary split over tensor-parallel ranks, without ever holding all logits.
 
 Logits are made from hidden states a few tokens at a time, reduced to a few numbers per token, and made again in
-backward. Each rank reduces its own columns; two all-reduces per micro-batch then join the ranks.
+backward, unless the few are all: then they are kept. Each rank reduces its own columns; two all-reduces per micro-batch
+then join the ranks.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,9 @@ def logprob_processor(
     The model then returns fp32 [1, b, s], or [2, b, s] with the entropy of the whole distribution as second row; both
     are differentiable. They belong to the sampled distribution: logits divided by `temperature`; with `cap` they are
     soft-capped before, as cap tanh(logit / cap). Columns beyond `vocab_size`, which pad the vocabulary to the
-    tensor-parallel size, take no part. At most `chunk_size` tokens have logits at any time. Raises `ValueError` for a
-    temperature or a chunk size that is not positive.
+    tensor-parallel size, take no part. At most `chunk_size` tokens have logits at any time; where there are no more,
+    the backward pass, which comes next, uses them again. Raises `ValueError` for a temperature or a chunk size that is
+    not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be > 0: log-probs divide the logits by it")
@@ -39,9 +41,10 @@ def logprob_processor(
         *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, **unused: Any
     ) -> Tensor:
         weight = output_layer.weight if output_weight is None else output_weight
-        hidden = _gathered(hidden_states, output_layer)  # [s, b, h]
+        hidden = _gathered(hidden_states, output_layer).flatten(0, 1)  # [s b, h]
+        is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         logprobs, entropy = _TokenLogprobs.apply(
-            hidden.flatten(0, 1),
+            hidden,
             weight,
             labels.transpose(0, 1).flatten(),
             vocab_size,
@@ -50,6 +53,7 @@ def logprob_processor(
             with_entropy,
             cap,
             output_layer.tp_group,
+            is_trained and hidden.size(0) <= chunk_size,
         )
         rows = [logprobs, entropy] if with_entropy else [logprobs]
         batch, length = labels.shape
@@ -88,6 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         cap: float | None,
         group: dist.ProcessGroup,
+        keeps_logits: bool,  # those of a single chunk, for backward
     ) -> tuple[Tensor, Tensor]:
         assert_on_device(
             ((labels >= 0) & (labels < vocab_size)).all(), f"a label is not a token of the vocabulary [0, {vocab_size})"
@@ -99,9 +104,12 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device) for _ in range(4)
         )
         reduce_logits = _kernels().reduce_logits if hidden.is_cuda else _reduce_logits
+        ctx.logits = None
         for start in range(0, hidden.size(0), chunk_size):
             part = slice(start, start + chunk_size)
             logits = hidden[part] @ weight[:columns].T  # in the model's own precision, as in inference
+            if keeps_logits:
+                ctx.logits = logits
             logits = logits if cap is None else cap * torch.tanh(logits / cap)
             largest[part], total[part], weighted[part], label_logit[part] = reduce_logits(
                 logits, local[part], temperature
@@ -132,7 +140,8 @@ class _TokenLogprobs(torch.autograd.Function):
         differentiate_logits = _kernels().differentiate_logits if hidden.is_cuda else _differentiate_logits
         for start in range(0, hidden.size(0), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            logits = hidden[part] @ weight_used.T
+            logits = hidden[part] @ weight_used.T if ctx.logits is None else ctx.logits
+            ctx.logits = None
             slope = None
             if ctx.cap is not None:
                 bounded = torch.tanh(logits / ctx.cap)
@@ -154,7 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            *(None,) * 7,
+            *(None,) * 8,
         )
 
 
@@ -167,7 +176,7 @@ def _kernels() -> Any:
 
 def _reduce_logits(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `logprob_kernels.reduce_logits`."""
-    z = logits.float().div_(temperature)
+    z = logits.float() / temperature
     label_logit = _at(z, labels)
     largest = z.amax(1)
     z -= largest[:, None]
