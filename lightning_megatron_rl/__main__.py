@@ -84,7 +84,7 @@ def main(args: list[str] | None = None) -> None:
 
         console.begin()  # before libraries are imported, which warn of each other
     if arguments[0] in TOOLS:
-        sys.exit(import_module(TOOLS[arguments[0]]).main(arguments[1:]))
+        sys.exit(_run_tool(arguments))
     if arguments[0] == "fit" and "--shrink" in arguments:
         _run_shrunk(arguments)
     from lightning_megatron_rl.utilities import console
@@ -99,6 +99,15 @@ def main(args: list[str] | None = None) -> None:
 
     console.begin()  # their loggers have handlers by now
     run(args)
+
+
+def _run_tool(arguments: list[str]) -> int:
+    """Run a command that is no training, and return its exit code."""
+    try:
+        return int(import_module(TOOLS[arguments[0]]).main(arguments[1:]))
+    except KeyboardInterrupt:  # of which the command has nothing to say
+        print(f"\nlightning-megatron-rl {arguments[0]}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _run_shrunk(arguments: list[str]) -> NoReturn:

@@ -1,5 +1,6 @@
 """The process of the command line itself: what it sets before anything is imported."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from lightning_megatron_rl.__main__ import TOOLS, main
 from tests.distributed import CHILD_PATH
 
 CODE = """
@@ -52,3 +54,18 @@ def test_interrupt_works_where_the_process_started_with_it_ignored(ignored):
     assert done.returncode == -signal.SIGINT  # Python ends an interrupted process so
     assert "KeyboardInterrupt" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["doctor", "report", "verify-layout"])  # others set variables of libraries
+def test_a_command_that_is_interrupted_says_so(command: str, monkeypatch, capsys):
+    """Without a traceback, with the exit code of shells."""
+    module = importlib.import_module(TOOLS[command])
+
+    def interrupted(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main([command])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"\nlightning-megatron-rl {command}: interrupted\n"
