@@ -60,7 +60,8 @@ class Nursery:
         Raises:
             RuntimeError: The process that forks is gone.
         """
-        return int(self._ask(_FORK, {"environment": environment, "path": sys.path}, files))
+        setting = {"environment": environment, "path": _path(), "directory": os.getcwd()}
+        return int(self._ask(_FORK, setting, files))
 
     def exit_code(self, pid: int, wait: bool) -> int | None:
         """Return the exit code of a worker, negative for a signal; None while it runs. Called no more once it has one.
@@ -157,8 +158,12 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NVIDIA_TF32_OVERRIDE": "0",  # fp32 means fp32: TransformerEngine would multiply it as TF32
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "PYTHONPATH": os.pathsep.join(_path()),
     }
+
+
+def _path() -> list[str]:
+    return [os.path.abspath(path) for path in sys.path]
 
 
 def _tail(log: IO[bytes], characters: int = 4000) -> str:
@@ -222,6 +227,7 @@ def _work(serve: Callable[[Connection], None], setting: dict[str, Any], stdin: i
         os.close(log)
         os.environ.clear()
         os.environ.update(setting["environment"])
+        os.chdir(setting["directory"])
         sys.path[:] = setting["path"]
         threading.Thread(target=_watch_parent, daemon=True).start()
         serve(Connection(pipe))

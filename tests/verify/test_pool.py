@@ -47,8 +47,9 @@ def parent() -> int:
     return os.getppid()
 
 
-def what_is_there() -> tuple[str | None, str | None, bool]:
-    return os.environ.get("OF_THE_FIRST"), os.environ.get("OF_THE_SECOND"), "megatron.core" in sys.modules
+def what_is_there() -> tuple[str | None, str | None, bool, str]:
+    variables = os.environ.get("OF_THE_FIRST"), os.environ.get("OF_THE_SECOND")
+    return *variables, "megatron.core" in sys.modules, os.getcwd()
 
 
 NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NCCL_HOSTID")
@@ -112,16 +113,18 @@ def two_nodes() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def test_a_worker_starts_with_imports_and_todays_environment(two_nodes: WorkerPool, monkeypatch):
+def test_a_worker_starts_with_imports_and_todays_environment(two_nodes: WorkerPool, tmp_path, monkeypatch):
+    before = os.getcwd()
     monkeypatch.setenv("OF_THE_FIRST", "1")
     two_nodes.run(place, world_size=1, init_process_group=False)
     monkeypatch.delenv("OF_THE_FIRST")
     monkeypatch.setenv("OF_THE_SECOND", "2")
+    monkeypatch.chdir(tmp_path)
     begin = time.monotonic()
     first, second = two_nodes.run(what_is_there, world_size=2, init_process_group=False)
     assert time.monotonic() - begin < 3.0  # its imports alone take ten
-    assert first == ("1", None, True)
-    assert second == (None, "2", True)
+    assert first == ("1", None, True, before)
+    assert second == (None, "2", True, str(tmp_path))
 
 
 def test_ranks_fall_into_nodes(two_nodes: WorkerPool):
