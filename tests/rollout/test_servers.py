@@ -127,11 +127,14 @@ def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):
 
 
 def test_what_is_withdrawn_goes_on_from_its_tokens(remote):
-    asked, collected = requests(3, 300), Collected(remote)
     params = SamplingParams(max_tokens=300, ignore_eos=True)
-    remote.engine.submit(asked, params)
-    collected.until(lambda: collected.shortest >= 5 and len(collected.responses) == 3)
-    collected.add(remote.engine.withdraw())
+    for attempt in range(5):  # on a busy machine the server may be done before it is told to stop
+        asked, collected = requests(3, 300, start=3 * attempt), Collected(remote)
+        remote.engine.submit(asked, params)
+        collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 3)
+        collected.add(remote.engine.withdraw())
+        if all(response.finish_reason is None for response in collected.responses.values()):
+            break
     assert remote.engine.collect(0.0, everything=True) == []
     known = {name: len(response.token_ids) for name, response in collected.responses.items()}
     rest = [
