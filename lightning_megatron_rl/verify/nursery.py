@@ -8,9 +8,7 @@ import contextlib
 import faulthandler
 import gc
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +17,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import IO, Any
 
 from lightning_megatron_rl.utilities.files import driver_files, remove_files
 
 _DUMP_S = 5.0  # for a stuck worker to begin to print its stacks
-_FORK, _WAIT = b"f", b"w"
 
 
 class Nursery:
@@ -36,7 +34,7 @@ class Nursery:
     """
 
     def __init__(self, prepare: Callable[[], None], serve: Callable[[Connection], None]) -> None:
-        self._socket, child = socket.socketpair()
+        self._connection, child = Pipe()
         self._log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  lives as long as the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_megatron_rl.verify.nursery", str(child.fileno())],
@@ -48,7 +46,7 @@ class Nursery:
             start_new_session=True,  # an interrupt is for who waits for its workers
         )
         child.close()
-        _send(self._socket, (prepare, serve))
+        self._connection.send((prepare, serve))
 
     def fork(self, environment: dict[str, str], files: Sequence[int]) -> int:
         """Return the process id of a new worker, which leads a session.
@@ -61,7 +59,7 @@ class Nursery:
             RuntimeError: The process that forks is gone.
         """
         setting = {"environment": environment, "path": _path(), "directory": os.getcwd()}
-        return int(self._ask(_FORK, setting, files))
+        return int(self._ask(setting, files))
 
     def exit_code(self, pid: int, wait: bool) -> int | None:
         """Return the exit code of a worker, negative for a signal; None while it runs. Called no more once it has one.
@@ -73,20 +71,21 @@ class Nursery:
         Raises:
             RuntimeError: The process that forks is gone.
         """
-        code = self._ask(_WAIT, (pid, wait))
+        code = self._ask((pid, wait))
         return None if code is None else int(code)
 
     def close(self) -> None:
         """End the process that forks; workers end with their pipes."""
-        self._socket.close()
+        self._connection.close()
         self.process.wait()
         self._log.close()
 
-    def _ask(self, order: bytes, question: Any, files: Sequence[int] = ()) -> Any:
+    def _ask(self, question: Any, files: Sequence[int] = ()) -> Any:
         try:
-            socket.send_fds(self._socket, [order], files)
-            _send(self._socket, question)
-            return _receive(self._socket)
+            self._connection.send(question)
+            for file in files:
+                send_handle(self._connection, file, self.process.pid)
+            return self._connection.recv()
         except (EOFError, OSError) as error:
             code = self.process.wait()
             raise RuntimeError(f"the process that forks workers exited with code {code}\n{_tail(self._log)}") from error
@@ -106,9 +105,11 @@ class Worker:
         stdin, self._stdin = os.pipe()
         self._nursery = nursery
         self._code: int | None = None
-        self.pid = nursery.fork(_environment() | variables, [stdin, self._log.fileno(), child.fileno()])
-        os.close(stdin)
-        child.close()
+        try:
+            self.pid = nursery.fork(_environment() | variables, [stdin, self._log.fileno(), child.fileno()])
+        finally:
+            os.close(stdin)
+            child.close()
 
     def exit_code(self, wait: bool = False) -> int | None:
         """How the worker ended; None while it runs."""
@@ -171,49 +172,32 @@ def _tail(log: IO[bytes], characters: int = 4000) -> str:
     return os.pread(log.fileno(), characters, max(size - characters, 0)).decode(errors="replace")
 
 
-def _send(sock: socket.socket, message: Any) -> None:
-    data = pickle.dumps(message)
-    sock.sendall(len(data).to_bytes(8, "big") + data)
-
-
-def _receive(sock: socket.socket) -> Any:
-    return pickle.loads(_read(sock, int.from_bytes(_read(sock, 8), "big")))
-
-
-def _read(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (part := sock.recv(count - len(data))):
-            raise EOFError("the other end is gone")
-        data += part
-    return data
-
-
 # ---- in the process that forks, and in workers -----------------------------------------------------------------------
 
 
-def _fork_workers(requests: socket.socket) -> None:
-    """Fork workers and wait for them, until the socket closes."""
-    prepare, serve = _receive(requests)
+def _fork_workers(connection: Connection) -> None:
+    """Fork workers and wait for them, until the connection closes."""
+    prepare, serve = connection.recv()
     prepare()
     gc.freeze()  # pages that nobody writes to stay shared
     while True:
-        order, files, _, _ = socket.recv_fds(requests, 1, 3)
-        if not order:
+        try:
+            question = connection.recv()
+        except EOFError:
             return
-        question = _receive(requests)
-        if order == _WAIT:
+        if isinstance(question, tuple):
             pid, waits = question
             found, status = os.waitpid(pid, 0 if waits else os.WNOHANG)
-            _send(requests, os.waitstatus_to_exitcode(status) if found else None)
+            connection.send(os.waitstatus_to_exitcode(status) if found else None)
             continue
+        files = [recv_handle(connection) for _ in range(3)]
         pid = os.fork()
         if pid == 0:
-            requests.close()
+            connection.close()
             _work(serve, question, *files)
         for file in files:
             os.close(file)
-        _send(requests, pid)
+        connection.send(pid)
 
 
 def _work(serve: Callable[[Connection], None], setting: dict[str, Any], stdin: int, log: int, pipe: int) -> None:
@@ -251,4 +235,4 @@ def _watch_parent() -> None:
 
 
 if __name__ == "__main__":
-    _fork_workers(socket.socket(fileno=int(sys.argv[1])))
+    _fork_workers(Connection(int(sys.argv[1])))

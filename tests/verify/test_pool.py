@@ -120,11 +120,10 @@ def test_a_worker_starts_with_imports_and_todays_environment(two_nodes: WorkerPo
     monkeypatch.delenv("OF_THE_FIRST")
     monkeypatch.setenv("OF_THE_SECOND", "2")
     monkeypatch.chdir(tmp_path)
-    begin = time.monotonic()
     first, second = two_nodes.run(what_is_there, world_size=2, init_process_group=False)
-    assert time.monotonic() - begin < 3.0  # its imports alone take ten
-    assert first == ("1", None, True, before)
-    assert second == (None, "2", True, str(tmp_path))
+    has_imports = not torch.cuda.is_available()  # what has touched a GPU cannot be forked
+    assert first == ("1", None, has_imports, before)
+    assert second == (None, "2", has_imports, str(tmp_path))
 
 
 def test_ranks_fall_into_nodes(two_nodes: WorkerPool):
