@@ -1,4 +1,6 @@
-"""Many benchmarks in one go, on a machine that is lent by the hour: ``python benchmarks/run_queue.py queues/FILE``.
+"""Many benchmarks in one go, on a machine that is lent by the hour.
+
+    python benchmarks/run_queue.py benchmarks/queues/four_gpus.txt --out DIR --seconds 1700
 
 A line of the file is a command: its name, the GPUs that it needs, the seconds that it takes at most, and the command
 itself, in which ``{out}`` is the directory of results. Commands start in the order of the file, each on GPUs and CPU
