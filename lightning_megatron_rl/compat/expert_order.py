@@ -1,9 +1,9 @@
 """Tokens of experts that Megatron sorts although they are in order.
 
-Before the exchange between ranks tokens are put in the order of their experts. What comes from several ranks has to be
-sorted after it, and Megatron's dispatcher sorts (megatron-core 0.19.2) wherever a rank has several experts: where there
-is nobody to exchange with it copies all of a layer's tokens twice forward and twice backward, eight of them for each
-one in Qwen3-30B-A3B.
+Megatron's dispatcher (megatron-core 0.19.2) puts tokens in the order of their experts before ranks exchange them, and
+sorts what has come afterwards, wherever a rank has several experts. Tokens of several ranks need that. Those of one are
+in order: there it copies all of a layer's tokens, twice forward and twice backward. In Qwen3-30B-A3B each token is
+there eight times.
 """
 
 from collections.abc import Iterable

@@ -40,8 +40,8 @@ class TrainingSettings:
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"moe_grouped_gemm": True}``.
         verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
             "always" does so anyway, "never" refuses models without a proof; docs/models.md.
-        logprob_chunk_size: Tokens whose logits exist at one time; a reward model has none. With no more in a
-            micro-batch its logits are kept for the backward pass, which else makes them again.
+        logprob_chunk_size: Tokens whose logits exist at one time; a reward model has none. Logits of a
+            micro-batch with no more tokens are kept for its backward pass; others are made again there.
         moe: How the routers of a mixture-of-experts model are trained.
         lora: Train low-rank adapters and leave the model's own weights as they are.
 

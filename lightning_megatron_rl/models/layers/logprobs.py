@@ -1,8 +1,8 @@
-"""Log-probs and entropy of tokens under a vocabulary split over tensor-parallel ranks, without ever holding all logits.
+"""Log-probs and entropy of tokens under a vocabulary split over tensor-parallel ranks, by chunks of tokens.
 
-Logits are made from hidden states a few tokens at a time, reduced to a few numbers per token, and made again in
-backward, unless the few are all: then they are kept. Each rank reduces its own columns; two all-reduces per micro-batch
-then join the ranks.
+Logits are made from hidden states, reduced to a few numbers per token, and made again in backward. Those of a
+micro-batch that is one chunk are kept. Each rank reduces its own columns; two all-reduces per micro-batch then join the
+ranks.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ def logprob_processor(
     The model then returns fp32 [1, b, s], or [2, b, s] with the entropy of the whole distribution as second row; both
     are differentiable. They belong to the sampled distribution: logits divided by `temperature`; with `cap` they are
     soft-capped before, as cap tanh(logit / cap). Columns beyond `vocab_size`, which pad the vocabulary to the
-    tensor-parallel size, take no part. At most `chunk_size` tokens have logits at any time; where there are no more,
-    the backward pass, which comes next, uses them again. Raises `ValueError` for a temperature or a chunk size that is
-    not positive.
+    tensor-parallel size, take no part. At most `chunk_size` tokens have logits at any time. Logits of a
+    micro-batch with no more tokens are kept for its backward pass. Raises `ValueError` for a temperature or a chunk
+    size that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be > 0: log-probs divide the logits by it")
