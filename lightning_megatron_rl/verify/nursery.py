@@ -77,6 +77,7 @@ class Nursery:
     def close(self) -> None:
         """End the process that forks; workers end with their pipes."""
         self._connection.close()
+        self.process.kill()  # it sees no end while something that this process has forked has the other end, too
         self.process.wait()
         self._log.close()
 

@@ -52,6 +52,10 @@ def what_is_there() -> tuple[str | None, str | None, bool, str]:
     return *variables, "megatron.core" in sys.modules, os.getcwd()
 
 
+def import_nothing() -> None:
+    """What the test asks of its workers needs no library."""
+
+
 NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NCCL_HOSTID")
 
 
@@ -90,6 +94,22 @@ def test_dead_worker_is_reported_with_its_exit_code(worker_pool: WorkerPool):
     with pytest.raises(WorkerError, match="exited with code 7"):
         worker_pool.run(die, world_size=1)
     assert worker_pool.run(sum_of_ranks, 3, world_size=1)[0][2] == 3
+
+
+@pytest.mark.deadline(60)
+def test_a_pool_is_closed_while_a_process_that_was_forked_here_lives():
+    """Fails, by its deadline, if the pool waits until the other end of its connection is gone: the child has it."""
+    pool = WorkerPool(1, prepare=import_nothing)
+    pool.run(parent, world_size=1, init_process_group=False)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(1000)
+        os._exit(0)
+    try:
+        pool.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_what_a_worker_cannot_import_is_told(tmp_path, monkeypatch):
