@@ -97,6 +97,7 @@ def main() -> None:
                 if not rows:
                     raise  # of the synchronous run, which all others are compared with
                 failed.append(str(error))
+                print(error, file=sys.stderr, flush=True)  # the others may take an hour
                 continue
             rows.append({**row, "others_cpus": busy.cpus() if options.at_once == 1 else None})
             rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"]))

@@ -50,9 +50,15 @@ def main() -> None:
     write_rows(work / "rows.jsonl", config["data"]["init_args"], plan["work"], vocabulary(work))
     (work / "overlay.yaml").write_text(yaml.safe_dump(overlay(config, work, options.steps)))
     started = time.perf_counter()
-    own_command(["fit", *prepared, "--config", str(work / "overlay.yaml")], work, options.timeout)
+    failed: RuntimeError | subprocess.TimeoutExpired | None = None
+    try:
+        own_command(["fit", *prepared, "--config", str(work / "overlay.yaml")], work, options.timeout)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        failed = error  # after steps that are not lost with it
     seconds = time.perf_counter() - started
-    steps = read_steps(next((work / "runs").rglob("metrics.csv")))
+    steps = [step for found in (work / "runs").rglob("metrics.csv") for step in read_steps(found)]
+    if failed is not None and len(steps) <= WARMUP:
+        raise failed
     label = f"recipe_{options.config.parent.name}_{options.config.stem}".replace("-", "_")
     measured = against_plan(steps, plan)
     result = {
@@ -67,6 +73,8 @@ def main() -> None:
     }
     write_json(result_path(label, default_device(), options.out), result)
     print(json.dumps(measured, indent=1))
+    if failed is not None:
+        raise failed
 
 
 def kind() -> str:
@@ -109,6 +117,9 @@ def write_random_model(directory: Path, name: str) -> None:
     with torch.device("cuda" if on_cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=torch.bfloat16)
     model.save_pretrained(directory)
+    del model
+    if on_cuda:
+        torch.cuda.empty_cache()  # for the run, which is a process of its own
     tokenizer = make_tokenizer(int(raw["vocab_size"]))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
