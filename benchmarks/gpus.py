@@ -44,18 +44,29 @@ def own_gpus(count: int = 1) -> Iterator[str]:
 
 @contextmanager
 def _take(names: list[str], count: int) -> Iterator[list[int]]:
-    """Hold the locks of `count` GPUs, all or none of them; yield their places."""
+    """Hold the locks of `count` GPUs, all or none of them; yield their places.
+
+    Whoever waits keeps the others waiting: else those that need one GPU would take each that gets free.
+    """
     folder = Path(tempfile.gettempdir()) / "lightning_megatron_rl_benchmark_gpus"
     folder.mkdir(exist_ok=True)
-    while True:
-        with ExitStack() as held:
-            places: list[int] = []
-            for place, name in enumerate(names):
-                file = held.enter_context((folder / name).open("w"))
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is let go with the process, however it ends
-                    places.append(place)
-                if len(places) == count:
-                    yield places
-                    return
-        time.sleep(0.2)
+    with ExitStack() as held:
+        with (folder / "next").open("w") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)  # all locks are let go with the process, however it ends
+            while len(places := _lock(folder, names, count, held)) < count:
+                held.close()
+                time.sleep(0.2)
+        yield places
+
+
+def _lock(folder: Path, names: list[str], count: int, held: ExitStack) -> list[int]:
+    """Lock at most `count` GPUs that nobody has; return their places."""
+    places: list[int] = []
+    for place, name in enumerate(names):
+        if len(places) == count:
+            break
+        file = held.enter_context((folder / name).open("w"))
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            places.append(place)
+    return places

@@ -50,13 +50,8 @@ def main() -> None:
     write_rows(work / "rows.jsonl", config["data"]["init_args"], plan["work"], vocabulary(work))
     (work / "overlay.yaml").write_text(yaml.safe_dump(overlay(config, work, options.steps)))
     started = time.perf_counter()
-    failed: RuntimeError | subprocess.TimeoutExpired | None = None
-    try:
-        own_command(["fit", *prepared, "--config", str(work / "overlay.yaml")], work, options.timeout)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        failed = error  # after steps that are not lost with it
+    steps, failed = run(["fit", *prepared, "--config", str(work / "overlay.yaml")], work, options.timeout)
     seconds = time.perf_counter() - started
-    steps = [step for found in (work / "runs").rglob("metrics.csv") for step in read_steps(found)]
     if failed is not None and len(steps) <= WARMUP:
         raise failed
     label = f"recipe_{options.config.parent.name}_{options.config.stem}".replace("-", "_")
@@ -80,6 +75,18 @@ def main() -> None:
 def kind() -> str:
     """Return the GPU that is there, as `plan` calls it."""
     return torch.cuda.get_device_name().split()[1].lower() if torch.cuda.is_available() else "h200"
+
+
+def run(
+    arguments: list[str], work: Path, timeout_s: float
+) -> tuple[list[dict[str, float]], RuntimeError | subprocess.TimeoutExpired | None]:
+    """Run a command in a directory and return what it logged there, step by step, and how it failed if it did."""
+    failed: RuntimeError | subprocess.TimeoutExpired | None = None
+    try:
+        own_command(arguments, work, timeout_s)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        failed = error  # perhaps after all steps
+    return [step for found in (work / "runs").rglob("metrics.csv") for step in read_steps(found)], failed
 
 
 def own_command(arguments: list[str], directory: Path, timeout_s: float) -> str:

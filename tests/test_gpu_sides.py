@@ -1,10 +1,12 @@
 """Sides of benchmarks that run at the same time: GPUs of their own, and the tables of what peers take."""
 
+import fcntl
 import importlib
 import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,33 @@ def test_a_gpu_is_given_back(four):
     assert os.sched_getaffinity(0) == cores
     with pytest.raises(ValueError, match="5 GPUs for a side: there are 4"), gpus.own_gpus(5):
         pass
+
+
+def test_who_wants_several_gpus_is_not_passed_by(four, tmp_path: Path):
+    """Fails without the door: the one that wants a single GPU takes the free one at once."""
+    order = []
+
+    def side(count: int) -> None:
+        with gpus.own_gpus(count):
+            order.append(count)
+
+    first, second = (threading.Thread(target=side, args=(count,)) for count in (2, 1))
+    with gpus.own_gpus(3):
+        first.start()
+        deadline = time.monotonic() + 20
+        with (tmp_path / "lightning_megatron_rl_benchmark_gpus/next").open("w") as door:
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(door, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break  # the first waits
+                fcntl.flock(door, fcntl.LOCK_UN)
+        second.start()
+        second.join(1)
+        assert order == []
+    first.join(20)
+    second.join(20)
+    assert order == [2, 1]
 
 
 def test_what_is_left_of_a_comparison_does_not_start(monkeypatch):

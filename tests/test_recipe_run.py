@@ -69,3 +69,14 @@ def test_measured_figures_stand_beside_the_plan_s(tmp_path: Path):
     assert found["phases"]["update"]["median"] == 2.0
     assert found["planned_phases"] == {"update": 2.5}
     assert (found["peak_memory_gb"], found["planned_memory_gib"]) == (4.0, 5.0)
+
+
+def test_steps_of_a_run_that_fails_are_there(tmp_path: Path):
+    log = tmp_path / "runs/some-model/grpo/log/version_0/metrics.csv"
+    log.parent.mkdir(parents=True)
+    log.write_text("step,time/step_s\n1,2.5\n")
+    steps, failed = recipe_run.run(["fit", "--config", "missing.yaml"], tmp_path, 120.0)
+    assert steps == [{"step": 1.0, "time/step_s": 2.5}]
+    assert isinstance(failed, RuntimeError)
+    assert "missing.yaml" in str(failed)
+    assert recipe_run.run(["--help"], tmp_path, 0.01)[0] == steps  # one that takes too long
