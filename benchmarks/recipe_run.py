@@ -195,6 +195,7 @@ def against_plan(steps: list[dict[str, float]], plan: dict[str, Any]) -> dict[st
         },
         "planned_phases": planned,
         "peak_memory_gb": max(step.get("perf/peak_mem_gb", 0.0) for step in steps),
+        "kept_while_sampling_gb": max(step.get("perf/trainer_kept_gb", 0.0) for step in steps),
         "planned_memory_gib": plan["needed_gib"],
         "response_tokens": summary([step.get("rollout/response_len_mean", 0.0) for step in kept]),
     }

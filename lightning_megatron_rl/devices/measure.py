@@ -24,6 +24,7 @@ from lightning_megatron_rl.weights.cuda_memory import identity
 IMPORT_TIMEOUT_S = 180.0  # Transformer Engine takes ten seconds, on a cold disk some times as long
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 IMPORT_ENGINE = "import torch, transformer_engine.pytorch"  # torch first: its libraries are the extension's
+_GIB = 2**30
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -80,6 +81,36 @@ def measure_unused_gpu(index: int) -> GPU:
     listed = parse_free(capture(query) or "").get(str(identity(torch.device("cuda", index))))
     free = torch.cuda.mem_get_info(index)[0] if listed is None else listed
     return GPU(found.name, (found.major, found.minor), total_bytes=found.total_memory, free_bytes=free)
+
+
+def describe_use(index: int) -> str:
+    """Say who has the memory of a GPU that this process uses."""
+    free, total = torch.cuda.mem_get_info(index)
+    held, used = torch.cuda.memory_reserved(index), torch.cuda.memory_allocated(index)
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
+    uuid = str(identity(torch.device("cuda", index)))
+    return use_in_words(index, free, total, held, used, parse_processes(capture(query) or "", uuid))
+
+
+def use_in_words(index: int, free: int, total: int, held: int, used: int, processes: dict[int, int]) -> str:
+    """Say who has the memory of a GPU.
+
+    Args:
+        index: Number of the GPU.
+        free: Of its memory. # bytes
+        total: All of it. # bytes
+        held: By torch, in this process. # bytes
+        used: Of that. # bytes
+        processes: What each takes that the driver lists, by its number; a container may hide them. # bytes
+    """
+    said = (
+        f"GPU {index} has {total / _GIB:.1f} GiB, of which {free / _GIB:.1f} are free. Torch holds"
+        f" {held / _GIB:.1f} GiB of it in this process ({os.getpid()}), of which {used / _GIB:.1f} are in use."
+    )
+    if processes:
+        each = ", ".join(f"{number}: {size / _GIB:.1f}" for number, size in sorted(processes.items()))
+        said += f" GiB by process: {each}."
+    return said
 
 
 def measure_links(devices: Sequence[int]) -> DeviceFacts:
@@ -162,6 +193,16 @@ def parse_free(text: str) -> dict[str, int]:
     """
     found = re.findall(r"^GPU-(\S+), (\d+)$", text, re.MULTILINE)
     return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in found}
+
+
+def parse_processes(text: str, uuid: str) -> dict[int, int]:
+    """Return the bytes that each process has of one GPU, which is named as torch does, of nvidia-smi's list.
+
+    Example:
+        A line ``GPU-5a1c9d3e-..., 4711, 2048`` (in MiB) gives ``{4711: 2147483648}``.
+    """
+    found = re.findall(r"^GPU-(\S+), (\d+), (\d+)$", text, re.MULTILINE)
+    return {int(process): int(mebibytes) * 2**20 for gpu, process, mebibytes in found if gpu == uuid}
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:

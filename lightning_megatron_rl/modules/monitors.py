@@ -32,7 +32,7 @@ TRAINING = {
     "critic": "loss clip_frac explained_var value_mean return_mean grad_norm lr step_skipped loss_scale",
     "time": "<phase>_s",
     "perf": "tokens_per_s_per_gpu peak_mem_gb offloaded_gb sleep_freed_gb padding_frac imbalance engine_restarts"
-    " trainer_idle_frac sampler_idle_frac sampler_tokens_per_s sync_gb_per_s sync_link_frac",
+    " trainer_kept_gb trainer_idle_frac sampler_idle_frac sampler_tokens_per_s sync_gb_per_s sync_link_frac",
 }
 EVALUATIONS = ("val", "test")
 

@@ -125,6 +125,8 @@ class Sampler:
         metrics = {"perf/engine_restarts": float(self.engine.num_restarts)}
         if self._policy.strategy.offloads:
             metrics["perf/offloaded_gb"] = self.memory.offloaded_bytes / 1e9
+        if self.memory.changes_hands:
+            metrics["perf/trainer_kept_gb"] = self.memory.kept_bytes / 1e9
         if self.engine.sleep_level:
             metrics["perf/sleep_freed_gb"] = self.memory.freed_bytes / 1e9
         if self.engine.takes_direct:  # on every rank, since all of them log the same metrics

@@ -4,12 +4,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
+from lightning_megatron_rl.devices.measure import describe_use
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 T = TypeVar("T")
+OUT_OF_MEMORY = "out of memory"  # in errors of CUDA's and of vLLM's allocator
+TAGS = {"weights": "weights", "kv_cache": "key/value cache"}
 
 
 class SamplingPhase:
@@ -41,6 +46,7 @@ class SamplingPhase:
         self._state = "training"  # "syncing": weights are awake; "sampling": all of the sampler is
         self.freed_bytes = 0  # by the sampler's last sleep, on this rank's word
         self.offloaded_bytes = 0  # by the trainer's last move
+        self.kept_bytes = 0  # by the trainer's allocator after it, whatever of that is in use
 
     @property
     def changes_hands(self) -> bool:
@@ -105,6 +111,8 @@ class SamplingPhase:
     def _offload(self, parts: tuple[str, ...]) -> int:
         with self._timed("offload"):
             report = self._strategy.offload(parts)  # type: ignore[arg-type]
+        device = self._strategy.root_device
+        self.kept_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         return report.num_bytes
 
     def _wake(self, tag: str) -> None:
@@ -112,4 +120,18 @@ class SamplingPhase:
             assert self._strategy.replica is not None
             self._strategy.replica.wait_for_all()  # the sampler may use the GPUs of all ranks
             with self._timed("sleep"):
-                self.run(lambda: self._engine.wake([tag]))
+                try:
+                    self.run(lambda: self._engine.wake([tag]))
+                except RuntimeError as error:
+                    if OUT_OF_MEMORY not in str(error):
+                        raise
+                    raise RuntimeError(self._say_who_has_it(tag)) from error
+
+    def _say_who_has_it(self, tag: str) -> str:
+        device = self._strategy.root_device
+        use = describe_use(device.index) if device.type == "cuda" else ""
+        return (
+            f"the sampler's {TAGS[tag]} woke, and found too little memory. {use} Lower the engine's"
+            " gpu_memory_utilization or kv_cache_memory_gb, offload more of the trainer (offload_while_sampling), or"
+            " end what else is on the GPU."
+        )

@@ -22,8 +22,10 @@ from lightning_megatron_rl.devices.measure import (
     measure_gpus,
     measure_links,
     parse_numbers,
+    parse_processes,
     parse_topology,
     parse_version,
+    use_in_words,
 )
 
 TOPOLOGY = """\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -181,3 +183,13 @@ def test_engine_of_another_torch_is_found_out():
     assert in_a_process is not None
     assert in_a_process.error == f"ImportError: {error}"
     assert installed_engine(imports=False) == Extension("(no version)")
+
+
+def test_memory_of_processes_is_read_and_told():
+    listed = "GPU-5a1c, 4711, 2048\nGPU-5a1c, 4712, 512\nGPU-77ff, 4713, 1024\nGPU-5a1c, 4714, [N/A]\n"
+    found = parse_processes(listed, "5a1c")
+    assert found == {4711: 2 * 2**30, 4712: 2**29}
+    said = use_in_words(3, 2**30, 80 * 2**30, 9 * 2**30, 2**29, found)
+    assert said.startswith("GPU 3 has 80.0 GiB, of which 1.0 are free. Torch holds 9.0 GiB of it in this process (")
+    assert said.endswith("of which 0.5 are in use. GiB by process: 4711: 2.0, 4712: 0.5.")
+    assert use_in_words(3, 0, 1, 0, 0, parse_processes("", "5a1c")).endswith("are in use.")

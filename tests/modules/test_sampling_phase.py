@@ -22,11 +22,14 @@ from tests.training import SequenceDataModule, make_trainer
 class SleepingEngine(ReplayEngine):
     """Replays like `ReplayEngine`, but only with weights, awake, and in the order that memory allows."""
 
-    def __init__(self, sleep_level: int, lose_at: int | None = None, break_at: int | None = None) -> None:
+    def __init__(
+        self, sleep_level: int, lose_at: int | None = None, break_at: int | None = None, full_at: str | None = None
+    ) -> None:
         super().__init__()
         self.sleep_level = sleep_level
         self.lose_at = lose_at  # the call of `generate` that finds no weights
         self.break_at = break_at  # the call of `update_weights` that does not come to its end
+        self.full_at = full_at  # what finds no memory when it wakes
         self.awake = {"weights", "kv_cache"}
         self.has_weights = True
         self.calls: list[str] = []
@@ -67,6 +70,8 @@ class SleepingEngine(ReplayEngine):
     def wake(self, tags: list[str] | None = None) -> None:
         assert tags is not None
         new = set(tags) - self.awake
+        if self.full_at in new:
+            raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163")
         self.calls.extend(f"wake {tag}" for tag in sorted(new))
         self.awake |= new
         if "kv_cache" in new:
@@ -81,6 +86,7 @@ def fit(
     strategy: dict[str, Any],
     break_at: int | None = None,
     rank: int | None = None,
+    full_at: str | None = None,
 ) -> tuple[list[str], list[int], list[tuple[str, ...]]]:
     """Two rollouts with a validation after each; returns the engine's calls, versions, and what was away.
 
@@ -92,7 +98,7 @@ def fit(
     from lightning_megatron_rl.modules.training import TrainingSettings
 
     fails = rank is None or int(os.environ["RANK"]) == rank
-    engine = SleepingEngine(level, lose_at, break_at) if fails else SleepingEngine(level)
+    engine = SleepingEngine(level, lose_at, break_at, full_at) if fails else SleepingEngine(level)
     policy = GRPOModule(
         str(model),
         rewards=[length],
@@ -150,3 +156,13 @@ def test_replicas_that_share_experts_push_again_together(worker_pool, tmp_path, 
     assert first[0] == [*START, *lost, *ROUND, *AGAIN, *ROUND]
     assert second[0] == [*START, *again, *ROUND, *AGAIN, *ROUND]
     assert second[1] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("tag", "name"), [("weights", "weights"), ("kv_cache", "key/value cache")])
+def test_sampler_that_finds_no_memory_says_what_to_do(worker_pool, qwen3_dir, tag, name):
+    """On all ranks: those that do not sample would wait."""
+    arguments = (qwen3_dir, 2, 1, None, {"tensor_model_parallel_size": 2}, None, None, tag)
+    with pytest.raises(RuntimeError, match=f"the sampler's {name} woke, and found too little memory") as error:
+        worker_pool.run(fit, *arguments, world_size=2, init_process_group=False)
+    assert "kv_cache_memory_gb" in str(error.value)
+    assert "CUDA Error: out of memory" in str(error.value)  # the cause
