@@ -112,7 +112,7 @@ class WeightLoader:
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
-        self._reloads = bool(processed_layers(model))
+        self.reloads = bool(processed_layers(model))  # layer by layer
         self._plans: list[CopyPlan | None] = []
         self._part = 0
         self._borrowed: Copies | None = None
@@ -121,8 +121,8 @@ class WeightLoader:
 
     def begin(self) -> None:
         """Start an update."""
-        self._part, self.was_replayed = 0, not self._reloads
-        if self._reloads:
+        self._part, self.was_replayed = 0, not self.reloads
+        if self.reloads:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             self._without_weights = layers_without_weights(self._model)
@@ -137,7 +137,7 @@ class WeightLoader:
             keep: Whether the memory stays as it is until the update ends.
             stays: Whether it stays where it is until `let_go`.
         """
-        if self._reloads:
+        if self.reloads:
             # vLLM holds what came until it has a whole layer
             tensors = ((place.name, place.tensor(blocks)) for place in placements)
             self._model.load_weights([(name, tensor if keep else tensor.clone()) for name, tensor in tensors])  # type: ignore[operator]
@@ -163,10 +163,7 @@ class WeightLoader:
             Bytes that are read out of each block; None: copies alone do not load the model.
         """
         self._borrowed = None
-        plans = [plan for plan in self._plans if plan is not None]
-        if self._reloads or not plans or len(plans) < len(self._plans):
-            return None
-        found = gather_copies(plans, weights)
+        found = self._gather(weights)
         if found is None:
             return None
         targets, sources = found
@@ -176,6 +173,31 @@ class WeightLoader:
             read[source.block] += source.num_bytes
         return read
 
+    def copies_of(self, weights: Mapping[str, LentWeight], blocks: Sequence[Tensor]) -> list[Copies] | None:
+        """Return what is to be copied out of each block, as `borrow` does at once.
+
+        None also where the model's parameters are not where they were when copies were recorded.
+        """
+        found = self._gather(weights)
+        if found is None:
+            return None
+        there = {tensor.untyped_storage().data_ptr() for tensor in self._tensors()}
+        if not all(target.untyped_storage().data_ptr() in there for target in found[0]):
+            return None
+        pairs: list[tuple[list[Tensor], list[Placement]]] = [([], []) for _ in blocks]
+        for target, source in zip(*found, strict=True):
+            targets, sources = pairs[source.block]
+            targets.append(target)
+            sources.append(source)
+        return [Copies(targets, view_all(sources, blocks)) for targets, sources in pairs]
+
+    def _gather(self, weights: Mapping[str, LentWeight]) -> tuple[list[Tensor], list[Placement]] | None:
+        """Return the copies that were recorded, out of what the weights consist of now."""
+        plans = [plan for plan in self._plans if plan is not None]
+        if self.reloads or not plans or len(plans) < len(self._plans):
+            return None
+        return gather_copies(plans, weights)
+
     def load_borrowed(self) -> None:
         """Load all weights out of the memory that was borrowed."""
         assert self._borrowed is not None
@@ -183,7 +205,7 @@ class WeightLoader:
 
     def end(self) -> None:
         """Finish the update; the device has done all copies."""
-        if self._reloads:
+        if self.reloads:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             with _no_false_alarms(self._without_weights):

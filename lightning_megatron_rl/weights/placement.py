@@ -62,7 +62,7 @@ def view_all(placements: Iterable[Placement], blocks: Sequence[Tensor]) -> list[
 
     Args:
         placements: Their offsets are multiples of their elements' size.
-        blocks: ``[bytes]`` uint8, from the start of their memory.
+        blocks: ``[bytes]`` uint8; where one begins within its memory is a multiple of those sizes as well.
     """
     typed: dict[tuple[int, torch.dtype], Tensor] = {}
     views = []
@@ -72,7 +72,7 @@ def view_all(placements: Iterable[Placement], blocks: Sequence[Tensor]) -> list[
         if block is None:
             flat = blocks[place.block]
             block = typed[place.block, place.dtype] = flat[: flat.numel() // size * size].view(place.dtype)
-        views.append(block.as_strided(place.shape, place.stride, place.offset // size))
+        views.append(block.as_strided(place.shape, place.stride, block.storage_offset() + place.offset // size))
     return views
 
 

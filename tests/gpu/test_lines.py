@@ -12,7 +12,17 @@ from lightning_megatron_rl.verify import pool
 from lightning_megatron_rl.weights.transports import direct, lines, nccl
 from tests.distributed import WorkerError, WorkerPool, free_port
 from tests.policing import keep_process
-from tests.weights.test_lines import AT_ONCE, HOST, Seen, Setting, check_same, push_both_ways, push_with_a_failure
+from tests.weights.test_lines import (
+    AT_ONCE,
+    HOST,
+    Seen,
+    Setting,
+    check_in_place,
+    check_same,
+    push_both_ways,
+    push_in_place,
+    push_with_a_failure,
+)
 
 FOR_NCCL = AT_ONCE + lines.ABORT_S + lines.NAME_S  # seconds, until a failure is raised
 
@@ -50,6 +60,13 @@ def test_values_are_those_of_gloo_bit_by_bit(two_hosts, rows):
     rates = found[0][1]
     assert rates.keys() == {"GlooLines", "NCCLLines"}
     print(", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()))
+
+
+@pytest.mark.parametrize("rows", [48, 2**17], ids=["small", "large"])
+def test_messages_are_copied_into_the_model_as_they_come(two_hosts, rows):
+    """Those of the next message come meanwhile, into the other half of the memory."""
+    setting = Setting(1, 1, free_port(), device="cuda:0", rows=rows, limit=4096 if rows < 100 else 2**23)
+    check_in_place(two_hosts.run(push_in_place, setting, None, world_size=2, init_process_group=False), setting)
 
 
 def test_a_killed_worker_is_named_at_once(two_hosts):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from lightning_megatron_rl.rollout.protocol import (
 from lightning_megatron_rl.rollout.servers import push
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.weights.source import source_of
+from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
 from tests.rollout.conftest import Harness, is_running, make_requests, max_logprob_error, random_weights
 from tests.rollout.server_process import TOKEN, ServerProcess, ask
@@ -91,8 +93,18 @@ def test_samples_are_those_of_a_local_engine_after_each_update(harness, remote):
 
 
 def test_weights_go_over_gloo_where_nccl_does_not_work(remote, monkeypatch, caplog):
-    """Trainer and worker find it together when they meet, and say why."""
+    """Trainer and worker find it together when they meet, and say why.
+
+    Meanwhile the server has no weights: over NCCL they go straight into the model, which may break off.
+    """
     caplog.set_level("INFO")
+    (server,), had, send = remote.engine.connections.servers, [], direct.RankEnd.send
+
+    def spy(end: direct.RankEnd, held: Any) -> Any:
+        had.append(server.pushed)
+        return send(end, held)
+
+    monkeypatch.setattr(direct.RankEnd, "send", spy)
     monkeypatch.setattr(push, "choose_backend", lambda connections, source: "nccl")
     for seed in (50, 51):
         remote.push_random_weights(seed)
@@ -104,6 +116,8 @@ def test_weights_go_over_gloo_where_nccl_does_not_work(remote, monkeypatch, capl
         " rank 0 of the replica: RuntimeError: its device is cpu"
     ]
     assert sum("straight from the ranks" in record.message for record in caplog.records) == 2
+    assert had == [None, None]
+    assert server.pushed == (server.about.instance, remote.version)
 
 
 def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):

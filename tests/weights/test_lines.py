@@ -3,12 +3,13 @@
 There is no GPU here: a group of gloo stands for that of NCCL, and like it waits for a process that is gone.
 """
 
+import itertools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_megatron_rl.compat.gloo import close_gloo, gloo_group
+from lightning_megatron_rl.weights.lent import LentPiece, LentWeight
+from lightning_megatron_rl.weights.loader import WeightLoader
 from lightning_megatron_rl.weights.messages import HeldPart, HeldTensor, Messages, plan_messages
+from lightning_megatron_rl.weights.placement import fill_buckets
 from lightning_megatron_rl.weights.reads import Read
 from lightning_megatron_rl.weights.rectangles import Rectangle
 from lightning_megatron_rl.weights.transports import direct, lines
@@ -253,6 +257,103 @@ def expected(setting: Setting, worker: int, name: str, seed: int) -> Tensor:
     found.view(torch.uint8).fill_(255)
     read.of(found).copy_(read.of(whole))
     return found.view(torch.uint8)
+
+
+class Reader(torch.nn.Module):
+    """A model whose loader copies what a worker reads, and nothing else."""
+
+    def __init__(self, reads: dict[str, Read], device: str) -> None:
+        super().__init__()
+        self.parts = {name: read.parts[0] for name, read in reads.items()}
+        for name, read in reads.items():
+            part = read.parts[0]
+            empty = torch.zeros(part.rows, part.columns, dtype=read.dtype, device=device)
+            self.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in self.parts:
+                self.get_parameter(name).copy_(self.parts[name].of(tensor))
+
+
+def recorded(setting: Setting, worker: int) -> tuple[Reader, WeightLoader]:
+    """A model, and a loader that has seen it load whole weights from the host."""
+    model = Reader(setting.reads()[worker], setting.device)
+    loader = WeightLoader(model, None)
+    loader.begin()
+    for bucket, placements in fill_buckets(whole_weights(setting, 9), 2 * LIMIT):
+        loader.load([bucket.clone()], placements, keep=True)
+    return model, loader
+
+
+def whole_weights(setting: Setting, seed: int) -> Iterator[tuple[str, Tensor]]:
+    for name in setting.shapes():
+        parts = [setting.held(rank, seed)[name].parts[0].view[0].cpu() for rank in range(setting.num_ranks)]
+        yield name, torch.cat(parts)
+
+
+def push_in_place(setting: Setting, group: type[HostGroup] | None) -> list[dict[str, Tensor]]:
+    """Push thrice over NCCL, straight into the workers' models; returns a worker's after each push."""
+    store, found = keep_store(setting), list[dict[str, Tensor]]()
+    with mock.patch.object(direct, "NCCLGroup", group or direct.NCCLGroup):
+        end = setting.meet("in place", "nccl")
+        if isinstance(end, WorkerEnd):
+            model, loader = recorded(setting, setting.number - setting.num_ranks)
+            landings = end.landings
+            assert landings is not None
+            copies = loader.copies_of(end.weights, [*itertools.chain(*landings)])
+            assert copies is not None
+            each = iter(copies)
+            by_rank = [[next(each) for _ in of_rank] for of_rank in landings]
+        for seed in (1, 2, 3):
+            if isinstance(end, WorkerEnd):
+                end.receive_in_place(by_rank)
+                found.append({name: value.detach().cpu().clone() for name, value in model.named_parameters()})
+            else:
+                end.send(setting.held(setting.number, seed))
+        end.leave()
+    leave_last(store, setting)
+    return found
+
+
+def check_in_place(found: list[list[dict[str, Tensor]]], setting: Setting) -> None:
+    """Models have what they read of each push."""
+    for worker, pushes in enumerate(found[setting.num_ranks :]):
+        assert len(pushes) == 3
+        for seed, parameters in zip((1, 2, 3), pushes, strict=True):
+            wholes = dict(whole_weights(setting, seed))
+            assert parameters.keys() == setting.reads()[worker].keys()
+            for name, read in setting.reads()[worker].items():
+                assert torch.equal(parameters[name], read.parts[0].of(wholes[name])), (seed, name)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 1), (2, 2)])
+def test_messages_are_copied_into_the_model_as_they_come(worker_pool, num_ranks, num_workers):
+    """Several to each worker, one of which comes while another is read."""
+    setting = Setting(num_ranks, num_workers, free_port())
+    assert max(len(messages) for of_rank in setting.messages() for messages in of_rank) > 2
+    options = {"world_size": num_ranks + num_workers, "init_process_group": False}
+    check_in_place(worker_pool.run(push_in_place, setting, HostGroup, **options), setting)
+
+
+def test_parameters_that_have_moved_are_not_copied_into():
+    """Else copies would go where the model is no more."""
+    setting = Setting(1, 1, 0)
+    model, loader = recorded(setting, 0)
+    weights, end = dict[str, LentWeight](), 0
+    for name, whole in whole_weights(setting, 1):
+        rows, columns = whole.shape
+        piece = LentPiece(0, end, 1, rows, 0, columns, columns, 0, 0)
+        weights[name] = LentWeight((rows, columns), whole.dtype, (piece,))
+        end += whole.numel() * whole.itemsize
+    blocks = [torch.zeros(end, dtype=torch.uint8)]
+    copies = loader.copies_of(weights, blocks)
+    assert copies is not None
+    for one in copies:
+        one.run()
+    assert not any(parameter.any() for parameter in model.parameters())
+    model.get_parameter("c").data = model.get_parameter("c").clone()
+    assert loader.copies_of(weights, blocks) is None
 
 
 @pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 1), (1, 2), (2, 1), (2, 2)])

@@ -94,6 +94,9 @@ def deliver(
     backend = choose_backend(connections, source)
     found = {server: _route(connections, sender, server, bucket_bytes, backend) for server in servers}
     routes = {server: route for server, route in found.items() if route is not None}
+    if backend == "nccl":
+        for server in routes:
+            server.pushed = None  # until all of it has come: copies go straight into the model
     sizes = [_total_bytes(server.reads[0]) for server in routes if server.reads]
     result = Deliveries(True, others=[server for server in servers if server not in routes])
     answers = {
@@ -145,7 +148,8 @@ def _route(
         return None
     if server.direct_key in sender.keys:
         return Route(server.direct_key)
-    messages = plan_messages(held, reads, max(1, bucket_bytes // max(len(held), len(reads))))
+    limit = bucket_bytes // (2 * max(len(held), len(reads)))  # both sides hold two messages of each line
+    messages = plan_messages(held, reads, max(1, limit))
     if messages is None:
         log.info("weights go to the server %s in buckets: parts are with ranks of other replicas", server.url)
         server.takes_buckets = True
@@ -205,7 +209,8 @@ def send(
             server.reads = [plain_reads(answer["reads"]) for answer in sorted(told, key=lambda one: one["rank"])]
 
     records = {server: record and server.reads is None and not server.takes_buckets for server in servers}
-    answers = {server: _ask(connections, server, "receive_weights", records[server]) for server in servers}
+    copies = choose_backend(connections, source) == "nccl"
+    answers = {server: _ask(connections, server, "receive_weights", records[server], copies) for server in servers}
     left, num_bytes, largest = servers, 0, 0
     for buffer, placements in fill_buckets(source.tensors(), bucket_bytes):
         bucket = buffer[: placements[-1].end].cpu()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -18,6 +19,8 @@ from torch import distributed as dist
 
 from lightning_megatron_rl.compat.gloo import gloo_group
 from lightning_megatron_rl.parallel.hosts import own_address
+from lightning_megatron_rl.weights.copies import Copies
+from lightning_megatron_rl.weights.lent import LentPiece, LentWeight
 from lightning_megatron_rl.weights.messages import (
     HeldTensor,
     Message,
@@ -26,6 +29,7 @@ from lightning_megatron_rl.weights.messages import (
     read_message,
     write_message,
 )
+from lightning_megatron_rl.weights.placement import aligned
 from lightning_megatron_rl.weights.reads import Reads
 from lightning_megatron_rl.weights.transports.lines import GlooLines, Lines, open_nccl
 from lightning_megatron_rl.weights.transports.nccl import NCCLGroup
@@ -80,7 +84,7 @@ class DirectMeeting:
             control: What `join` has returned.
             number: Of this process.
             device: This process's.
-            lengths: Longest message that comes from each other one. # bytes
+            lengths: Of the memory that is staged for what comes from each other one. # bytes
 
         Raises:
             RuntimeError: A process is gone.
@@ -176,20 +180,20 @@ class RankEnd:
         began, lines = time.perf_counter(), self._lines
         assert lines is not None
         lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
-        buffers = [torch.empty(length, dtype=torch.uint8, device=self._device) for length in lengths]
+        # two for each worker: one message is put together while the last one goes, and the one before that is there
+        buffers = [torch.empty(2, length, dtype=torch.uint8, device=self._device) for length in lengths]
         sent = [0] * len(buffers)
         lines.begin()
         for number in range(max(map(len, self._messages), default=0)):
             for place, (worker, messages) in enumerate(zip(self._workers, self._messages, strict=True)):
                 if number < len(messages):
-                    lines.wait(worker)  # then its buffer is free
-                    packed = write_message(messages[number], held, buffers[place])
+                    packed = write_message(messages[number], held, buffers[place][number % 2])
                     lines.send(packed, worker)
                     sent[place] += packed.numel()
             lines.go()
         lines.end()
         self._hear()
-        return sent, sum(lengths), time.perf_counter() - began
+        return sent, sum(buffer.numel() for buffer in buffers), time.perf_counter() - began
 
     def leave(self) -> None:
         """Close the connections."""
@@ -231,7 +235,7 @@ class WorkerEnd:
         self._lines: Lines = self._control
         try:
             self._messages = self._hear_plan()
-            lengths = {rank: max(length, meeting.probe_bytes) for rank, length in enumerate(self._lengths)}
+            lengths = {rank: max(2 * aligned(length), meeting.probe_bytes) for rank, length in enumerate(self._lengths)}
             self._lines, _ = meeting.open_lines(self._control, meeting.num_ranks + worker, device, lengths)
             probes = [self._lines.empty(meeting.probe_bytes) for _ in range(meeting.num_ranks)]
             for _ in range(NUM_PROBES):
@@ -306,6 +310,65 @@ class WorkerEnd:
         self._lines.end()
         self._confirm()
         return tensors, num_bytes
+
+    @property
+    def landings(self) -> list[list[Tensor]] | None:
+        """Where each message comes to on this device, by rank: two alternate. None: messages come to the host."""
+        found = []
+        for rank, messages in enumerate(self._messages):
+            staged, length = self._lines.staged(rank), aligned(self._lengths[rank])
+            if staged is None:
+                return None
+            starts = [number % 2 * length for number in range(len(messages))]
+            found.append(
+                [staged[start : start + message.num_bytes] for start, message in zip(starts, messages, strict=True)]
+            )
+        return found
+
+    @property
+    def weights(self) -> dict[str, LentWeight]:
+        """What lies where in the messages, which count as memories, those of rank 0 first."""
+        pieces: dict[str, list[LentPiece]] = {name: [] for name in self._reads}
+        for memory, message in enumerate(chain(*self._messages)):
+            for part in message.parts:
+                found = part.rectangle
+                sizes = {"blocks": 1, "size": found.rows, "step": 0, "stride": found.columns, "width": found.columns}
+                piece = LentPiece(memory, part.offset, **sizes, row=found.row, column=found.column)
+                pieces[part.name].append(piece)
+        return {
+            name: LentWeight(self._reads[name].shape, self._reads[name].dtype, tuple(found))
+            for name, found in pieces.items()
+        }
+
+    def receive_in_place(self, copies: Sequence[Sequence[Copies]]) -> int:
+        """Take all messages of an update, and copy out of each where it has come to while the next comes.
+
+        Args:
+            copies: Out of `landings`, by rank and message.
+
+        Returns:
+            The bytes that came.
+
+        Raises:
+            RuntimeError: A rank is gone, or takes too long: the model then has some of the new weights.
+        """
+        landings, num_bytes = self.landings, 0
+        assert landings is not None, "messages come to the host"
+        self._lines.begin()
+        for number in range(max(map(len, landings), default=0) + 1):
+            for rank, places in enumerate(landings):
+                if number < len(places):
+                    self._lines.receive(places[number], rank)
+                    num_bytes += places[number].numel()
+            self._lines.go()  # those before have come
+            for of_rank in copies:
+                if 0 <= number - 1 < len(of_rank):
+                    of_rank[number - 1].run()
+        if self._lines.device.type == "cuda":
+            torch.cuda.synchronize(self._lines.device)
+        self._lines.end()
+        self._confirm()
+        return num_bytes
 
     def _hear(self, tensor: Tensor) -> Tensor:
         """What the leader says."""

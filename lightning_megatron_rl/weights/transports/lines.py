@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_megatron_rl.compat.gloo import close_gloo
 
 CPU = torch.device("cpu")
-POLL_S = 0.0005  # between two looks at what is under way on the GPU
+POLL_S = 0.0001  # between two looks at what is under way on the GPU: a message takes a third of a millisecond
 ABORT_S = 5.0  # for NCCL to abort; if it takes longer, a thread goes on with it
 FORMING_S = 60.0  # for NCCL to connect at most: it takes a second or two, and syncs wait meanwhile
 NAME_S = 1.0  # after an error of NCCL, for the closed connection that says whose end it was
@@ -41,13 +42,17 @@ class Lines(Protocol):
         """Begin a session."""
 
     def send(self, tensor: Tensor, other: int) -> None:
-        """Begin to send to process `other`, or note it for `go`."""
+        """Begin to send to process `other`, or note it for `go`, when what was sent to it before is there.
+
+        Raises:
+            RuntimeError: It is gone, or takes too long.
+        """
 
     def receive(self, tensor: Tensor, other: int) -> None:
-        """Begin to receive from process `other`, or note it for `go`; `tensor` is one of `empty`."""
+        """Begin to receive from process `other`, or note it for `go`; `tensor` is one of `empty`, or of `staged`."""
 
     def go(self) -> None:
-        """Do what was noted since the last time, and wait for it.
+        """Begin what was noted since the last time, when what was begun before is done.
 
         Raises:
             RuntimeError: A process is gone, or takes too long.
@@ -69,6 +74,9 @@ class Lines(Protocol):
 
     def empty(self, length: int) -> Tensor:
         """Return host memory to receive into, ``[bytes]`` uint8."""
+
+    def staged(self, other: int) -> Tensor | None:
+        """Return the memory of this device that messages of process `other` come to; None: they come to the host."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -94,6 +102,7 @@ class GlooLines:
 
     def send(self, tensor: Tensor, other: int) -> None:
         """See `Lines`."""
+        self.wait(other)
         self._under_way[other] = self.group.send([tensor.cpu()], other, 0)
 
     def receive(self, tensor: Tensor, other: int) -> None:
@@ -121,6 +130,10 @@ class GlooLines:
         """See `Lines`."""
         return torch.empty(length, dtype=torch.uint8)
 
+    def staged(self, other: int) -> Tensor | None:
+        """See `Lines`."""
+        return None
+
     def close(self) -> None:
         """See `Lines`."""
         self._under_way.clear()
@@ -141,10 +154,21 @@ class DataGroup(Protocol):
         """End what is under way, and the group."""
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """Messages that are under way."""
+
+    is_complete: Callable[[], bool]
+    sends: list[Pair]
+    receives: list[Pair]
+    into: list[Pair]  # what the messages come to, on the device
+
+
 class NCCLLines:
     """Data over NCCL between devices, with gloo beside it; see `Lines`.
 
-    Messages are noted and go at once: a rank's to all workers, or a worker's of all ranks. So they take the one
+    Messages are noted and go at once: a rank's to all workers, or a worker's of all ranks. The next can be put together
+    meanwhile. So they take the one
     communicator of the group; single messages of NCCL make one for each pair of processes. NCCL waits for a process
     that is gone. So each process waits for a byte of its peers over gloo meanwhile, which fails when a connection
     closes.
@@ -154,7 +178,7 @@ class NCCLLines:
         group: For the data.
         peers: Names of the processes that this one has lines to, by number.
         device: This process's.
-        staged: What comes from each process lies here first. # [bytes] uint8 on the device
+        staged: What comes from each process lies here, or lies here first. # [bytes] uint8 on the device
         timeout_s: Deadline of each message. # seconds
     """
 
@@ -175,6 +199,7 @@ class NCCLLines:
         self._timeout_s = timeout_s
         self._sends: list[Pair] = []
         self._receives: list[Pair] = []
+        self._under_way: _Exchange | None = None
         self._watch: _Watch | None = None
 
     def begin(self) -> None:
@@ -196,29 +221,47 @@ class NCCLLines:
 
     def go(self) -> None:
         """See `Lines`."""
+        self.wait()
         if not self._sends and not self._receives:
             return
         try:
             assert self._group is not None, "these lines are closed"
-            staged = [(self._staged[other][: tensor.numel()], other) for tensor, other in self._receives]
+            into = [(self._landing(tensor, other), other) for tensor, other in self._receives]
             assert self._watch is not None, "begin comes first"
             with self._watch.naming_the_gone():  # NCCL may know already
-                is_complete = self._group.exchange(self._sends, staged)
-            self._wait_until(is_complete, [other for _, other in (*self._sends, *self._receives)])
-            for (tensor, _), (source, _) in zip(self._receives, staged, strict=True):
-                tensor.copy_(source)
+                is_complete = self._group.exchange(self._sends, into)
         except BaseException:
             self.close()
             raise
+        self._under_way = _Exchange(is_complete, self._sends, self._receives, into)
         self._sends, self._receives = [], []
 
+    def _landing(self, tensor: Tensor, other: int) -> Tensor:
+        """Return `tensor` if it is staged memory, else where its message is staged."""
+        staged = self._staged[other]
+        is_staged = tensor.untyped_storage().data_ptr() == staged.untyped_storage().data_ptr()
+        return tensor if is_staged else staged[: tensor.numel()]
+
     def wait(self, other: int | None = None) -> None:
-        """See `Lines`: `go` has waited."""
+        """See `Lines`: all messages that are under way go at once."""
+        if self._under_way is None:
+            return
+        exchange = self._under_way
+        try:
+            self._wait_until(exchange.is_complete, [other for _, other in (*exchange.sends, *exchange.receives)])
+            for (tensor, _), (source, _) in zip(exchange.receives, exchange.into, strict=True):
+                if source is not tensor:
+                    tensor.copy_(source)
+        except BaseException:
+            self.close()
+            raise
+        self._under_way = None
 
     def end(self) -> None:
         """See `Lines`: peers tell each other that they have sent, or have, everything."""
         try:
             self.go()
+            self.wait()
             assert self._watch is not None, "begin comes first"
             for other, name in self._peers.items():
                 try:
@@ -235,6 +278,10 @@ class NCCLLines:
         """See `Lines`."""
         return torch.empty(length, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
+    def staged(self, other: int) -> Tensor | None:
+        """See `Lines`."""
+        return self._staged[other]
+
     def close(self) -> None:
         """See `Lines`."""
         group, self._group = self._group, None
@@ -243,8 +290,8 @@ class NCCLLines:
         if self._watch is not None:  # its threads hold the connections, on which others wait
             close_gloo(self._control.group, self._peers)
         self._control.close()
-        abort(group, (self._sends, self._staged))
-        self._sends, self._receives, self._staged = [], [], {}
+        abort(group, (self._under_way, self._sends, self._staged))
+        self._sends, self._receives, self._staged, self._under_way = [], [], {}, None
 
     def _wait_until(self, is_complete: Callable[[], bool], others: Sequence[int]) -> None:
         """Wait at most as long as a message may take, and while all peers are there."""
@@ -345,7 +392,7 @@ def open_nccl(
         names: Of all processes.
         peers: Numbers of those that this one has lines to.
         device: This process's.
-        lengths: Longest message that comes from each. # bytes
+        lengths: Of the memory that is staged for what comes from each. # bytes
         make: Makes this process's group, without waiting for others.
         timeout_s: Deadline of each message; the group's first one has half of it, and at most `FORMING_S`. # seconds
 

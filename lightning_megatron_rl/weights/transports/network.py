@@ -2,12 +2,14 @@
 
 Each engine has a group of its own with the trainer, by gloo, so that a broken one holds up no other. A worker loads
 what has come when all of it is there: a trainer or a network that goes meanwhile leaves the old weights as they are.
+What comes over NCCL is copied into the model as it comes: then the trainer takes no server for one that has weights.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import distributed as dist
 
 from lightning_megatron_rl.compat.gloo import gloo_group
 from lightning_megatron_rl.parallel.hosts import own_address
-from lightning_megatron_rl.weights.loader import reload_weights
+from lightning_megatron_rl.weights.copies import Copies
+from lightning_megatron_rl.weights.loader import WeightLoader, reload_weights
 from lightning_megatron_rl.weights.placement import Placement, view_all
 from lightning_megatron_rl.weights.reads import Read, Reads, dtype_of, prove_reads, record_reads
 from lightning_megatron_rl.weights.transports.direct import DirectMeeting, WorkerEnd
@@ -92,12 +95,15 @@ class NetworkReceiver(SharedWeightsReceiver):
     rank: int  # the worker's own
     _trainer: Any = None
     _ranks: WorkerEnd | None = None
+    _loader: WeightLoader | None = None  # that knows the copies which loading consists of
+    _copies: list[list[Copies]] | None = None  # into the model, out of what messages of the ranks come to
 
     def join_trainer(self, meeting: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer, in place of an earlier one."""
         place = NetworkMeeting(**meeting)
         self.leave_trainer()
         self._reads: Reads | None = None
+        self._loader = None
         timeout = timedelta(seconds=place.timeout_s)
         store = dist.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
         prefixed = dist.PrefixStore("weights", store)
@@ -105,30 +111,33 @@ class NetworkReceiver(SharedWeightsReceiver):
         self._trainer = gloo_group(prefixed, self.rank + 1, place.world_size, timeout, here)
         return {"rank": self.rank}
 
-    def receive_weights(self, record: bool = False) -> dict[str, Any]:
+    def receive_weights(self, record: bool = False, copies: bool = False) -> dict[str, Any]:
         """Take all buckets of an update, then load them layer by layer.
 
         Args:
             record: Whether to note what is read of them.
+            copies: And by what copies they are loaded, if by copies alone: for weights that will come to the device.
 
         Returns:
             The bytes that came, the number of the worker, and what it reads.
         """
-        held: list[tuple[str, Tensor]] = []
-        num_bytes = 0
-        for bucket, placements in self._buckets():
+        buckets, held = list(self._buckets()), list[tuple[str, Tensor]]()
+        for bucket, placements in buckets:
             held += list(zip((place.name for place in placements), view_all(placements, [bucket]), strict=True))
-            num_bytes += bucket.numel()
+        num_bytes = sum(bucket.numel() for bucket, _ in buckets)
         if not record:
             self._load(iter(held))
             return {"num_bytes": num_bytes, "rank": self.rank}
         self._leave_ranks()
         self._reads = record_reads(self._load, held, self._tensors)
+        self._loader = self._record_copies(buckets) if copies else None
         reads = {name: read.to_plain() for name, read in self._reads.items()}
         return {"num_bytes": num_bytes, "rank": self.rank, "reads": reads}
 
     def receive_parts(self, meeting: dict[str, Any] | None) -> dict[str, Any]:
         """Take what this worker reads of an update from the ranks that hold it, then load it layer by layer.
+
+        Where it comes to the worker's device and copies load the model, they begin before all of it is there.
 
         Args:
             meeting: Where the ranks are; None: where they were the last time.
@@ -145,19 +154,46 @@ class NetworkReceiver(SharedWeightsReceiver):
             ranks = WorkerEnd(DirectMeeting(**meeting), self.rank, self._reads, self._tensors()[0].device)
         if ranks is None:
             raise RuntimeError("this worker has not met the trainer's ranks")
+        copies, self._copies = self._copies, None
         try:
-            tensors, num_bytes = ranks.receive(nan=meeting is not None)
-            if meeting is not None:
-                prove_reads(self._load, tensors, self._reads, self._tensors)
+            if meeting is None and copies is not None:
+                num_bytes = ranks.receive_in_place(copies)
             else:
-                self._load(iter(tensors.items()))
+                tensors, num_bytes = ranks.receive(nan=meeting is not None)
+                if meeting is not None:
+                    prove_reads(self._load, tensors, self._reads, self._tensors)
+                else:
+                    self._load(iter(tensors.items()))
+                copies = self._plan_copies(ranks)
         except BaseException:
             ranks.leave()
             raise
-        self._ranks = ranks
+        self._ranks, self._copies = ranks, copies
         return {"num_bytes": num_bytes, "rank": self.rank}
 
+    def _record_copies(self, buckets: list[tuple[Tensor, list[Placement]]]) -> WeightLoader | None:
+        """Load weights once more, and note the copies that this consists of; None where it is more than copies."""
+        loader = WeightLoader(self.model_runner.model, self.model_runner.model_config)
+        if loader.reloads or self._tensors()[0].device.type != "cuda":  # on a CPU vLLM packs weights
+            return None
+        loader.begin()
+        for bucket, placements in buckets:
+            loader.load([bucket], placements, keep=True)
+        loader.end()
+        return loader
+
+    def _plan_copies(self, ranks: WorkerEnd) -> list[list[Copies]] | None:
+        landings = ranks.landings
+        if self._loader is None or landings is None:
+            return None
+        copies = self._loader.copies_of(ranks.weights, list(chain(*landings)))
+        if copies is None:
+            return None
+        each = iter(copies)
+        return [list(islice(each, len(of_rank))) for of_rank in landings]
+
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._copies = None  # the model may lie elsewhere then
         reload_weights(self.model_runner, weights)
 
     def _tensors(self) -> list[Tensor]:
@@ -187,7 +223,7 @@ class NetworkReceiver(SharedWeightsReceiver):
     def _leave_ranks(self) -> None:
         if self._ranks is not None:
             self._ranks.leave()
-        self._ranks = None
+        self._ranks = self._copies = None
 
 
 def to_plain(place: Placement) -> list[Any]:
