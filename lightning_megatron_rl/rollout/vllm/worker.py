@@ -124,22 +124,21 @@ class Worker:
     def end(self, version: int) -> bool:
         """Finish an update that came in parts; return whether every worker replayed the copies of an earlier one."""
         assert self._llm is not None
-        self._llm.finish_weight_update()
+        replayed = all(self._llm.collective_rpc("finish_update"))
         self._version = version
         self._note_update()
-        return all(self._llm.collective_rpc("was_replayed"))
+        return replayed
 
     def replace(self, part: "Part", version: int) -> bool:
         """Do a whole update of one part; as `end`. The prefix cache is reset while the GPU copies."""
         assert self._llm is not None
         self._settle()
         with self.activity.during("update"):
-            self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": vars(part)})
+            self._llm.collective_rpc("load_all", args=(vars(part),))
             self._forget_prefixes()
-            self._llm.finish_weight_update()
+            replayed = all(self._llm.collective_rpc("finish_update"))
         self._version = version
-        return all(self._llm.collective_rpc("was_replayed"))
+        return replayed
 
     def _note_update(self) -> None:
         """An update that came in parts is over."""

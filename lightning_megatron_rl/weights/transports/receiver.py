@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -189,7 +190,10 @@ WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
 class WeightReceiver(SharedWeightsReceiver):
     """Methods that vLLM adds to each of its workers (`worker_extension_cls`); importing it registers the backend."""
 
-    weight_transfer_engine: Any  # the worker's own
+    weight_transfer_engine: Any  # the worker's own, as are the next
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def memory_facts(self) -> dict[str, int]:
         """Bytes free on the worker's GPU, and bytes that sleeping can free."""
@@ -209,6 +213,12 @@ class WeightReceiver(SharedWeightsReceiver):
         """Drop all references to the trainer's memory."""
         self.weight_transfer_engine.let_go()
 
-    def was_replayed(self) -> bool:
-        """Whether the last update was copies that had been recorded in an earlier one."""
+    def load_all(self, update_info: dict[str, Any]) -> None:
+        """Begin an update and load its only part, perhaps beside what follows: one message to several workers."""
+        self.start_weight_update()
+        self.update_weights(update_info)
+
+    def finish_update(self) -> bool:
+        """Finish an update; whether it was copies that had been recorded in an earlier one."""
+        self.finish_weight_update()
         return bool(self.weight_transfer_engine.loader.was_replayed)
