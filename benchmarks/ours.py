@@ -156,6 +156,7 @@ def make_engine(options: argparse.Namespace) -> Any:
         kv_cache_memory_gb=options.cache_gb,
         tensor_parallel_size=options.sampler_parallel,
         devices=behind if options.apart else None,
+        weight_transfer=options.weight_transfer,
         start_timeout_s=600,  # 30 billion weights, and their compilation
         call_timeout_s=CALL_S,
         enforce_eager=options.eager or None,
@@ -325,6 +326,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where the sampler is, if not on the trainer's GPUs."""
     parser.add_argument("--apart", action="store_true", help="the sampler's process has the GPUs behind the trainer's")
+    parser.add_argument("--weight-transfer", choices=("auto", "ipc", "nccl"), default="auto", help="of --apart")
     parser.add_argument("--weights-over", choices=("nccl", "gloo"), help="to servers; unset: NCCL, on a CPU gloo")
 
 

@@ -152,6 +152,7 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+    from lightning_megatron_rl.modules.streaming import StreamingSettings
     from lightning_megatron_rl.modules.training import TrainingSettings
     from lightning_megatron_rl.rewards import ExactMatch
     from lightning_megatron_rl.rollout.protocol import SamplingParams
@@ -165,8 +166,12 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         sampling=SamplingParams(temperature=1.0, max_tokens=options.digits + 3),
         loss=GRPOLossConfig(clip_high=0.28, kl_coef=0.001),
         engine=VLLMEngine(
-            max_model_len=64, max_num_seqs=1024, kv_cache_memory_gb=4.0 if options.device == "cuda" else 0.25
+            max_model_len=64,
+            max_num_seqs=1024,
+            kv_cache_memory_gb=4.0 if options.device == "cuda" else 0.25,
+            devices=[options.devices] if options.separate and options.device == "cuda" else None,
         ),
+        streaming=StreamingSettings(options.bound, placement="separate" if options.separate else "auto"),
         train=TrainingSettings(
             optimizer=OptimizerConfig(lr=options.grpo_lr, weight_decay=0.0, adam_beta2=0.98),
             lr_scheduler=partial(
@@ -188,7 +193,7 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         max_prompt_length=32,
     )
     (before,) = make_trainer(options, logger=False).validate(module, data, verbose=False)
-    logger = CSVLogger(work, name="grpo", version="")
+    logger = CSVLogger(work, name=f"grpo_{options.bound}", version="")
     started = time.perf_counter()
     trainer = make_trainer(
         options,
@@ -205,9 +210,15 @@ def reinforce(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "before": before[ACCURACY],
         "after": after[ACCURACY],
         "seconds": seconds,
-        "layout": trainer.strategy.layout.describe(trainer.world_size),
+        "layout": trainer.strategy.layout.describe(trainer.world_size) + stream(options),
         "steps": read_metrics(Path(logger.log_dir) / "metrics.csv"),
     }
+
+
+def stream(options: argparse.Namespace) -> str:
+    """Return how rollouts were sampled, to stand behind the layout, if they were sampled ahead."""
+    place = ", sampler beside it" if options.separate else ""
+    return f", staleness at most {options.bound}{place}" if options.bound else ""
 
 
 def main() -> None:
@@ -232,6 +243,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200 if on_cuda else 40)
     parser.add_argument("--prompts", type=int, default=128, help="per rollout; 8 samples each")
     parser.add_argument("--grpo-lr", type=float, default=5e-5 if on_cuda else 3e-4)
+    parser.add_argument("--bound", type=int, default=0, help="of staleness; above 0 rollouts are sampled ahead")
+    parser.add_argument("--separate", action="store_true", help="beside training, on the GPU behind the trainer's")
     parser.add_argument("--check", type=int, default=25 if on_cuda else 10, help="rollouts between validations")
     parser.add_argument("--max-minutes", type=float, help="of GRPO")
     parser.add_argument("--stage", choices=("both", "sft", "grpo"), default="both")
@@ -243,6 +256,8 @@ def main() -> None:
             f"--devices={options.devices} --stage={options.stage}: processes and stages share a directory: name one"
             " with --work"
         )
+    if options.separate and not options.bound:
+        parser.error("--separate without --bound: a sampler beside training samples ahead; give --bound 1 or more")
     if options.stage == "grpo" and not (options.work / WARM_START).exists():
         parser.error(f"--stage=grpo starts from what --stage=sft leaves: there is no {options.work / WARM_START}")
     started = time.perf_counter()

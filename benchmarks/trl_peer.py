@@ -23,6 +23,9 @@ from ours import add_arguments
 from response_lengths import LongTail, force_lengths
 from work_done import TRANSFORMERS_PROJECTION, ComputeDtype, optimizer_work
 
+from lightning_megatron_rl.parallel.rendezvous import LOOPBACK
+from lightning_megatron_rl.verify.pool import free_port
+
 Rewarded = tuple[set[tuple[int, ...]], int, int]  # of a step, in one process: prompts, samples, tokens of responses
 
 
@@ -58,7 +61,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     samples = options.prompts * options.generations
     steps = options.warmup + options.steps
     vocab_size = SHAPES[options.shape]["vocab_size"]
+    if on_cuda:
+        torch.cuda.set_device(device)  # the model is drawn there
     directory = write_model(Path(tempfile.mkdtemp()) / "model", options.shape)
+    if on_cuda:
+        torch.cuda.empty_cache()
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     rows = TokenPrompts(options.prompts * steps, options.prompt_tokens, vocab_size)()
     rewarded: list[Rewarded] = []
@@ -211,8 +218,11 @@ def main() -> None:
     if options.prompts % options.devices:
         parser.error(f"--prompts {options.prompts} over --devices {options.devices}: each has as many")
     if options.devices > 1 and "LOCAL_RANK" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.devices)]
-        sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], check=False).returncode)
+        # by loopback, also on a host that does not know its own name
+        address = ["--master-addr", LOOPBACK, "--master-port", str(free_port())]
+        torchrun = ["-m", "torch.distributed.run", *address, "--nproc-per-node", str(options.devices)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=environment, check=False).returncode)
     result = measure(options)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(json.dumps(result), flush=True)

@@ -57,6 +57,8 @@ def check_place(options: argparse.Namespace) -> None:
     """
     if not options.servers and options.weights_over:
         raise ValueError("--weights-over is for servers: give --servers N, or leave it out")
+    if not options.apart and options.weight_transfer != "auto":
+        raise ValueError(f"--weight-transfer {options.weight_transfer} is for --apart: give that, or leave it out")
     if not options.apart and not options.servers:
         return
     if options.apart and options.servers:
@@ -84,8 +86,10 @@ def check_place(options: argparse.Namespace) -> None:
 
 def measure_apart(options: argparse.Namespace) -> dict[str, Any]:
     """Measure syncs to a process on other GPUs."""
-    side = run_child("ours.py", [*passed_on(options), "--apart"], options.timeout)
-    return {**side, "place": "engine on another GPU", "samplers_elsewhere": 1, "trainer_devices": options.devices}
+    way = [f"--weight-transfer={options.weight_transfer}"]
+    side = run_child("ours.py", [*passed_on(options), "--apart", *way], options.timeout)
+    place = "engine on another GPU" + (" that reads the trainer's" if side["sync"]["transport"] == "CUDA IPC" else "")
+    return {**side, "place": place, "samplers_elsewhere": 1, "trainer_devices": options.devices}
 
 
 def measure_servers(options: argparse.Namespace) -> dict[str, Any]:

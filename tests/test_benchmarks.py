@@ -354,7 +354,9 @@ def test_real_run_runs_on_a_cpu(tmp_path: Path, experts: int):
         work = ["--work", str(tmp_path / "work")]
         run_benchmark("real_run.py", *sizes, *work, "--stage=sft")
         assert not out.exists()
-        shown = run_benchmark("real_run.py", *sizes, *work, "--stage=grpo")
+        run_benchmark("real_run.py", *sizes, *work, "--stage=grpo")
+        ahead = ["--bound=1", "--separate"]  # from the same warm start
+        shown = run_benchmark("real_run.py", *sizes, *work, "--stage=grpo", *ahead)
     result = json.loads(out.read_text())
     assert result["experts"] == experts
     assert result["rollouts"] == 2
@@ -362,6 +364,7 @@ def test_real_run_runs_on_a_cpu(tmp_path: Path, experts: int):
     assert result["samples_per_rollout"] == 32
     assert result["mismatch_worst"] < 1e-3  # fp32 on both sides
     assert all(result["phase_seconds"][phase] > 0 for phase in ("rollout", "update", "weight_sync", "old_logp"))
+    assert result["layout"].endswith(", staleness at most 1, sampler beside it" if experts else "dp 1")
     assert "accuracy" in shown
 
 

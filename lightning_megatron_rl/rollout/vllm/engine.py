@@ -69,9 +69,9 @@ class VLLMEngine(SupervisedEngine):
         devices: GPUs as the trainer numbers them; unset: the trainer's own and those behind it.
         sleep_level: Give the GPU's memory to the trainer between rollouts: 1 keeps the weights in the host's memory, 2
             drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
-        weight_transfer: "ipc" (the trainer's GPU is one of the engine's), "nccl" (it is none of them), "shared_memory"
-            (through the host; a restarted process finds its weights there), "auto" for what the devices ask for, or a
-            `Transport` of your own.
+        weight_transfer: "ipc" (the engine's processes read the trainer's memory, from another GPU where its own is none
+            of theirs), "nccl" (only there), "shared_memory" (through the host; a restarted process finds its weights
+            there), "auto" ("ipc" on the trainer's GPU, else "nccl"), or a `Transport` of your own.
         bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
             workers; a planned push of a split model has its own. # MiB
         start_timeout_s: Deadline of a start. # seconds
@@ -235,18 +235,23 @@ class VLLMEngine(SupervisedEngine):
         wanted = self.weight_transfer
         if wanted == "auto":
             wanted = "ipc" if own in devices else "nccl"
-        if (wanted == "ipc" and own not in devices) or (wanted == "nccl" and own in devices):
+        if wanted == "nccl" and own in devices:
             raise ValueError(
-                f"weight_transfer={wanted!r} with the trainer on device {own} and the engine on {devices}: CUDA IPC is"
-                " for an engine that shares the trainer's GPU, NCCL for one that does not; use weight_transfer='auto'"
+                f"weight_transfer='nccl' with the trainer on device {own} and the engine on {devices}: NCCL is for an"
+                " engine that does not share the trainer's GPU; use weight_transfer='auto'"
             )
         if wanted == "ipc":
+            apart = own not in devices
+            devices = [*devices, own] if apart else devices  # the workers have those in front
             gpus = [str(identity(torch.device("cuda", device))) for device in devices]
+            reach = reach_each_other(devices)
+            if apart and not reach:
+                raise ValueError(
+                    f"weight_transfer='ipc' with the trainer on device {own} and the engine on {devices[:-1]}: these"
+                    " GPUs do not read each other's memory; use weight_transfer='auto'"
+                )
             self._transport = IPCTransport(
-                devices.index(own),
-                len(devices),
-                self.bucket_mb * 2**20,
-                gpus=gpus if reach_each_other(devices) else (),
+                devices.index(own), self.tensor_parallel_size, self.bucket_mb * 2**20, gpus=gpus if reach else ()
             )
         elif wanted == "nccl":
             self._transport = NCCLTransport(len(devices), self.call_timeout_s, self.bucket_mb * 2**20)
