@@ -129,9 +129,9 @@ class SamplingPhase:
 
     def _say_who_has_it(self, tag: str) -> str:
         device = self._strategy.root_device
-        use = describe_use(device.index) if device.type == "cuda" else ""
+        use = f" {describe_use(device.index)}" if device.type == "cuda" else ""
         return (
-            f"the sampler's {TAGS[tag]} woke, and found too little memory. {use} Lower the engine's"
+            f"the sampler's {TAGS[tag]} woke, and found too little memory.{use} Lower the engine's"
             " gpu_memory_utilization or kv_cache_memory_gb, offload more of the trainer (offload_while_sampling), or"
             " end what else is on the GPU."
         )

@@ -179,8 +179,7 @@ class RankEnd:
         """
         began, lines = time.perf_counter(), self._lines
         assert lines is not None
-        lengths = [max((message.num_bytes for message in messages), default=0) for messages in self._messages]
-        lengths = [aligned(length) for length in lengths]
+        lengths = [aligned(max((message.num_bytes for message in messages), default=0)) for messages in self._messages]
         # two for each worker: one message is put together while the last one goes, and the one before that is there
         buffers = [torch.empty(2, length, dtype=torch.uint8, device=self._device) for length in lengths]
         sent = [0] * len(buffers)
