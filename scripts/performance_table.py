@@ -39,9 +39,10 @@ def recomputed(measured: dict[str, Any]) -> str:
     return ", recomputed" if measured["recompute"] else ""
 
 
-def by_planner(measured: dict[str, Any]) -> str:
-    """Return who chose micro-batches and recomputation, to stand behind the model, if the planner did."""
-    return ", by `auto`" if measured.get("auto") else ""
+def settings(measured: dict[str, Any]) -> str:
+    """Return that the planner chose micro-batches, and that logits were kept, to stand behind the model, if so."""
+    kept = measured.get("logprob_chunk_size", 0) >= measured["max_tokens_per_microbatch"]  # all are one chunk
+    return (", by `auto`" if measured.get("auto") else "") + (", logits kept" if kept else "")
 
 
 def step_work(measured: dict[str, Any]) -> str:
@@ -76,7 +77,7 @@ def throughput(results: Path = RESULTS) -> str:
             update, logprobs, memory = row["update"], row["logprobs"], row["peak_memory_gib"]
             precision = row["precision"] + moments(row) + recomputed(row)
             rows.append(
-                f"| {result['device']} | {row['shape']}{lengths(row)}, {precision}{by_planner(row)} | {row['layout']}"
+                f"| {result['device']} | {row['shape']}{lengths(row)}, {precision}{settings(row)} | {row['layout']}"
                 f" | {row['max_tokens_per_microbatch']:,}"
                 f" | {spread(update['tokens_per_s_per_gpu'], 0)} | {share(update['mfu_measured'])}"
                 f" | {share(update['mfu_spec'])} | {spread(logprobs['tokens_per_s_per_gpu'], 0)}"
@@ -224,7 +225,7 @@ def headline(results: Path = RESULTS) -> str:
         for row in result["rows"]:
             tokens, mfu = row["update"]["tokens_per_s_per_gpu"], row["update"]["mfu_measured"]
             rows.append(
-                f"| update, {row['shape']}{lengths(row)}, {row['precision']}{recomputed(row)}{by_planner(row)}"
+                f"| update, {row['shape']}{lengths(row)}, {row['precision']}{recomputed(row)}{settings(row)}"
                 f" | {result['device']}{split(row)}"
                 f" | {tokens['median']:,.0f} tokens/s per GPU, {mfu['median']:.0%} of the measured product's peak |"
             )

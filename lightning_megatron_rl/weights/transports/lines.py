@@ -167,11 +167,10 @@ class _Exchange:
 class NCCLLines:
     """Data over NCCL between devices, with gloo beside it; see `Lines`.
 
-    Messages are noted and go at once: a rank's to all workers, or a worker's of all ranks. The next can be put together
-    meanwhile. So they take the one
-    communicator of the group; single messages of NCCL make one for each pair of processes. NCCL waits for a process
-    that is gone. So each process waits for a byte of its peers over gloo meanwhile, which fails when a connection
-    closes.
+    Messages are noted and go at once: a rank's to all workers, or a worker's of all ranks. So they take the one
+    communicator of the group; single messages of NCCL make one for each pair of processes. The next ones can be put
+    together meanwhile. NCCL waits for a process that is gone. So each process waits for a byte of its peers over gloo,
+    which fails when a connection closes.
 
     Args:
         control: Connections to the same processes.
