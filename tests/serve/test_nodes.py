@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,11 +83,15 @@ def test_another_token_model_or_setting_is_not_let_in(two, other):
         presence.stop()
 
 
-def test_a_node_0_that_is_not_there_is_named(two, monkeypatch):
+def test_a_node_0_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(module, "JOIN_S", 0.5)
     monkeypatch.setattr(module, "AGAIN_S", 0.1)
-    with pytest.raises(RuntimeError, match=re.escape(f"cannot reach rank 0 on {HERE} at {HERE}:{two[0].port + 1}")):
-        two[1].join(TOKEN, "model", ARGUMENTS, lambda told: None)
+    with socket.socket() as held:
+        held.bind((HERE, 0))  # and does not listen: nobody else's server can come to that port meanwhile
+        port = held.getsockname()[1]
+        nodes = EngineNodes(2, 1, HERE, port - 1)
+        with pytest.raises(RuntimeError, match=re.escape(f"cannot reach rank 0 on {HERE} at {HERE}:{port}")):
+            nodes.join(TOKEN, "model", ARGUMENTS, lambda told: None)
 
 
 def test_vllm_gets_the_interface_of_the_address(two):
