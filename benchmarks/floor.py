@@ -24,8 +24,8 @@ def floor_seconds(work: Work, flops_per_s: float, bytes_per_s: float) -> dict[st
     """Return the least seconds of each phase, and their sum as "step".
 
     Decoding reads all weights and the cache of all samples once for each token, or computes, whichever takes longer;
-    the prompts of a group are prefilled once. Scoring is one forward pass, the update three; the optimizer and the sync
-    move bytes. Phases follow each other.
+    the prompts of a group are prefilled once. The update takes three forward passes, and has the old policy's log-probs
+    from the first of them; the optimizer and the sync move bytes. Phases follow each other.
 
     Example:
         One sample, no cache, 1e9 parameters of 2 bytes at 2e12 bytes per second: 1 ms per token.
@@ -42,12 +42,11 @@ def floor_seconds(work: Work, flops_per_s: float, bytes_per_s: float) -> dict[st
         moved = work.parameters * work.weight_bytes + work.samples * context * work.cache_bytes_per_token
         computed = work.samples * (work.linear_flops + 2 * work.quadratic_flops * context)
         decode += max(moved / bytes_per_s, computed / flops_per_s)
-    scored = work.samples * forward(tokens) / flops_per_s
+    one_pass = work.samples * forward(tokens) / flops_per_s
     phases = {
         "weight_sync": 2 * work.parameters * work.weight_bytes / bytes_per_s,  # read and written
         "rollout": prefill + decode,
-        "old_logp": scored,
-        "update": 3 * scored + work.parameters * work.optimizer_bytes / bytes_per_s,
+        "update": 3 * one_pass + work.parameters * work.optimizer_bytes / bytes_per_s,
     }
     return {**phases, "step": sum(phases.values())}
 

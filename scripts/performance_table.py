@@ -127,7 +127,8 @@ def grpo_step(results: Path = RESULTS) -> str:
             side, floor = result[name], result["floor_s"]["step"]
             step = side["step_s"]["median"]
             phases = [side["phases"].get(phase) for phase in ("weight_sync", "rollout", "old_logp", "update")]
-            cells = " | ".join("–" if phase is None else f"{phase['median'] / step:.0%}" for phase in phases)
+            medians = [phase["median"] if phase else 0.0 for phase in phases]  # 0: the step has no such phase
+            cells = " | ".join(f"{median / step:.0%}" if median else "–" for median in medians)
             peak = f"{side['peak_memory_gib']:.0f}" if side.get("peak_memory_gib") else "–"
             times = "–" if name == "ours" else f"{step / result['ours']['step_s']['median']:.2f}"
             variant = f", {side['variant']}" if side.get("variant") else ""

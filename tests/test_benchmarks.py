@@ -40,7 +40,6 @@ def test_floor_by_hand():
     phases = floor.floor_seconds(ONE_TOKEN, flops_per_s=1e15, bytes_per_s=2e12)
     assert phases["weight_sync"] == pytest.approx(2e-3)  # 2 GB read, 2 GB written
     assert phases["rollout"] == pytest.approx(2e-6 + 1e-3)  # prefill computes, decoding reads 2 GB
-    assert phases["old_logp"] == pytest.approx(4e-6)
     assert phases["update"] == pytest.approx(12e-6 + 15e-3)  # 30 bytes per parameter
     assert phases["step"] == pytest.approx(sum(value for name, value in phases.items() if name != "step"))
 
@@ -363,7 +362,7 @@ def test_real_run_runs_on_a_cpu(tmp_path: Path, experts: int):
     assert result["sft"]["steps"] == 4
     assert result["samples_per_rollout"] == 32
     assert result["mismatch_worst"] < 1e-3  # fp32 on both sides
-    assert all(result["phase_seconds"][phase] > 0 for phase in ("rollout", "update", "weight_sync", "old_logp"))
+    assert all(result["phase_seconds"][phase] > 0 for phase in ("rollout", "update", "weight_sync"))
     assert result["layout"].endswith(", staleness at most 1, sampler beside it" if experts else "dp 1")
     assert "accuracy" in shown
 

@@ -14,7 +14,11 @@ ROUNDING = 1e-12  # share of Σ x² that float64 sums of millions of tokens may 
 
 
 def add_mismatch_metrics(
-    tally: Tally, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor | None = None
+    tally: Tally,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor | None = None,
+    correction_weights: Tensor | None = None,
 ) -> None:
     """Add `mismatch/*`: how far the trainer's log-probs of the sampled tokens are from the sampler's own.
 
@@ -28,6 +32,7 @@ def add_mismatch_metrics(
     - `ess`: (Σ w)² / (T Σ w²), the effective share of the samples, in (0, 1]
     - `oob_frac`: share of tokens with w outside [0.5, 2]
     - `pearson`: correlation of the probabilities e^(log π_old) and e^(log π_roll); nan if either does not vary
+    - `rejected_frac`: share of tokens that `correction_weights`, of the same shape, reject; left out if None
 
     Example:
         Equal log-probs give abs_logp_diff 0, k3 0, token_mult_prob_error 1, is_mean 1, is_max 1, ess 1, oob_frac 0.
@@ -49,6 +54,8 @@ def add_mismatch_metrics(
     x, y = old_logprobs.exp() * valid, rollout_logprobs.exp() * valid
     sums = {"x": x.sum(), "y": y.sum(), "xx": (x * x).sum(), "yy": (y * y).sum(), "xy": (x * y).sum(), "count": count}
     tally.add("mismatch/pearson", _pearson, sums)
+    if correction_weights is not None:
+        tally.add_mean("mismatch/rejected_frac", correction_weights == 0, mask)
 
 
 def add_policy_metrics(

@@ -56,6 +56,9 @@ from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 from lightning_megatron_rl.utilities.seeds import run_seed
 
+# of Megatron's config: what is drawn is another in each pass
+_RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+
 
 class GRPOModule(PolicyModule):
     """Train a language model with GRPO: sample groups of responses, reward them, push the better ones.
@@ -242,6 +245,25 @@ class GRPOModule(PolicyModule):
         present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if present else [WeightSync()]
 
+    @property
+    def scores_first(self) -> bool:
+        """Whether a pass over the rollout gives the old policy's log-probs before it is trained on.
+
+        A single update computes them itself: its policy is the old one. The pass remains where something is made of
+        them before the update (KL in rewards, weights of whole sequences or of a user's own correction, entropies,
+        routing to replay), where the update's are other ones (dropout), or of fewer tokens (`overlong.filter`).
+        """
+        config, train = self.loss_config, self.train_settings
+        if config.bypass:
+            return False
+        made_before = (config.kl_coef and config.kl_in == "reward") or config.top_entropy_quantile < 1
+        replays = train.moe is not None and train.moe.router_replay != "none"
+        dropout = train.lora is not None and train.lora.dropout
+        dropout = dropout or any(train.model_config.get(name) for name in _RANDOM)
+        filters = self.overlong is not None and self.overlong.filter
+        alone = config.weighs_tokens_alone and not (made_before or replays or dropout or filters)
+        return self.updates_per_rollout > 1 or not alone
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""
         super().on_load_checkpoint(checkpoint)
@@ -306,7 +328,8 @@ class GRPOModule(PolicyModule):
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         self.score_rollout(rollout)
         self.assign_advantages(rollout, tally)
-        rollout.set_correction_weights(self.loss)
+        if self.scores_first:
+            rollout.set_correction_weights(self.loss)
         self.log_rollout(rollout, tally)
         if self.overlong is not None and self.overlong.filter:
             rollout.filter_overlong()
@@ -332,10 +355,10 @@ class GRPOModule(PolicyModule):
         )
 
     def score_rollout(self, rollout: Rollout) -> None:
-        """Give a rollout's sequences their log-probs under the old policy and the reference, if there is one."""
+        """Give a rollout's sequences their log-probs under the old policy, if needed now, and under the reference."""
         if self.loss.config.bypass:
             rollout.set_field("old_logprobs", [sequence.fields["rollout_logprobs"] for sequence in rollout.sequences])
-        else:
+        elif self.scores_first:
             with self.phase("old_logp"):
                 scores = self.score(rollout.sequences, routing="record" if self.replays_routing else "free")
                 rollout.set_field("old_logprobs", scores.logprobs)
@@ -414,7 +437,7 @@ class GRPOModule(PolicyModule):
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
         add_sample_metrics(tally, rollout.samples, self.num_generations)
         add_staleness_metrics(tally, rollout.samples, self.trainer.global_step)
-        if not self.loss.config.bypass:  # the trainer's log-probs are not known then
+        if self.scores_first:  # otherwise the trainer's log-probs are not known yet, or, with bypass, never
             add_sequence_metrics(tally, rollout.sequences)
         metrics = tally.reduce(self.reduce_on_device).compute()
         if self.loss.config.entropy_schedule is not None:

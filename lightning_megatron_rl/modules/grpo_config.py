@@ -172,6 +172,11 @@ class GRPOLossConfig:
         return policy_loss(self.policy_loss) in SEQUENCE_LOSSES
 
     @property
+    def weighs_tokens_alone(self) -> bool:
+        """Whether a token's weight of the correction depends on this token alone; of a user's own nobody knows."""
+        return self.correction in (None, "tis", "icepop") and self.weight_level == "token"
+
+    @property
     def corrects_within_loss(self) -> bool:
         """Whether the policy loss takes the correction's weights as an argument; others are multiplied by them."""
         return policy_loss(self.policy_loss) is vespo

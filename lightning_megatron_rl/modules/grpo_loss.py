@@ -11,7 +11,7 @@ from lightning_megatron_rl.algorithms.aggregation import sequence_weights
 from lightning_megatron_rl.algorithms.correction import Correction, correction
 from lightning_megatron_rl.algorithms.kl import kl_penalty
 from lightning_megatron_rl.algorithms.masks import off_policy_mask, top_entropy_mask
-from lightning_megatron_rl.algorithms.metrics import add_policy_metrics
+from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics, add_policy_metrics
 from lightning_megatron_rl.algorithms.policy_losses import PolicyLoss, policy_loss
 from lightning_megatron_rl.algorithms.sequences import Sequences
 from lightning_megatron_rl.algorithms.tally import Tally
@@ -48,13 +48,20 @@ class GRPOLoss:
             self.entropy_coef = schedule.at(step, start=self.config.entropy_coef)
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally) -> Tensor:
-        """Return the loss of each token, ``[b, s]``; a `TokenLoss` of `PolicyModule.update`."""
+        """Return the loss of each token, ``[b, s]``; a `TokenLoss` of `PolicyModule.update`.
+
+        Without a field "old_logprobs" the old policy is the one that is updated: its log-probs are these, and what they
+        are to the sampler's is found here, token by token.
+        """
         config, fields, mask = self.config, batch.fields, batch.mask
-        old, advantages = fields["old_logprobs"], fields["advantages"]
+        advantages, old, weights = fields["advantages"], fields.get("old_logprobs"), fields.get("correction_weights")
         # masked positions hold log-probs of padding: take them out before any exp
-        logprobs = torch.where(mask, logprobs, old)
+        logprobs = torch.where(mask, logprobs, 0.0 if old is None else old)
+        if old is None:
+            old, sampled = logprobs.detach(), fields["rollout_logprobs"]
+            weights = self.correction_weights(old, sampled, mask)
+            add_mismatch_metrics(tally, old, sampled, mask, weights)
         sequences = Sequences(batch.sequence_index, mask, batch.num_sequences, self.sum_over_shares)
-        weights = fields.get("correction_weights")
         if config.corrects_within_loss:
             within: Any = {"correction_weights": weights}
             losses, ratio = self.policy_loss(logprobs, old, advantages, sequences, **within)
@@ -97,10 +104,11 @@ class GRPOLoss:
         return losses
 
     def correction_weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor | None:
-        """Return the weight of each token against the mismatch, ``[sequences, tokens]``, or None without correction.
+        """Return the weight of each token against the mismatch, of the log-probs' shape, or None without correction.
 
         Args:
-            old_logprobs: Trainer's log-probs, one sequence per row, padded on the right.
+            old_logprobs: Trainer's log-probs, one sequence per row, padded on the right; of weights that each depend on
+                one token, any rows.
             rollout_logprobs: Sampler's log-probs.
             mask: Response tokens.
         """

@@ -67,7 +67,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
     temperature = 1.0  # of the distribution that is scored: logits are divided by it in every pass
     exports_classifier = False  # whether exports are Transformers' sequence classifiers, else language models
     default_aux_loss_coeff = 0.0  # where `train.moe` does not say: the reward is what RL optimises
-    has_old_logprobs = False  # whether sequences are scored before they are trained on, which can be replayed
+    has_old_logprobs = False  # whether sequences can be scored before they are trained on, and their routing replayed
     moe_in_force: MoESettings | None = None  # None on a dense model
     routers: "RouterHooks | None" = None  # of a mixture of experts, from `configure_model` on
     engine: RolloutEngine | None = None  # that works in turn with the trainer, where a method samples
@@ -159,6 +159,11 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             self.memory_plan = check_gpu(
                 self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies
             )
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether a pass gives the old policy's log-probs before sequences are trained on."""
+        return False
 
     @property
     def logprob_chunk_size(self) -> int:

@@ -127,7 +127,7 @@ def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
         prompt_tokens=prompt,
         response_tokens=response,
         updates=module.updates_per_rollout,
-        scored=int(module.has_old_logprobs) + int(reference),
+        scored=int(module.scores_first) + int(reference),
     )
 
 

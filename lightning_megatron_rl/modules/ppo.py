@@ -199,6 +199,11 @@ class PPOModule(GRPOModule):
         gather_parameters(self._critic.chunks)
         self._critic.hf_model.save_pretrained(self._critic.chunks, directory)
 
+    @property
+    def scores_first(self) -> bool:
+        """As of GRPO; while the critic warms up there is no update that would tell of the mismatch."""
+        return super().scores_first or (self.critic_settings.warmup_rollouts > 0 and not self.loss_config.bypass)
+
     # ---- training --------------------------------------------------------------------------------------------------
 
     @property

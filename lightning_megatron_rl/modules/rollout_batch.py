@@ -207,9 +207,8 @@ def add_sequence_metrics(tally: Tally, sequences: Sequence[TokenSequence]) -> No
         return torch.cat([sequence.fields[name] for sequence in sequences])
 
     mask = torch.cat([sequence.loss_mask for sequence in sequences])
-    add_mismatch_metrics(tally, joined("old_logprobs"), joined("rollout_logprobs"), mask)
-    if "correction_weights" in sequences[0].fields:
-        tally.add_mean("mismatch/rejected_frac", joined("correction_weights") == 0, mask)
+    weights = joined("correction_weights") if "correction_weights" in sequences[0].fields else None
+    add_mismatch_metrics(tally, joined("old_logprobs"), joined("rollout_logprobs"), mask, weights)
 
 
 def repetition(token_ids: list[int]) -> float:

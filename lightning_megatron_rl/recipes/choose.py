@@ -109,5 +109,4 @@ def _work(choices: Choices) -> Work:
         prompts=choices.batch,
         prompt_tokens=_PROMPT_TOKENS,
         response_tokens=choices.response_tokens,
-        scored=1,
     )

@@ -56,8 +56,11 @@ def fit_stream(model: Path, rows: Path, placement: str, devices: list[int] | Non
     from tests.modules.runs import parity
     from tests.training import make_trainer
 
+    class ScoresFirst(GRPOModule):
+        scores_first = True  # so that the log keeps the trainer's log-probs
+
     settings: Any = {"max_staleness": BOUND, "placement": placement}
-    policy = GRPOModule(
+    policy = ScoresFirst(
         str(model),
         rewards=[parity],
         num_generations=4,

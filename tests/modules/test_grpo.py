@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron_rl.models.layers.lora import LoRASettings
+from lightning_megatron_rl.models.layers.moe import MoESettings
+from lightning_megatron_rl.modules.critic import CriticSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.rollout_batch import Rollout, check_split, repetition
+from lightning_megatron_rl.modules.shaping import OverlongSettings
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rewards import GuardedReward
 from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.protocol import SamplingParams
@@ -39,6 +45,12 @@ def reference(worker_pool, qwen3_dir) -> Run:
     return job(worker_pool, qwen3_dir)[0]
 
 
+class ScoresFirst(GRPOModule):
+    """Has the pass for the old policy's log-probs, also where an update computes them itself."""
+
+    scores_first = True
+
+
 def without_times(step: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in step.items() if not name.startswith(("time/", "perf/"))}
 
@@ -67,9 +79,69 @@ def test_the_first_update_sees_the_policy_that_was_scored(worker_pool, qwen3_dir
 
     Fails with dropout in a pass, with stale weights, and with micro-batches laid out otherwise than in the score.
     """
-    (step,) = job(worker_pool, qwen3_dir, layout, steps=1, module={"updates_per_rollout": 1})[0].steps
+    options = {"steps": 1, "module": {"updates_per_rollout": 1}, "make_module": ScoresFirst}
+    (step,) = job(worker_pool, qwen3_dir, layout, **options)[0].steps
+    assert "time/old_logp_s" in step
     assert step["policy/kl_old"] == 0.0
     assert step["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("layout", by_default(["single", "cp2_dp2"], ["single", "tp2_sp", "cp2_dp2", "pp2_vpp2"]))
+@pytest.mark.parametrize("loss", by_default(["tis"], ["tis", "icepop", "vespo"]))
+def test_a_single_update_needs_no_pass_before_it(worker_pool, qwen3_dir, layout, loss):
+    """Weights, loss and mismatch are those of a run with the pass, to the bit; means are summed in another order."""
+    losses = {"tis": {}, "icepop": {"correction": "icepop", "icepop_low": 0.9}, "vespo": {"policy_loss": "vespo"}}
+    options = {"module": {"updates_per_rollout": 1}, "loss": losses[loss]}
+    alone = job(worker_pool, qwen3_dir, layout, **options)[0]
+    scored = job(worker_pool, qwen3_dir, layout, make_module=ScoresFirst, **options)[0]
+    for mine, theirs in zip(alone.steps, scored.steps, strict=True):
+        assert "time/old_logp_s" not in mine
+        assert theirs["mismatch/abs_logp_diff"] > 0
+        assert without_times(mine) == pytest.approx(without_times(theirs), rel=1e-6, abs=1e-12)
+        assert mine["policy/grad_norm"] == theirs["policy/grad_norm"]
+    for name, weight in scored.weights.items():
+        assert torch.equal(alone.weights[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [
+        ({}, False),
+        ({"updates_per_rollout": 2}, True),
+        ({"loss": {"correction": None}}, False),
+        ({"loss": {"correction": "geo_mask"}}, True),
+        ({"loss": {"correction": "tests.modules.test_grpo.halved"}}, True),
+        ({"loss": {"correction_level": "sequence"}}, True),
+        ({"loss": {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"}}, True),
+        ({"loss": {"kl_coef": 0.1}}, False),
+        ({"loss": {"kl_coef": 0.1, "kl_in": "reward"}}, True),
+        ({"loss": {"top_entropy_quantile": 0.2}}, True),
+        ({"loss": {"bypass": True, "correction": None}, "updates_per_rollout": 2}, False),
+        ({"overlong": OverlongSettings()}, False),
+        ({"overlong": OverlongSettings(filter=True)}, True),
+        ({"train": TrainingSettings(lora=LoRASettings(rank=2))}, False),
+        ({"train": TrainingSettings(lora=LoRASettings(rank=2, dropout=0.1))}, True),
+        ({"train": TrainingSettings(model_config={"attention_dropout": 0.1})}, True),
+        ({"train": TrainingSettings(model_config={"hidden_dropout": 0.0})}, False),
+        ({"train": TrainingSettings(moe=MoESettings(router_replay="R2"))}, True),
+    ],
+)
+def test_the_pass_remains_where_something_needs_it(options, scores):
+    loss = GRPOLossConfig(**options.pop("loss", {}))
+    assert GRPOModule("model", rewards=[parity], loss=loss, **options).scores_first is scores
+
+
+def halved(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return mask.to(old_logprobs.dtype) / 2
+
+
+def test_a_critic_that_warms_up_leaves_the_pass():
+    """No update of the actor tells of the mismatch then."""
+    found = [
+        PPOModule("model", rewards=[parity], critic=CriticSettings(warmup_rollouts=count)).scores_first
+        for count in (0, 1)
+    ]
+    assert found == [False, True]
 
 
 def test_weights_go_to_the_engine_before_every_rollout(reference):

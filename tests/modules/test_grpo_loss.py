@@ -157,6 +157,7 @@ def our_loss(
     plan: list[list[int]],
     *,
     packed: bool = True,
+    scored_first: bool = True,
     share: tuple[int, int] = (1, 0),
     all_reduce=lambda tensor: tensor,
 ) -> Tensor:
@@ -173,7 +174,9 @@ def our_loss(
             fields[TOP_ENTROPY_FIELD] = is_top.double()
         old, sampled, mask = (fields["old_logprobs"], fields["rollout_logprobs"], sequence.loss_mask)
         weights = loss.correction_weights(old[None], sampled[None], mask[None])
-        if weights is not None:
+        if not scored_first:
+            del fields["old_logprobs"]
+        elif weights is not None:
             fields["correction_weights"] = weights[0]
         prepared.append(TokenSequence(sequence.token_ids, sequence.loss_mask, fields))
     lengths = torch.tensor([int(sequence.loss_mask.sum()) for sequence in sequences])
@@ -203,6 +206,19 @@ def test_value_and_gradient_are_those_of_the_plain_formula(name: str):
     ours = our_loss(config, sequences, logprobs, [list(range(len(sequences)))])
     theirs = plain_loss(config, sequences, logprobs)
     # float64 sums of some 80 terms in another order
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient(ours, logprobs), gradient(theirs, logprobs), rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if GRPOLossConfig(**SETTINGS[name]).weighs_tokens_alone])
+def test_without_a_pass_before_it_the_old_policy_is_the_one_that_is_updated(name: str):
+    config = GRPOLossConfig(**SETTINGS[name])
+    sequences, logprobs = batch(seed=4)
+    for sequence, current in zip(sequences, logprobs, strict=True):
+        sequence.fields["old_logprobs"] = current.detach().clone()
+    plan = [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11]]
+    ours = our_loss(config, sequences, logprobs, plan, scored_first=False)
+    theirs = plain_loss(config, sequences, logprobs)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient(ours, logprobs), gradient(theirs, logprobs), rtol=1e-11, atol=1e-14)
 

@@ -106,7 +106,8 @@ def throughput_row(name: str, device: str, row: dict[str, Any], command: str) ->
 def step_row(name: str, device: str, row: dict[str, Any], command: str) -> Measured:
     floor, tensor = row["floor_work"], row["devices_per_sampler"]
     prompt, response, samples = floor["prompt_tokens"], floor["response_tokens"], floor["samples"]
-    work = Work(samples, prompt + response, floor["prompts"], prompt, response, scored=1)
+    scored = int(row["phases"]["old_logp"]["median"] > 0)
+    work = Work(samples, prompt + response, floor["prompts"], prompt, response, scored=scored)
     run = run_of(row, device, work, recompute="--recompute" in command, moments=row["work"]["moments"])
     cache = re.search(r"--cache-gb (\d+)", command)
     needs = EngineNeeds(tensor_parallel_size=tensor, kv_cache_memory_gb=float(cache[1]) if cache else 19.0)
