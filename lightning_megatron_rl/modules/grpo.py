@@ -250,8 +250,8 @@ class GRPOModule(PolicyModule):
         """Whether a pass over the rollout gives the old policy's log-probs before it is trained on.
 
         A single update computes them itself: its policy is the old one. The pass remains where something is made of
-        them before the update (KL in rewards, weights of whole sequences or of a user's own correction, entropies,
-        routing to replay), where the update's are other ones (dropout), or of fewer tokens (`overlong.filter`).
+        them before the update (KL in rewards, weights of a user's own correction, entropies, routing to replay), where
+        the update's are other ones (dropout), or of fewer tokens (`overlong.filter`).
         """
         config, train = self.loss_config, self.train_settings
         if config.bypass:
@@ -261,8 +261,8 @@ class GRPOModule(PolicyModule):
         dropout = train.lora is not None and train.lora.dropout
         dropout = dropout or any(train.model_config.get(name) for name in _RANDOM)
         filters = self.overlong is not None and self.overlong.filter
-        alone = config.weighs_tokens_alone and not (made_before or replays or dropout or filters)
-        return self.updates_per_rollout > 1 or not alone
+        needed = made_before or config.corrects_rows or replays or dropout or filters
+        return self.updates_per_rollout > 1 or bool(needed)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""

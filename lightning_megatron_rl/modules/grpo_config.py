@@ -172,9 +172,10 @@ class GRPOLossConfig:
         return policy_loss(self.policy_loss) in SEQUENCE_LOSSES
 
     @property
-    def weighs_tokens_alone(self) -> bool:
-        """Whether a token's weight of the correction depends on this token alone; of a user's own nobody knows."""
-        return self.correction in (None, "tis", "icepop") and self.weight_level == "token"
+    def corrects_rows(self) -> bool:
+        """Whether the correction is a user's own, which has to see each sequence as one row."""
+        choice = self.correction
+        return choice is not None and not (isinstance(choice, str) and choice in _CORRECTION_OPTIONS)
 
     @property
     def corrects_within_loss(self) -> bool:

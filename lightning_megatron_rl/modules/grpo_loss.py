@@ -51,17 +51,18 @@ class GRPOLoss:
         """Return the loss of each token, ``[b, s]``; a `TokenLoss` of `PolicyModule.update`.
 
         Without a field "old_logprobs" the old policy is the one that is updated: its log-probs are these, and what they
-        are to the sampler's is found here, token by token.
+        are to the sampler's is found here.
         """
         config, fields, mask = self.config, batch.fields, batch.mask
         advantages, old, weights = fields["advantages"], fields.get("old_logprobs"), fields.get("correction_weights")
         # masked positions hold log-probs of padding: take them out before any exp
         logprobs = torch.where(mask, logprobs, 0.0 if old is None else old)
+        sequences = Sequences(batch.sequence_index, mask, batch.num_sequences, self.sum_over_shares)
         if old is None:
             old, sampled = logprobs.detach(), fields["rollout_logprobs"]
-            weights = self.correction_weights(old, sampled, mask)
+            known: Any = {"sequences": sequences}
+            weights = None if self.correction is None else self.correction(old, sampled, mask, **known)
             add_mismatch_metrics(tally, old, sampled, mask, weights)
-        sequences = Sequences(batch.sequence_index, mask, batch.num_sequences, self.sum_over_shares)
         if config.corrects_within_loss:
             within: Any = {"correction_weights": weights}
             losses, ratio = self.policy_loss(logprobs, old, advantages, sequences, **within)
@@ -104,11 +105,10 @@ class GRPOLoss:
         return losses
 
     def correction_weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor | None:
-        """Return the weight of each token against the mismatch, of the log-probs' shape, or None without correction.
+        """Return the weight of each token against the mismatch, ``[sequences, tokens]``, or None without correction.
 
         Args:
-            old_logprobs: Trainer's log-probs, one sequence per row, padded on the right; of weights that each depend on
-                one token, any rows.
+            old_logprobs: Trainer's log-probs, one sequence per row, padded on the right.
             rollout_logprobs: Sampler's log-probs.
             mask: Response tokens.
         """

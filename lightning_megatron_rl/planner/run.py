@@ -272,7 +272,7 @@ class Run:
         found = {}
         sampled = self.sampling is not None
         for phase, moment in (("sampling", SAMPLING), ("sync", PUSHING), (SCORING, COMPUTING), ("update", COMPUTING)):
-            if not sampled and phase != "update":
+            if (not sampled and phase != "update") or (phase == SCORING and not self.work.scored):
                 continue
             there = plan.at(moment)
             if phase == SCORING:

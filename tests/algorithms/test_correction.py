@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lightning_megatron_rl.algorithms.correction import (
     icepop_weights,
     truncated_importance_weights,
 )
+from lightning_megatron_rl.algorithms.sequences import Sequences
 
 NAN = float("nan")
 
@@ -23,18 +25,30 @@ def test_token_level():
 def test_sequence_level_sums_logs_per_sequence():
     delta = torch.tensor([math.log(1.5), math.log(0.5), math.log(0.5), math.log(8.0)])
     index = torch.tensor([0, 1, 0, 1])
-    weights = truncated_importance_weights(delta, torch.zeros(4), level="sequence", sequence_index=index, cap=3.0)
+    sequences = Sequences(index, torch.ones(4, dtype=torch.bool), 2)
+    weights = truncated_importance_weights(delta, torch.zeros(4), level="sequence", sequences=sequences, cap=3.0)
     assert weights.tolist() == pytest.approx([0.75, 3.0, 0.75, 3.0], rel=1e-6)  # fp32 logarithms
 
 
-def test_padded_rows_equal_flat_tokens():
+@pytest.mark.parametrize(
+    "function",
+    [
+        partial(truncated_importance_weights, level="sequence"),
+        partial(icepop_weights, level="sequence"),
+        partial(geometric_mask, low=0.5, high=1.4),
+    ],
+)
+def test_padded_rows_equal_flat_tokens(function):
     generator = torch.Generator().manual_seed(0)
-    old, rollout = torch.randn(2, 3, 4, generator=generator)
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
-    index = torch.arange(3)[:, None].expand(3, 4)
-    padded = truncated_importance_weights(old, rollout, mask, level="sequence")
-    flat = truncated_importance_weights(old[mask], rollout[mask], level="sequence", sequence_index=index[mask])
+    old, rollout = torch.randn(2, 8, 4, generator=generator)
+    mask = torch.rand(8, 4, generator=generator) < 0.6
+    mask[2] = False
+    index = torch.arange(8)[:, None].expand(8, 4)[mask]
+    padded = function(old, rollout, mask)
+    sequences = Sequences(index, mask[mask], 8)
+    flat = function(old[mask], rollout[mask], mask[mask], sequences=sequences)
     assert torch.equal(padded[mask], flat)
+    assert len(flat.unique()) > 1
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -54,17 +68,15 @@ def test_weights_carry_no_gradient():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_exponent_is_clamped(level: str):
-    index = torch.tensor([0, 1])
-    weights = truncated_importance_weights(
-        torch.tensor([1e4, -1e4]), torch.zeros(2), level=level, cap=1e30, sequence_index=index
-    )
-    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-6)  # fp32 exp
+    delta = torch.tensor([[1e4], [-1e4]])
+    weights = truncated_importance_weights(delta, torch.zeros(2, 1), level=level, cap=1e30)
+    assert weights.flatten().tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-6)  # fp32 exp
 
 
 def test_no_tokens():
     empty = torch.zeros(0)
-    index = torch.zeros(0, dtype=torch.long)
-    assert truncated_importance_weights(empty, empty, level="sequence", sequence_index=index).shape == (0,)
+    sequences = Sequences(empty.long(), empty.bool(), 0)
+    assert truncated_importance_weights(empty, empty, level="sequence", sequences=sequences).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_no_tokens():
         ({"level": "prompt"}, "unknown level 'prompt'.*choose one of sequence, token"),
         ({"cap": 0.0}, "cap is 0.0: choose a positive number"),
         ({"cap": NAN}, "cap is nan"),
-        ({"level": "sequence"}, r"shape \(2,\) do not tell where a sequence ends: pass sequence_index"),
+        ({"level": "sequence"}, r"shape \(2,\) do not tell where a sequence ends: pass sequences"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str):

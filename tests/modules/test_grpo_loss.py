@@ -210,7 +210,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(name: str):
     torch.testing.assert_close(gradient(ours, logprobs), gradient(theirs, logprobs), rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if GRPOLossConfig(**SETTINGS[name]).weighs_tokens_alone])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_without_a_pass_before_it_the_old_policy_is_the_one_that_is_updated(name: str):
     config = GRPOLossConfig(**SETTINGS[name])
     sequences, logprobs = batch(seed=4)
@@ -240,18 +240,26 @@ def test_no_cut_and_no_order_changes_the_objective(name: str):
         torch.testing.assert_close(gradient(parts, logprobs), expected, rtol=1e-11, atol=1e-14)
 
 
+OF_SEQUENCES = ["gspo", "vespo_geo_mask", "geo_mask", "tis_sequence", "icepop_sequence"]  # weights or ratios
+
+
 @pytest.mark.parametrize(
-    "name", ["ppo_clip", "gspo", "gspo_token", "vespo", "vespo_icepop", "off_policy", "cispo", "sapo"]
+    ("name", "scored_first"),
+    [
+        *((name, True) for name in (*OF_SEQUENCES, "ppo_clip", "gspo_token", "vespo", "off_policy", "cispo", "sapo")),
+        *((name, False) for name in (*OF_SEQUENCES, "vespo_icepop")),
+    ],
 )
-def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str):
+def test_sequences_cut_over_ranks_have_the_objective_of_whole_ones(name: str, scored_first: bool):
     """Fails for gspo if a rank takes the mean over its own part of a sequence. Some parts hold no response token."""
     config = GRPOLossConfig(**SETTINGS[name])
     sequences, logprobs = batch(seed=3)
     plan = [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11]]
-    whole = our_loss(config, sequences, logprobs, plan)
+    whole = our_loss(config, sequences, logprobs, plan, scored_first=scored_first)
 
     def rank(number: int, all_reduce) -> Tensor:
-        return our_loss(config, sequences, logprobs, plan, share=(2, number), all_reduce=all_reduce)
+        share = {"share": (2, number), "all_reduce": all_reduce}
+        return our_loss(config, sequences, logprobs, plan, scored_first=scored_first, **share)
 
     shares = run_ranks([functools.partial(rank, number) for number in range(2)])
     torch.testing.assert_close(sum(shares), whole, rtol=1e-12, atol=1e-14)

@@ -36,8 +36,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return capsys.readouterr().err
 
 
-def test_plan_says_what_each_phase_holds_and_takes(capsys):
-    code, found = plan(capsys, "--config", GRPO)
+def test_plan_says_what_each_phase_holds_and_takes(capsys, tmp_path: Path):
+    config = changed(GRPO, tmp_path / "two.yaml", "model.init_args.updates_per_rollout", 2)
+    code, found = plan(capsys, "--config", config)
     assert code == 0
     assert found["fits"]
     (stage,) = found["stages"]
@@ -56,6 +57,12 @@ def test_plan_says_what_each_phase_holds_and_takes(capsys):
     assert found["step_seconds"] == pytest.approx(sum(item["seconds"] for item in found["seconds"]))
     assert {item["link"] for item in found["traffic"]} == {"GPUs of a machine", "host memory"}
     assert any("num_attention_heads 32 / tp 2 = 16" in line for line in found["divisibility"])
+
+
+def test_a_single_update_has_no_pass_for_log_probs(capsys):
+    _, found = plan(capsys, "--config", GRPO)
+    assert list(found["stages"][0]["phases"]) == ["sampling", "sync", "update", "save"]
+    assert "log-probs" not in [item["phase"] for item in found["seconds"]]
 
 
 def test_more_nodes_send_gradients_over_the_network(capsys):
