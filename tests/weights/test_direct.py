@@ -102,7 +102,11 @@ class Workers:
             if route.meeting is not None:
                 end = WorkerEnd(route.meeting, worker, self.reads[worker], torch.device("cpu"))
             assert end is not None
-            tensors, _ = end.receive()
+            try:
+                tensors, _ = end.receive()
+            except BaseException:
+                end.leave()
+                raise
             self._ends[worker] = end
             return tensors
 
