@@ -328,8 +328,7 @@ class GRPOModule(PolicyModule):
         rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
         self.score_rollout(rollout)
         self.assign_advantages(rollout, tally)
-        if self.scores_first:
-            rollout.set_correction_weights(self.loss)
+        rollout.set_correction_weights(self.loss)
         self.log_rollout(rollout, tally)
         if self.overlong is not None and self.overlong.filter:
             rollout.filter_overlong()
@@ -437,7 +436,7 @@ class GRPOModule(PolicyModule):
         """Log rewards, lengths and the mismatch between trainer and sampler, over all replicas."""
         add_sample_metrics(tally, rollout.samples, self.num_generations)
         add_staleness_metrics(tally, rollout.samples, self.trainer.global_step)
-        if self.scores_first:  # otherwise the trainer's log-probs are not known yet, or, with bypass, never
+        if not self.loss.config.bypass:  # the trainer's log-probs are not known then
             add_sequence_metrics(tally, rollout.sequences)
         metrics = tally.reduce(self.reduce_on_device).compute()
         if self.loss.config.entropy_schedule is not None:

@@ -56,8 +56,8 @@ class Rollout:
             sequence.routing = chosen
 
     def set_correction_weights(self, loss: GRPOLoss) -> None:
-        """Give each sequence its importance-correction weights, if the loss corrects."""
-        if loss.correction is None or not self.sequences:
+        """Give each sequence its importance-correction weights, if the loss corrects and does not find them itself."""
+        if loss.correction is None or not self.sequences or "old_logprobs" not in self.sequences[0].fields:
             return
         old, sampled = (
             pad_sequence([sequence.fields[name] for sequence in self.sequences], batch_first=True)
@@ -199,8 +199,8 @@ def add_episode_metrics(tally: Tally, samples: list[Sample]) -> None:
 
 
 def add_sequence_metrics(tally: Tally, sequences: Sequence[TokenSequence]) -> None:
-    """Add `mismatch/*`, see docs/metrics.md; with correction weights also the share of tokens that they reject."""
-    if not sequences:
+    """Add `mismatch/*`, see docs/metrics.md, unless the update is to find the old policy's log-probs and adds them."""
+    if not sequences or "old_logprobs" not in sequences[0].fields:
         return
 
     def joined(name: str) -> Tensor:

@@ -146,7 +146,7 @@ def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement):
     assert max(counts["under way"] for counts in groups) == 3 * BATCH
     assert groups[-1] == {"ready": 0, "under way": 0}
     work = spans(content, FIRST_SAMPLER)
-    trained = [event for event in spans(content, 1) if event["name"] in ("old_logp", "update")]
+    trained = [event for event in spans(content, 1) if event["name"] in ("ref_logp", "update")]
     overlap = sum(seconds(work, "sampling", event["ts"], event["ts"] + event["dur"]) for event in trained)
     assert (overlap > 0) == (placement == "separate")
 
