@@ -103,7 +103,7 @@ class GRPOLossConfig:
         icepop_high: icepop: tokens (or sequences) with a larger weight are rejected.
         geo_mask_low: geo_mask: sequences with a smaller geometric mean of the weights are rejected.
         geo_mask_high: geo_mask: sequences with a larger one are rejected.
-        bypass: Take the sampler's log-probs for those of the old policy, which saves the pass that computes them.
+        bypass: Take the sampler's log-probs for those of the old policy, which saves a pass where there is one.
 
     Raises:
         ValueError: A value outside its range, an unknown name with those that exist, or settings that contradict.

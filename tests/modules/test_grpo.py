@@ -103,7 +103,7 @@ def test_the_first_update_sees_the_policy_that_was_scored(worker_pool, qwen3_dir
 @pytest.mark.parametrize("layout", by_default(["single", "cp2_dp2"], ["single", "tp2_sp", "cp2_dp2", "pp2_vpp2"]))
 @pytest.mark.parametrize("loss", by_default(["tis", "gspo"], ["tis", "icepop", "vespo", "gspo", "geo_mask"]))
 def test_a_single_update_needs_no_pass_before_it(worker_pool, qwen3_dir, layout, loss):
-    """Weights, loss and mismatch are those of a run with the pass, to the bit; means are summed in another order."""
+    """Weights are those of a run with the pass, to the bit; of metrics only the order of float64 sums differs."""
     losses: dict[str, dict[str, Any]] = {
         "tis": {},
         "icepop": {"correction": "icepop", "icepop_low": 0.9},
@@ -117,7 +117,7 @@ def test_a_single_update_needs_no_pass_before_it(worker_pool, qwen3_dir, layout,
     for mine, theirs in zip(alone.steps, scored.steps, strict=True):
         assert "time/old_logp_s" not in mine
         assert theirs["mismatch/abs_logp_diff"] > 0
-        assert without_times(mine) == pytest.approx(without_times(theirs), rel=1e-6, abs=1e-12)
+        assert without_times(mine) == pytest.approx(without_times(theirs), rel=1e-12, abs=1e-15)
         assert mine["policy/grad_norm"] == theirs["policy/grad_norm"]
     for name, weight in scored.weights.items():
         assert torch.equal(alone.weights[name], weight), name
