@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def main() -> None:
         started = [start_row(pool, options, row, most, first) for row in todo]
         of_peers = {
             side: start_side(pool, options, side, more)
-            for side, more in peer_sides(names, bounds, placements).items()
+            for side, more in peer_sides(names, {bound: ahead(options, bound) for bound in bounds}, placements).items()
             if "samples_per_s" not in others.get(side, {})
         }
         for run in started:
@@ -118,7 +118,7 @@ def wanted(
 ) -> list[tuple[str, int, int]]:
     """Return the rows to measure: placement, bound, the trainer's devices; the synchronous run is the first."""
     there = {(row["placement"] or "shared", row["max_staleness"], row["devices"]) for row in rows}
-    found = [("shared", 0, 1)]
+    found = [("shared", 0, 1)] if options.device == "cpu" or "shared" in placements else []
     if options.device == "cuda" and "separate" in placements:
         found.append(("shared", 0, 2))  # as many GPUs as trainer and sampler have
     found += [(placement, bound, 1) for placement in placements for bound in bounds]
@@ -171,20 +171,32 @@ def default_placements(device: str) -> list[str]:
     return ["shared", "separate"] if both else ["shared"]
 
 
-def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence[str]) -> dict[str, list[str]]:
+def ahead(options: argparse.Namespace, bound: int) -> int:
+    """Return the batches that a peer samples beside the one that it waits for: as many as ours has in flight."""
+    return in_flight(options, bound) // int(options.groups) - 1
+
+
+def peer_sides(names: Sequence[str], bounds: Mapping[int, int], placements: Sequence[str]) -> dict[str, list[str]]:
     """Return the sides of peers, and what each is told besides.
 
+    Args:
+        names: Of peers.
+        bounds: Of their staleness, with the batches that they sample ahead.
+        placements: Of ours.
+
     Example:
-        ``peer_sides(["trl"], [1], ["shared"]) == {"trl": []}``
+        ``peer_sides(["trl"], {1: 1}, ["shared"]) == {"trl": []}``
     """
     sides: dict[str, list[str]] = {}
     if "trl" in names:
         sides = {TRL_SIDES[placement]: [] for placement in placements}
     if "verl" in names:
-        sides["verl, synchronous"] = ["--mode=sync"]
+        if "shared" in placements:  # it has one GPU
+            sides["verl, synchronous"] = ["--mode=sync"]
         for placement in placements:
-            for bound in bounds:
-                sides[verl_side(placement, bound)] = [f"--mode={VERL_MODES[placement]}", f"--bound={bound}"]
+            for bound, batches in bounds.items():
+                more = [f"--mode={VERL_MODES[placement]}", f"--bound={bound}", f"--ahead={batches}"]
+                sides[verl_side(placement, bound)] = more
     return sides
 
 
@@ -262,7 +274,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.
     """
-    rates = Rates(**rows[0]["rates"])
+    speeds = rows[0]["rates"]  # those of one GPU, where a run has that row
     prompts, lengths = epoch(options), LongTail(options.longest)
     wanted = work(
         (prompt.token_ids, [lengths(prompt.token_ids, place) for place in range(options.generations)])
@@ -273,16 +285,18 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for row in rows:
         if different := different_work(wanted, row["work"]):
             raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
-        plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
         separate = row["placement"] == "separate"
-        simulated.append(sum(simulate(plan, prompts, lengths, rates, separate=separate)[kept]))
+        if speeds:
+            plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
+            simulated.append(sum(simulate(plan, prompts, lengths, Rates(**speeds), separate=separate)[kept]))
         # separate devices are compared with a synchronous run on as many
         alone = [other for other in rows if not other["max_staleness"]]
         base = alone[-1] if separate else alone[0]
         row["speedup"] = row["samples_per_s"] / base["samples_per_s"]
         row["epoch_speedup"] = base["epoch_s"] / row["epoch_s"]
-        row["simulated_step_s"] = simulated[-1] / options.steps
-        row["simulated_speedup"] = simulated[0] / simulated[-1] if row["devices"] == base["devices"] else None
+        row["simulated_step_s"] = simulated[-1] / options.steps if speeds else None
+        compared = speeds and row["devices"] == base["devices"]
+        row["simulated_speedup"] = simulated[0] / simulated[-1] if compared else None
 
 
 def epoch(options: argparse.Namespace) -> list[Prompt]:

@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--long-tail", action="store_true", help="lognormal lengths, up to --response-tokens")
     parser.add_argument("--mode", choices=MODES, default="sync", help="verl's trainer")
     parser.add_argument("--bound", type=int, default=0, help="of staleness, of the modes that are asynchronous")
+    parser.add_argument("--ahead", type=int, default=1, help="batches that those sample ahead")
     parser.add_argument("--verl-variant", default="plain")
     parser.add_argument("--deadline", type=float, default=400.0, help="seconds")
     parser.add_argument("--config-only", action="store_true")
@@ -97,13 +98,15 @@ def prepare(options: argparse.Namespace, directory: Path) -> tuple[list[str], di
         verl_worker.NOTES: str(directory / "notes"),
         verl_worker.LONG_TAIL: str(int(options.long_tail)),
         verl_worker.POLL: str(POLL_S) if "polling" in names else "",
+        # separate_async without replicas on the trainer's GPU tells a logger what print understands, and ends there
+        **({"VERL_LOGGING_LEVEL": "WARN"} if options.mode == "separate_async" else {}),
     }
     return command, environment
 
 
 def num_prompts(options: argparse.Namespace) -> int:
     """Return the prompts of the run: what is sampled ahead in the end is not trained on."""
-    return int(options.prompts * (options.warmup + options.steps + options.bound))
+    return int(options.prompts * (options.warmup + options.steps + (options.ahead if options.bound else 0)))
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
@@ -174,7 +177,7 @@ def settings(options: argparse.Namespace, model: Path, directory: Path) -> list[
         f"trainer.total_training_steps={options.warmup + options.steps}",
         "trainer.total_epochs=1",
         f"trainer.v1.trainer_mode={options.mode}",
-        *([f"trainer.v1.{options.mode}.num_warmup_batches=1"] if options.bound else []),
+        *([f"trainer.v1.{options.mode}.num_warmup_batches={options.ahead}"] if options.bound else []),
         *(SEPARATE if options.mode == "separate_async" else []),
         f"trainer.v1.sampler.max_off_policy_threshold={options.bound + 1}",
         "trainer.v1.sampler.max_off_policy_strategy=wait",

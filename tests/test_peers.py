@@ -29,7 +29,7 @@ def options(**changed: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     importlib.import_module("ours").add_arguments(parser, "cpu")
     found = parser.parse_args(["--prompts=2", "--generations=2", "--steps=1", "--warmup=1", "--prompt-tokens=3"])
-    vars(found).update({"long_tail": False, "mode": "sync", "bound": 0, "verl_variant": "plain", **changed})
+    vars(found).update({"long_tail": False, "mode": "sync", "bound": 0, "ahead": 1, "verl_variant": "plain", **changed})
     return found
 
 
@@ -99,16 +99,15 @@ def test_a_peer_that_is_not_there_is_refused_with_the_command(monkeypatch, tmp_p
 
 
 def test_every_bound_has_its_side_of_verl():
-    assert long_tail.peer_sides(["trl", "verl"], [1, 4], ["shared"]) == {
+    assert long_tail.peer_sides(["trl", "verl"], {1: 1, 4: 3}, ["shared"]) == {
         "trl": [],
         "verl, synchronous": ["--mode=sync"],
-        "verl, bound 1": ["--mode=colocate_async", "--bound=1"],
-        "verl, bound 4": ["--mode=colocate_async", "--bound=4"],
+        "verl, bound 1": ["--mode=colocate_async", "--bound=1", "--ahead=1"],
+        "verl, bound 4": ["--mode=colocate_async", "--bound=4", "--ahead=3"],
     }
-    assert long_tail.peer_sides(["trl", "verl"], [2], ["separate"]) == {
+    assert long_tail.peer_sides(["trl", "verl"], {2: 2}, ["separate"]) == {
         "trl, two GPUs": [],
-        "verl, synchronous": ["--mode=sync"],
-        "verl, separate, bound 2": ["--mode=separate_async", "--bound=2"],
+        "verl, separate, bound 2": ["--mode=separate_async", "--bound=2", "--ahead=2"],
     }
 
 
@@ -145,11 +144,12 @@ def test_what_verl_cannot_be_told_is_refused(changed, message, tmp_path: Path):
 
 
 def test_verl_is_told_the_same_numbers(tmp_path: Path):
-    asked = options(mode="colocate_async", bound=2, verl_variant="awake+polling")
+    asked = options(mode="colocate_async", bound=2, ahead=2, verl_variant="awake+polling")
     command, environment = verl_peer.prepare(asked, tmp_path)
     assert "trainer.v1.sampler.max_off_policy_threshold=3" in command  # versions that a sample spans
     assert "actor_rollout_ref.rollout.free_cache_engine=False" in command
     assert f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={asked.max_tokens}" in command
+    assert "trainer.v1.colocate_async.num_warmup_batches=2" in command
     assert environment[verl_worker.POLL] == "0.1"
     import pandas
 
