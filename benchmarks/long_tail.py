@@ -53,7 +53,9 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--bounds", default="1,2,4", help="of max_staleness")
     parser.add_argument("--placements", help="shared, separate (on CUDA it needs a second GPU); all that can be")
-    parser.add_argument("--in-flight", type=int, help="groups sampled at a time at most; 2 batches on CUDA, else 3")
+    parser.add_argument(
+        "--in-flight", help="groups sampled at a time at most, for all bounds or each; 2 batches on CUDA, else 3"
+    )
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument(
@@ -65,6 +67,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     bounds = [int(bound) for bound in options.bounds.split(",")]
+    if options.in_flight:
+        limits = [int(limit) for limit in options.in_flight.split(",")]
+        if len(limits) not in (1, len(bounds)):
+            parser.error(
+                f"--in-flight {options.in_flight} with --bounds {options.bounds}: give one number, or one each"
+            )
+        options.in_flight = dict(zip(bounds, limits * len(bounds), strict=False))
     if max(bounds) > options.drain:
         parser.error(f"--bounds {options.bounds} with --drain {options.drain}: measured steps would begin nothing new")
     placements = options.placements.split(",") if options.placements else default_placements(options.device)
@@ -161,7 +170,8 @@ def epoch_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def in_flight(options: argparse.Namespace, bound: int) -> int:
     """Return the groups that are sampled at a time: more of them decode better, and take more of the cache."""
-    most = options.in_flight or (2 if options.device == "cuda" else 3) * options.groups
+    given: dict[int, int] = options.in_flight or {}
+    most = given.get(bound, (2 if options.device == "cuda" else 3) * options.groups)
     return min((bound + 1) * options.groups, max(most, options.groups))
 
 

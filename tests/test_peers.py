@@ -297,3 +297,25 @@ def test_trl_on_two_processes_does_the_work_of_one(tmp_path: Path):
         works.append(json.loads(done.stdout.splitlines()[-1])["work"])
     assert works[0] == works[1]
     assert works[0]["samples_per_step"] == [16, 16]
+
+
+def test_a_run_of_two_gpus_needs_no_row_of_one():
+    on_cuda = argparse.Namespace(device="cuda")
+    assert long_tail.wanted(on_cuda, ["separate"], [2], []) == [("shared", 0, 2), ("separate", 2, 1)]
+    assert long_tail.wanted(on_cuda, ["shared"], [2], []) == [("shared", 0, 1), ("shared", 2, 1)]
+    on_cpu = argparse.Namespace(device="cpu")
+    assert long_tail.wanted(on_cpu, ["separate"], [2], []) == [("shared", 0, 1), ("separate", 2, 1)]
+
+
+def test_peers_sample_as_far_ahead_as_we_do():
+    given = argparse.Namespace(device="cuda", groups=16, in_flight={1: 32, 2: 48, 4: 64})
+    assert [long_tail.in_flight(given, bound) for bound in (0, 1, 2, 4)] == [16, 32, 48, 64]
+    assert [long_tail.ahead(given, bound) for bound in (1, 2, 4)] == [1, 2, 3]
+
+
+def test_groups_in_flight_are_told_for_all_bounds_or_each(monkeypatch, capsys):
+    asked = ["long_tail.py", "--device=cuda", "--bounds=1,2,4", "--in-flight=32,48"]
+    monkeypatch.setattr(sys, "argv", asked)
+    with pytest.raises(SystemExit):
+        long_tail.main()
+    assert "--in-flight 32,48 with --bounds 1,2,4: give one number, or one each" in capsys.readouterr().err

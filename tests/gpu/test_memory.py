@@ -62,10 +62,11 @@ def test_weights_are_the_same_by_every_way(gpu_pool, models, family):
 
 @needs_gpus(2)
 def test_weights_to_other_gpus(gpu_pool, models):
+    apart = {"devices": [1], "weight_transfer": "nccl"}
+    check_nccl(gpu_pool.run(send_every_way, models["dense"], "child", apart, **ONE)[0])
     found = gpu_pool.run(send_every_way, models["dense"], "child", {"devices": [1]}, **ONE)[0]
-    check_nccl(found)
-    apart = {"devices": [1], "weight_transfer": "ipc"}  # read where they are
-    check_ways(gpu_pool.run(send_every_way, models["dense"], "child", apart, **ONE)[0])
+    assert found.reports["replayed"].transport == "CUDA IPC"  # read where they are
+    check_ways(found)
     found = gpu_pool.run(send_every_way, models["moe"], "child", {"tensor_parallel_size": 2}, **ONE)[0]
     check_ways(found, in_place=False)
 

@@ -71,7 +71,8 @@ class VLLMEngine(SupervisedEngine):
             drops them, so that every rollout begins with a weight sync. 0 keeps everything where it is.
         weight_transfer: "ipc" (the engine's processes read the trainer's memory, from another GPU where its own is none
             of theirs), "nccl" (only there), "shared_memory" (through the host; a restarted process finds its weights
-            there), "auto" ("ipc" on the trainer's GPU, else "nccl"), or a `Transport` of your own.
+            there), "auto" ("ipc" on the trainer's GPU, and on one other whose memory it reaches; else "nccl"), or a
+            `Transport` of your own.
         bucket_mb: Size of the buffer for weights that come one by one, and for those of a whole model to several
             workers; a planned push of a split model has its own. # MiB
         start_timeout_s: Deadline of a start. # seconds
@@ -232,24 +233,24 @@ class VLLMEngine(SupervisedEngine):
         """Choose GPUs and transport; return the process's CUDA_VISIBLE_DEVICES."""
         own, count = current_device(), torch.cuda.device_count()
         devices = engine_devices(self.devices, self.tensor_parallel_size, own, count)
-        wanted = self.weight_transfer
+        apart, wanted = own not in devices, self.weight_transfer
+        seen = [*devices, own] if apart else devices  # by a process that reads the trainer's memory; its own in front
+        reach = reach_each_other(seen)
         if wanted == "auto":
-            wanted = "ipc" if own in devices else "nccl"
-        if wanted == "nccl" and own in devices:
+            wanted = "nccl" if apart and (self.tensor_parallel_size > 1 or not reach) else "ipc"
+        if wanted == "nccl" and not apart:
             raise ValueError(
                 f"weight_transfer='nccl' with the trainer on device {own} and the engine on {devices}: NCCL is for an"
                 " engine that does not share the trainer's GPU; use weight_transfer='auto'"
             )
         if wanted == "ipc":
-            apart = own not in devices
-            devices = [*devices, own] if apart else devices  # the workers have those in front
-            gpus = [str(identity(torch.device("cuda", device))) for device in devices]
-            reach = reach_each_other(devices)
             if apart and not reach:
                 raise ValueError(
-                    f"weight_transfer='ipc' with the trainer on device {own} and the engine on {devices[:-1]}: these"
+                    f"weight_transfer='ipc' with the trainer on device {own} and the engine on {devices}: these"
                     " GPUs do not read each other's memory; use weight_transfer='auto'"
                 )
+            devices = seen
+            gpus = [str(identity(torch.device("cuda", device))) for device in devices]
             self._transport = IPCTransport(
                 devices.index(own), self.tensor_parallel_size, self.bucket_mb * 2**20, gpus=gpus if reach else ()
             )
