@@ -50,6 +50,7 @@ SHAPES["30b-a3b-10-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 10}  # 
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 POSITIONS = 131_072  # of a model, if nothing longer is asked for
+MODEL = "LIGHTNING_MEGATRON_RL_BENCHMARK_MODEL"  # variable with the directory that rank 0 wrote
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 
 
@@ -85,6 +86,14 @@ def write_model(directory: Path, shape: str, longest: int = 0, seed: int = 0) ->
     model.save_pretrained(directory)
     make_tokenizer(sizes["vocab_size"], positions).save_pretrained(directory)
     return directory
+
+
+def model_directory(given: Path | None, parent: Path) -> Path:
+    """Return where the model of a run is: what was given, else a folder of `parent`.
+
+    Ranks that Lightning starts inherit what rank 0 took: 30B-A3B is not written by each of them.
+    """
+    return given or Path(os.environ.setdefault(MODEL, str(parent / "model")))
 
 
 def make_tokenizer(vocab_size: int, longest: int = POSITIONS) -> Any:

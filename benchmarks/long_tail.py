@@ -81,7 +81,6 @@ def main() -> None:
     most = max(in_flight(options, bound) for bound in (0, *bounds))
     most_sequences = most * options.generations
     sizes = sorted({size for size in (1, 8, 32, 128, 512) if size < most_sequences} | {min(512, most_sequences)})
-    first = ["--rates", *map(str, sizes)]
     if options.device == "cpu" and options.peer != "none":
         parser.error(f"--peer {options.peer} on a CPU: there it does not sample with vLLM. --peer none")
     names = peers.chosen(options.peer)
@@ -90,9 +89,10 @@ def main() -> None:
     others: dict[str, Any] = before.get("peers", {})
 
     todo = wanted(options, placements, bounds, rows)
+    first = [] if rows else ["--rates", *map(str, sizes)]
     failed: list[str] = []
     with Sides(options.at_once) as pool:
-        started = [start_row(pool, options, row, most, first) for row in todo]
+        started = [start_row(pool, options, row, most, [] if place else first) for place, row in enumerate(todo)]
         of_peers = {
             side: start_side(pool, options, side, more)
             for side, more in peer_sides(names, {bound: ahead(options, bound) for bound in bounds}, placements).items()
@@ -135,13 +135,13 @@ def wanted(
 
 
 def start_row(
-    pool: Sides, options: argparse.Namespace, row: tuple[str, int, int], most: int, first: list[str]
+    pool: Sides, options: argparse.Namespace, row: tuple[str, int, int], most: int, more: list[str]
 ) -> Future[dict[str, Any]]:
-    """Start a side of ours; `most` groups are in flight in any of them, and the synchronous run has `first` besides."""
+    """Start a side of ours; `most` groups are in flight in any of them, and `more` is what this one has besides."""
     placement, bound, devices = row
     arguments = [*passed_on(options), f"--devices={devices}", f"--bound={bound}", f"--placement={placement}"]
     arguments += [f"--in-flight={in_flight(options, bound)}", f"--most-in-flight={most}"]
-    arguments += first if (bound, devices) == (0, 1) else []
+    arguments += more
     needed = 2 if placement == "separate" else devices
     return pool.start("long_tail_side.py", arguments, options.timeout, devices=needed)
 
@@ -279,34 +279,36 @@ def write(
 
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Add to each row what follows from the first, the synchronous run: speed-ups, and the simulation's.
+    """Add to each row what follows from the first, a synchronous run: speed-ups, and the simulation's.
+
+    The engine's speed is that of the first row, the trainer's each row's own. Several samplers are not simulated: what
+    is compared with their run is simulated alone.
 
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.
     """
-    speeds = rows[0]["rates"]  # those of one GPU, where a run has that row
     prompts, lengths = epoch(options), LongTail(options.longest)
     wanted = work(
         (prompt.token_ids, [lengths(prompt.token_ids, place) for place in range(options.generations)])
         for prompt in prompts
     )
     kept = slice(options.warmup, options.warmup + options.steps)
-    simulated = []
     for row in rows:
         if different := different_work(wanted, row["work"]):
             raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
         separate = row["placement"] == "separate"
-        if speeds:
-            plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
-            simulated.append(sum(simulate(plan, prompts, lengths, Rates(**speeds), separate=separate)[kept]))
+        plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
+        rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
+        seconds = simulate(plan, prompts, lengths, rates, separate=separate)[kept] if row["devices"] == 1 else None
+        row["simulated_step_s"] = None if seconds is None else sum(seconds) / options.steps
         # separate devices are compared with a synchronous run on as many
         alone = [other for other in rows if not other["max_staleness"]]
         base = alone[-1] if separate else alone[0]
         row["speedup"] = row["samples_per_s"] / base["samples_per_s"]
         row["epoch_speedup"] = base["epoch_s"] / row["epoch_s"]
-        row["simulated_step_s"] = simulated[-1] / options.steps if speeds else None
-        compared = speeds and row["devices"] == base["devices"]
-        row["simulated_speedup"] = simulated[0] / simulated[-1] if compared else None
+        measured = options.groups * options.generations / base["samples_per_s"]
+        compared = measured if base["simulated_step_s"] is None else base["simulated_step_s"]
+        row["simulated_speedup"] = None if seconds is None else compared / row["simulated_step_s"]
 
 
 def epoch(options: argparse.Namespace) -> list[Prompt]:

@@ -25,6 +25,7 @@ from common import (
     make_optimizer,
     make_trainer,
     model_arguments,
+    model_directory,
     own_device,
     prepare,
     summary,
@@ -186,7 +187,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, cores[:1])
     prepare(options.device, options.shape)
     lengths, vocab_size = LongTail(options.longest), SHAPES[options.shape]["vocab_size"]
-    directory = options.model or Path(tempfile.mkdtemp()) / "model"
+    directory = model_directory(options.model, Path(tempfile.mkdtemp()))
     write_model(directory, options.shape)
     if on_cuda:
         torch.cuda.empty_cache()
@@ -267,8 +268,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "token_s": rate.token_s,
             "context_token_s": rate.context_token_s,
             "prefill_tokens_per_s": rate.prefill_tokens_per_s,
-            "train_s": (sum(seconds[kept]) - sum(step["time/rollout_s"] for step in logged)) / options.steps,
         },
+        "train_s": (sum(seconds[kept]) - sum(step["time/rollout_s"] for step in logged)) / options.steps,
+        "sampler_tokens_per_s": [step.get("perf/sampler_tokens_per_s") for step in logged],  # while it samples
         "work": work(taken.groups),
         "response_tokens_per_step": taken.response_tokens,
     }

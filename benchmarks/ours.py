@@ -23,6 +23,7 @@ from common import (
     make_trainer,
     measure_peaks,
     model_arguments,
+    model_directory,
     own_device,
     prepare,
     summary,
@@ -189,7 +190,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     vocab_size = SHAPES[options.shape]["vocab_size"]
     log, sampled, numbers = StepLog(device), Samples(), Numbers()
     syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
-    directory = options.model or Path(tempfile.mkdtemp()) / "model"
+    directory = model_directory(options.model, Path(tempfile.mkdtemp()))
     write_model(directory, options.shape, longest(options))
     if options.device == "cuda":
         torch.cuda.empty_cache()

@@ -27,6 +27,7 @@ from common import (
     make_trainer,
     measure_peaks,
     model_arguments,
+    model_directory,
     own_device,
     prepare,
     result_path,
@@ -124,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as directory:
         module = SFTModule(
-            str(write_model(options.model or Path(directory) / "model", options.measure, options.longest)),
+            str(write_model(model_directory(options.model, Path(directory)), options.measure, options.longest)),
             train=TrainingSettings(
                 optimizer=make_optimizer(1e-5, options.moments),
                 max_tokens_per_microbatch="auto" if options.auto else options.max_tokens,

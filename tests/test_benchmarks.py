@@ -307,6 +307,16 @@ def test_throughput_runs_on_a_cpu(tmp_path: Path):
     assert split["losses"] == pytest.approx(row["losses"], rel=1e-5)  # fp32, sums in another order
 
 
+def test_ranks_take_the_model_that_rank_0_wrote(tmp_path: Path, monkeypatch):
+    common: Any = importlib.import_module("common")
+    monkeypatch.setenv(common.MODEL, "")
+    monkeypatch.delenv(common.MODEL)
+    mine = common.model_directory(None, tmp_path / "rank 0")
+    assert mine == tmp_path / "rank 0" / "model"
+    assert common.model_directory(None, tmp_path / "rank 1") == mine  # the variable is inherited
+    assert common.model_directory(tmp_path / "kept", tmp_path) == tmp_path / "kept"
+
+
 def test_shares_of_a_save_by_hand():
     checkpoint: Any = importlib.import_module("checkpoint")
     sync = {"blocked_s": {"median": 2.0}, "bytes": 3e9}
