@@ -12,6 +12,7 @@ engine's measured speed, and sampling and training alone take time in it.
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,10 @@ def main() -> None:
     parser.add_argument("--bounds", default="1,2,4", help="of max_staleness")
     parser.add_argument("--placements", help="shared, separate (on CUDA it needs a second GPU); all that can be")
     parser.add_argument(
-        "--in-flight", help="groups sampled at a time at most, for all bounds or each; 2 batches on CUDA, else 3"
+        "--in-flight",
+        type=int,
+        nargs="+",
+        help="groups sampled at a time at most, for all bounds or each; 2 batches on CUDA, else 3",
     )
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
@@ -68,12 +72,11 @@ def main() -> None:
     options = parser.parse_args()
     bounds = [int(bound) for bound in options.bounds.split(",")]
     if options.in_flight:
-        limits = [int(limit) for limit in options.in_flight.split(",")]
-        if len(limits) not in (1, len(bounds)):
-            parser.error(
-                f"--in-flight {options.in_flight} with --bounds {options.bounds}: give one number, or one each"
-            )
-        options.in_flight = dict(zip(bounds, limits * len(bounds), strict=False))
+        limits = options.in_flight * len(bounds) if len(options.in_flight) == 1 else options.in_flight
+        if len(limits) != len(bounds):
+            given = " ".join(map(str, limits))
+            parser.error(f"--in-flight {given} with --bounds {options.bounds}: give one number, or one for each")
+        options.in_flight = dict(zip(bounds, limits, strict=True))
     if max(bounds) > options.drain:
         parser.error(f"--bounds {options.bounds} with --drain {options.drain}: measured steps would begin nothing new")
     placements = options.placements.split(",") if options.placements else default_placements(options.device)
@@ -89,10 +92,10 @@ def main() -> None:
     others: dict[str, Any] = before.get("peers", {})
 
     todo = wanted(options, placements, bounds, rows)
-    first = [] if rows else ["--rates", *map(str, sizes)]
+    rates = [] if rows else ["--rates", *map(str, sizes)]  # by the first row
     failed: list[str] = []
     with Sides(options.at_once) as pool:
-        started = [start_row(pool, options, row, most, [] if place else first) for place, row in enumerate(todo)]
+        started = [start_row(pool, options, row, most, rates if row == todo[0] else []) for row in todo]
         of_peers = {
             side: start_side(pool, options, side, more)
             for side, more in peer_sides(names, {bound: ahead(options, bound) for bound in bounds}, placements).items()
@@ -150,7 +153,7 @@ def saved(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result that is there.
 
     Raises:
-        ValueError: It is of another device, model or epoch.
+        ValueError: It is of another device, model or epoch, or of an older version of this benchmark.
     """
     path = result_path("long_tail", options.device, options.out)
     if not path.exists():
@@ -160,6 +163,8 @@ def saved(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("device", "versions", *epoch_of(options)):
         if result[name] != now[name]:
             raise ValueError(f"{path} has {name} {result[name]!r}, this run has {now[name]!r}: choose another --out")
+    if any("train_s" not in row for row in result["rows"]):
+        raise ValueError(f"{path} has rows of an older version of this benchmark: choose another --out")
     return result
 
 
@@ -182,8 +187,8 @@ def default_placements(device: str) -> list[str]:
 
 
 def ahead(options: argparse.Namespace, bound: int) -> int:
-    """Return the batches that a peer samples beside the one that it waits for: as many as ours has in flight."""
-    return in_flight(options, bound) // int(options.groups) - 1
+    """Return the batches that a peer samples beside the one that it waits for: in all at least as many as ours."""
+    return math.ceil(in_flight(options, bound) / options.groups) - 1
 
 
 def peer_sides(names: Sequence[str], bounds: Mapping[int, int], placements: Sequence[str]) -> dict[str, list[str]]:
@@ -281,8 +286,8 @@ def write(
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Add to each row what follows from the first, a synchronous run: speed-ups, and the simulation's.
 
-    The engine's speed is that of the first row, the trainer's each row's own. Several samplers are not simulated: what
-    is compared with their run is simulated alone.
+    The simulation has the first row's speed of the engine, and each row's own seconds of training. It knows one
+    sampler: a synchronous run on two GPUs has none, and those on separate ones are held to what it measured.
 
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.

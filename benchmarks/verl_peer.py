@@ -98,7 +98,7 @@ def prepare(options: argparse.Namespace, directory: Path) -> tuple[list[str], di
         verl_worker.NOTES: str(directory / "notes"),
         verl_worker.LONG_TAIL: str(int(options.long_tail)),
         verl_worker.POLL: str(POLL_S) if "polling" in names else "",
-        # separate_async without replicas on the trainer's GPU tells a logger what print understands, and ends there
+        # at its default level, separate_async with no sampler on the trainer's GPU calls logger.info(..., flush=True)
         **({"VERL_LOGGING_LEVEL": "WARN"} if options.mode == "separate_async" else {}),
     }
     return command, environment

@@ -88,7 +88,7 @@ def measure_apart(options: argparse.Namespace) -> dict[str, Any]:
     """Measure syncs to a process on other GPUs."""
     way = [f"--weight-transfer={options.weight_transfer}"]
     side = run_child("ours.py", [*passed_on(options), "--apart", *way], options.timeout)
-    place = "engine on another GPU" + (" that reads the trainer's" if side["sync"]["transport"] == "CUDA IPC" else "")
+    place = f"engine on another GPU over {side['sync']['transport']}"
     return {**side, "place": place, "samplers_elsewhere": 1, "trainer_devices": options.devices}
 
 

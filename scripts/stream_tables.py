@@ -16,8 +16,8 @@ def long_tail(results: Path = RESULTS) -> str:
     rows = []
     for _, result in load("long_tail_*.json", results):
         for row in result["rows"]:
-            several = f" on {row['devices']} GPUs" if row["devices"] > 1 else ""
-            side = f"{row['placement'] if row['max_staleness'] else 'synchronous' + several}, {row['max_staleness']}"
+            synchronous = "synchronous" if row["devices"] == 1 else f"synchronous on {row['devices']} GPUs"
+            side = f"{row['placement'] or synchronous}, {row['max_staleness']}"
             sampler = "–" if row["sampler_idle"] is None else f"{row['sampler_idle']:.0%}"
             simulated = "–" if row["simulated_speedup"] is None else f"{row['simulated_speedup']:.2f}"
             others = "–" if row["others_cpus"] is None else f"{row['others_cpus']:.1f}"

@@ -151,6 +151,10 @@ def test_verl_is_told_the_same_numbers(tmp_path: Path):
     assert f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={asked.max_tokens}" in command
     assert "trainer.v1.colocate_async.num_warmup_batches=2" in command
     assert environment[verl_worker.POLL] == "0.1"
+    assert "VERL_LOGGING_LEVEL" not in environment
+    (tmp_path / "apart").mkdir()
+    _, apart = verl_peer.prepare(options(mode="separate_async", bound=2), tmp_path / "apart")
+    assert apart["VERL_LOGGING_LEVEL"] == "WARN"  # or it ends while it starts
     import pandas
 
     rows = pandas.read_parquet(tmp_path / "rows.parquet")
@@ -311,11 +315,13 @@ def test_peers_sample_as_far_ahead_as_we_do():
     given = argparse.Namespace(device="cuda", groups=16, in_flight={1: 32, 2: 48, 4: 64})
     assert [long_tail.in_flight(given, bound) for bound in (0, 1, 2, 4)] == [16, 32, 48, 64]
     assert [long_tail.ahead(given, bound) for bound in (1, 2, 4)] == [1, 2, 3]
+    given.in_flight = {1: 24, 2: 40}  # part of a batch is a batch of theirs
+    assert [long_tail.ahead(given, bound) for bound in (1, 2)] == [1, 2]
 
 
 def test_groups_in_flight_are_told_for_all_bounds_or_each(monkeypatch, capsys):
-    asked = ["long_tail.py", "--device=cuda", "--bounds=1,2,4", "--in-flight=32,48"]
+    asked = ["long_tail.py", "--device=cuda", "--bounds=1,2,4", "--in-flight", "32", "48"]
     monkeypatch.setattr(sys, "argv", asked)
     with pytest.raises(SystemExit):
         long_tail.main()
-    assert "--in-flight 32,48 with --bounds 1,2,4: give one number, or one each" in capsys.readouterr().err
+    assert "--in-flight 32 48 with --bounds 1,2,4: give one number, or one for each" in capsys.readouterr().err
