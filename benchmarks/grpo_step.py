@@ -29,14 +29,25 @@ def main() -> None:
     add_asleep_argument(parser)
     options = parser.parse_args()
     sync_path = result_path("weight_sync", options.device, options.sync_out)
+    if options.peer != "none" and (options.auto or options.sleep_level):
+        parser.error(f"--auto and --sleep-level are of this project's side alone: --peer none, not {options.peer}")
     names, variants = peers.chosen(options.peer), options.verl_variants.split(",")
     for sides in run_sides(passed_on(options), names, options.timeout, variants, options.at_once):
         write_step(sides, options)
         if options.syncs:
-            write_report(sides, options.device, sync_path)
-    if options.syncs and options.asleep and options.device == "cuda":
+            write_report(syncs_of(sides), options.device, sync_path)
+    if options.syncs and options.asleep and options.device == "cuda" and not options.sleep_level:
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
         write_report(sides, options.device, sync_path)
+
+
+def syncs_of(sides: dict[str, Any]) -> dict[str, Any]:
+    """Return the sides of B1: a sampler that slept between steps was measured awake, and as it is woken."""
+    ours = sides["ours"]
+    if not ours["sleep_level"]:
+        return sides
+    awake = {**ours["sync"], "seconds": ours["sync"]["awake_seconds"], "sleep_seconds": None}
+    return {**sides, "ours": {**ours, "sync": awake}, "asleep": ours}
 
 
 def write_step(sides: dict[str, Any], options: argparse.Namespace) -> None:

@@ -51,6 +51,7 @@ class SyncTimes(pl.Callback):
     def __init__(self, repeats: int, warmup: int, device: torch.device) -> None:
         self.repeats, self.warmup, self.device = repeats, warmup, device
         self.seconds: list[float] = []
+        self.awake_seconds: list[float] = []  # of a sampler that sleeps between steps, while it does not
         self.sleep_seconds: list[float] = []
         self.num_bytes = 0
         self.extra_bytes = 0
@@ -75,6 +76,11 @@ class SyncTimes(pl.Callback):
             else:
                 self.seconds.append(timed(lambda: pl_module.sampler.sync(0), self.device))
         self.seconds, self.sleep_seconds = self.seconds[self.warmup :], self.sleep_seconds[self.warmup :]
+        if pl_module.engine.sleep_level:
+            pl_module.sampler.sync(0)
+            self.awake_seconds = [timed(lambda: pl_module.sampler.sync(0), self.device) for _ in range(self.repeats)]
+            _sync_and_wake(pl_module)
+            pl_module.sampler.finish()
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
         if report := pl_module.sampler.last_sync:
@@ -202,7 +208,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sampling=SamplingParams(temperature=1.0, max_tokens=options.response_tokens, ignore_eos=True),
         train=TrainingSettings(
             optimizer=make_optimizer(1e-6, options.moments),
-            max_tokens_per_microbatch=options.max_tokens,
+            max_tokens_per_microbatch="auto" if options.auto else options.max_tokens,
+            recompute="auto" if options.auto else "none",
             model_config=dict(RECOMPUTE) if options.recompute else {},
         ),
     )
@@ -248,14 +255,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     kept = log.steps[options.warmup :]
     step_s = [step["time/step_s"] for step in kept]
     phases, handover = PHASES, None
+    if options.sleep_level:
+        phases += ("sleep",)
     if options.offload:
-        phases += ("sleep", "offload")
+        phases += ("offload",)
         handover = {name: summary([step[name] for step in kept]) for name in HANDOVER}
     return {
         "who": "lightning-megatron-rl",
         "shape": options.shape,
         "layout": module.strategy.layout.describe(trainer.world_size),
-        "max_tokens_per_microbatch": options.max_tokens,
+        "max_tokens_per_microbatch": module.train_settings.token_budget,
+        "recompute": module.train_settings.recomputes,
+        "auto": options.auto,
+        "sleep_level": options.sleep_level,
         "sampler_is_eager": options.eager,
         "devices_per_sampler": options.tensor_parallel,  # ranks of a model replica, each of which has a sampler
         "step_s": summary(step_s),
@@ -270,6 +282,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if syncs is None
         else {
             "seconds": summary(syncs.seconds),
+            "awake_seconds": summary(syncs.awake_seconds) if syncs.awake_seconds else None,
             "sleep_seconds": summary(syncs.sleep_seconds) if syncs.sleep_seconds else None,
             "bytes": syncs.num_bytes,
             "extra_bytes": syncs.extra_bytes,
@@ -311,6 +324,8 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--sampler-parallel", type=int, default=1, help="GPUs that share the sampler's model")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs in the sampler")
+    parser.add_argument("--auto", action="store_true", help="the planner chooses --max-tokens and --recompute")
+    parser.add_argument("--sleep-level", type=int, default=0, help="of the sampler between rollouts; 0 never sleeps")
     add_model_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=16 if on_cuda else 8, help="sequences per TRL micro-batch")
 
@@ -319,9 +334,9 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
-    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel")
-    eager = ["--eager"] if options.eager else []
-    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + eager + model_arguments(options)
+    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
+    given = [f"--{name}" for name in ("eager", "auto") if getattr(options, name)]
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + given + model_arguments(options)
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
@@ -338,7 +353,6 @@ if __name__ == "__main__":
     add_arguments(arguments, default_device())
     add_place_arguments(arguments)
     arguments.add_argument("--urls", default="", help="of servers that sample, with commas between")
-    arguments.add_argument("--sleep-level", type=int, default=0, help="of the engine between rollouts; 0 never sleeps")
     arguments.add_argument("--offload", action="store_true", help="the trainer's state leaves the GPU for the rollout")
     result = measure(arguments.parse_args())
     if rank_zero_only.rank == 0:

@@ -108,12 +108,13 @@ def step_row(name: str, device: str, row: dict[str, Any], command: str) -> Measu
     prompt, response, samples = floor["prompt_tokens"], floor["response_tokens"], floor["samples"]
     scored = int(row["phases"]["old_logp"]["median"] > 0)
     work = Work(samples, prompt + response, floor["prompts"], prompt, response, scored=scored)
-    run = run_of(row, device, work, recompute="--recompute" in command, moments=row["work"]["moments"])
+    recompute = row.get("recompute", "--recompute" in command)
+    run = run_of(row, device, work, recompute=recompute, moments=row["work"]["moments"])
     cache = re.search(r"--cache-gb (\d+)", command)
     needs = EngineNeeds(tensor_parallel_size=tensor, kv_cache_memory_gb=float(cache[1]) if cache else 19.0)
     run = replace(
         run,
-        sampling=Sampling(needs, sequences=samples, tokens=prompt + response + 1, sleeps=False),
+        sampling=Sampling(needs, sequences=samples, tokens=prompt + response + 1, sleeps=bool(row.get("sleep_level"))),
         offloads=("optimizer", "gradients", "parameters") if "handover" in name else (),
     )
     steps = row["work"]["optimizer_steps"]
