@@ -19,6 +19,7 @@ DOCUMENTS = (*(f"docs/{page}.md" for page in PAGES), "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
 CURVE_BLOCK = 25  # rollouts
+MIXTURES_FLOOR = {"30b-a3b-24-layers": 2.5, "30b-a3b": 3.0}  # times which a step of B3 should take at most
 USUAL_STEP = (256, 128, 512)  # samples, tokens of a prompt and of a response, of B3
 
 
@@ -269,7 +270,12 @@ def goals(results: Path = RESULTS) -> str:
                 fastest[place] = row["shape"], update
     each = [(place, shape, update) for place, (shape, update) in fastest.items()]
     steps = [(path, result) for path, result in steps if not step_work(result["ours"])]
-    mfu = ((0.35, ("0.6b",)), (0.45, ("4b", "8b")), (0.45, ("30b-a3b-10-layers",)), (0.3, ("30b-a3b-24-layers",)))
+    mfu = (
+        (0.35, ("0.6b",)),
+        (0.45, ("4b", "8b")),
+        (0.45, ("30b-a3b-10-layers",)),
+        (0.3, ("30b-a3b", "30b-a3b-24-layers")),
+    )
     measured: dict[tuple[str, str], list[tuple[str, str, bool]]] = {
         ("B1, share of the limit", "60 %"): [
             (place, f"{rate['ours']['share_of_limit']:.1%}", rate["ours"]["share_of_limit"] >= 0.6)
@@ -283,7 +289,7 @@ def goals(results: Path = RESULTS) -> str:
         ],
         **{
             (f"B2, MFU of updates at {' and '.join(shapes)}", f"{least:.0%}".replace("%", " %")): [
-                (place, f"{share(update['mfu_measured'])} ({share(update['mfu_spec'])} of the data sheet's peak)", met)
+                (place, f"{share(update['mfu_measured'])} (data sheet: {share(update['mfu_spec'])})", met)
                 for place, shape, update in each
                 if shape in shapes
                 for met in [update["mfu_measured"]["median"] >= least]
@@ -296,11 +302,15 @@ def goals(results: Path = RESULTS) -> str:
             if "trl" in result
             for ratio in [_without_sampling(result["trl"]) / _without_sampling(result["ours"])]
         ],
-        ("B3, step over the floor", "at most 2.2"): [
-            (_place(result, result["ours"]) + note, f"{result['times_floor']:.2f}", result["times_floor"] <= 2.2)
-            for found, note in ((steps, ""), (handovers, ", memory changes hands"))
-            for _, result in found
-        ],
+        **{
+            (f"B3, step over the floor{where}", f"at most {most:g}"): [
+                (_place(result, result["ours"]) + note, f"{result['times_floor']:.2f}", result["times_floor"] <= most)
+                for found, note in ((steps, ""), (handovers, ", memory changes hands"))
+                for _, result in found
+                if MIXTURES_FLOOR.get(result["ours"]["shape"], 2.2) == most
+            ]
+            for most, where in ((2.2, ""), (2.5, " at 30b-a3b-24-layers"), (3.0, " at 30b-a3b"))
+        },
         ("B3, TRL's step over ours", "3"): [
             (_place(result, result["ours"]), f"{result['speedup_over_trl']:.2f}", result["speedup_over_trl"] >= 3)
             for _, result in steps

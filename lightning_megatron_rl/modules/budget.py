@@ -11,7 +11,15 @@ from lightning_megatron_rl.devices.measure import measure_gpu
 from lightning_megatron_rl.modules.planning import longest_sequence
 from lightning_megatron_rl.modules.start import make_plan, plan_run
 from lightning_megatron_rl.modules.training import TrainingSettings
-from lightning_megatron_rl.planner.budget import MARGIN, WITHOUT_GPU, candidates, expected_peak, fastest, fits
+from lightning_megatron_rl.planner.budget import (
+    MARGIN,
+    WITHOUT_GPU,
+    candidates,
+    expected_peak,
+    fastest,
+    fits,
+    leaves_room,
+)
 from lightning_megatron_rl.planner.hardware import GIB, HARDWARE, recognise
 from lightning_megatron_rl.planner.moments import MemoryPlan
 from lightning_megatron_rl.planner.run import Run
@@ -24,10 +32,10 @@ _LIKE = HARDWARE["h100"]  # whose rates stand in for those of a GPU that the pla
 
 @dataclass(frozen=True)
 class Trial:
-    """A first step with half of the tokens that are wanted, whose peak says whether the whole fits."""
+    """A first step with half of the tokens that are wanted, whose peak says how many of them fit."""
 
-    wanted: TrainingSettings
-    plans: tuple[MemoryPlan, MemoryPlan]  # of the step that is tried, and of those that are wanted
+    tried: MemoryPlan
+    wanted: list[tuple[TrainingSettings, MemoryPlan]]  # what may follow, the most tokens first
 
 
 class Budget:
@@ -100,35 +108,40 @@ class Budget:
             module.train_settings = wanted
             return
         module.train_settings = given.settle(half, recompute=chosen.recompute)
-        self._trial = Trial(wanted, (plan(replace(chosen, microbatch_tokens=half)), plan(chosen)))
+        more = [
+            (given.settle(found.microbatch_tokens, recompute=found.recompute), needed)
+            for found, needed in zip(runs, plans, strict=True)
+            if found.recompute == chosen.recompute and half < found.microbatch_tokens <= chosen.microbatch_tokens
+        ]
+        self._trial = Trial(plan(replace(chosen, microbatch_tokens=half)), more[::-1])
         self._why += f"; the first step takes {half} and is measured"
 
     def end_step(self) -> None:
-        """After the first step: take the whole budget if what was measured leaves room for it; a collective then."""
+        """After the first step: take the most tokens that what was measured leaves room for; a collective then."""
         if self._trial is None:
             return
         trial, self._trial = self._trial, None
         device = self._module.strategy.root_device
         measured = torch.cuda.max_memory_allocated(device)
         room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        expected = expected_peak(measured, *trial.plans)
-        (has_room,) = _on_all_ranks([expected <= MARGIN * room])
-        before = self._module.train_settings.token_budget
-        figures = (
-            f"the first step took {measured / GIB:.1f} GiB with micro-batches of {before} tokens,"
-            f" {trial.wanted.token_budget} are expected to take {expected / GIB:.1f} of {room / GIB:.1f} GiB"
+        holds = _on_all_ranks([leaves_room(measured, trial.tried, plan, room) for _, plan in trial.wanted])
+        before, whole = self._module.train_settings.token_budget, trial.wanted[0][0].token_budget
+        taken = [settings for (settings, _), has_room in zip(trial.wanted, holds, strict=True) if has_room]
+        if taken:
+            self._module.train_settings = taken[0]
+        now = self._module.train_settings.token_budget
+        expected = expected_peak(measured, trial.tried, trial.wanted[0][1])
+        rank_zero_info(
+            f"train.max_tokens_per_microbatch=auto: {now} from now on{'' if now == whole else f', not {whole}'}; the"
+            f" first step took {measured / GIB:.1f} GiB with micro-batches of {before} tokens, {whole} are expected to"
+            f" take {expected / GIB:.1f} of {room / GIB:.1f} GiB."
         )
-        if has_room:
-            self._module.train_settings = trial.wanted
-            rank_zero_info(f"train.max_tokens_per_microbatch=auto: {trial.wanted.token_budget} from now on; {figures}.")
-        else:
-            rank_zero_info(f"train.max_tokens_per_microbatch=auto stays at {before}: {figures}.")
 
     def describe(self) -> list[tuple[str, str]]:
         """Return a row for the table at start: what was chosen; none if nothing was left open."""
         if self._open is None:
             return []
-        settings = self._module.train_settings if self._trial is None else self._trial.wanted
+        settings = self._module.train_settings if self._trial is None else self._trial.wanted[0][0]
         recompute = "recomputed" if settings.recomputes else "not recomputed"
         return [("auto", f"{settings.token_budget} tokens per micro-batch, {recompute}: {self._why}")]
 

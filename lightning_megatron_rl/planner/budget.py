@@ -72,3 +72,8 @@ def expected_peak(measured: float, tried: MemoryPlan, wanted: MemoryPlan) -> flo
     rest = sum(part.size for part in tried.trainer if there[part]) - activations
     factor = max(1.0, (measured - rest) / activations)
     return max(measured, rest + wanted_activations * factor)
+
+
+def leaves_room(measured: float, tried: MemoryPlan, wanted: MemoryPlan, room: float) -> bool:
+    """Whether a step with the budget of `wanted` leaves the margin of `room` bytes, by what `tried` took."""
+    return expected_peak(measured, tried, wanted) <= MARGIN * room

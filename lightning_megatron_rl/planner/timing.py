@@ -27,6 +27,9 @@ LAUNCH_BACKWARD_S = 2.6e-3
 LAUNCH_AGAIN_S = 3.5e-3  # a forward pass that recomputes: the state of random numbers is saved and set
 LAUNCH_EXPERT_S = 3e-5  # in each forward pass, for each expert that a rank has
 LAUNCH_EXPERT_BACKWARD_S = 1.6e-4  # in the backward pass, likewise: each has weights, and so gradients, of its own
+# in each pass, where ranks exchange tokens of experts, and where they share a layer: the slowest one is waited for
+LAUNCH_EXCHANGE_S = 2.4e-3
+LAUNCH_TENSOR_S = 1.0e-3
 PUSH_S = 1.5e-3  # of messages of a push of a whole model
 BUCKET_S = 2.8e-3  # of one bucket of a split model
 BUCKET = 2**28  # bytes
@@ -175,10 +178,12 @@ class Training:
     def _launch(self, forward: int, backward: int) -> float:
         """Seconds of Python for one layer and micro-batch."""
         own = self.size.num_experts / self.split.expert
+        exchange = LAUNCH_EXCHANGE_S if self.size.experts and self.split.expert * self.split.expert_tensor > 1 else 0.0
+        each = exchange + (LAUNCH_TENSOR_S if self.split.tensor > 1 else 0.0)
         once = LAUNCH_S + LAUNCH_EXPERT_S * own
         again = LAUNCH_AGAIN_S + LAUNCH_EXPERT_S * own
         back = LAUNCH_BACKWARD_S + LAUNCH_EXPERT_BACKWARD_S * own
-        return once + (forward - 1) * again + backward * back
+        return once + (forward - 1) * again + backward * back + (forward + backward) * each
 
     def _idle(self) -> float:
         """Time of the pipeline beyond that of an average stage, as a share of it.

@@ -8,7 +8,16 @@ import pytest
 from lightning_megatron_rl.modules.planning import Lengths
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.plan.config import FromConfig
-from lightning_megatron_rl.planner.budget import EQUAL, MARGIN, candidates, choose, expected_peak, fastest, fits
+from lightning_megatron_rl.planner.budget import (
+    EQUAL,
+    MARGIN,
+    candidates,
+    choose,
+    expected_peak,
+    fastest,
+    fits,
+    leaves_room,
+)
 from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.planner.hardware import HARDWARE
 from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
@@ -105,3 +114,9 @@ def test_what_was_measured_corrects_the_plan(measured: float, expected: float):
 def test_a_choice_leaves_a_margin():
     assert fits(plan(9))  # 19 of 20: the margin is 5 %
     assert not fits(plan(9.01))
+
+
+def test_as_much_is_taken_as_leaves_room():
+    """Measured 15 for 14: activations take 5/4 of the plan. Of 20, 19 may be used: 7.2 of activations."""
+    answers = [leaves_room(15 * GIB, plan(4), plan(more), 20 * GIB) for more in (8, 7.3, 7.2, 6)]
+    assert answers == [False, False, True, True]

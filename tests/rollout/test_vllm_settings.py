@@ -44,7 +44,7 @@ def test_mixtures_that_were_tested_get_the_newer_runner(device, architecture, ex
     assert engine_environment(device, [architecture], eager=True).get(RUNNER) == expected
 
 
-@pytest.mark.parametrize(("size", "expected"), [(2, "1"), (4, None)])
+@pytest.mark.parametrize(("size", "expected"), [(4, "1"), (8, None)])
 def test_runner_of_more_gpus_than_were_tested_is_vllms_choice(size, expected, monkeypatch):
     monkeypatch.delenv(RUNNER, raising=False)
     environment = engine_environment("cuda", ["Qwen3MoeForCausalLM"], eager=True, tensor_parallel_size=size)

@@ -28,7 +28,7 @@ NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 SMALL_MODEL = 500_000_000  # parameters
 FEW_TOKENS = 12_000_000
-MOST_TESTED = 2  # processes that shared one of them
+MOST_TESTED = 4  # processes that shared one of them
 ENGINE_RANGES = {
     "max_model_len": Range(least=2, whole=True, note="one token in and one token out"),
     "kv_cache_memory_gb": POSITIVE,
