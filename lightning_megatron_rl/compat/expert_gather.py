@@ -50,9 +50,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     def __init__(self, layer: Any) -> None:
         given = layer.token_dispatcher
         groups = ProcessGroupCollection(ep=given.ep_group, expt_tp=given.tp_group, tp_ep=given.tp_ep_group)
-        super().__init__(
-            layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups
-        )
+        super().__init__(layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups)
         assert self.tp_size == 1 and self.ep_size > 1, "refused before the model was built"
         # ranks that share a micro-batch have equal parts of it: it is padded to a multiple of their number
         sharers = parallel_state.get_tensor_and_context_parallel_group()
