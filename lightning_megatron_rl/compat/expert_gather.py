@@ -1,9 +1,9 @@
 """Tokens of all ranks gathered for their experts, where Megatron sends each token once per expert.
 
-Megatron's own dispatcher that gathers (megatron-core 0.19.2) needs as many tokens on each rank, and packed micro-batches
-differ in length between replicas. It also adds up what experts return in the precision of the routing weights, fp32,
-which is twice as many bytes as they return. Here each rank's tokens are padded to the most that a rank has, no padding
-goes to an expert, and results travel in the precision of the activations and are added in fp32 where they arrive.
+Megatron's own dispatcher that gathers (megatron-core 0.19.2) needs as many tokens on each rank, but packed
+micro-batches differ in length between replicas. It also adds up what experts return in the precision of the routing
+weights, fp32, which doubles the bytes. Here each rank's tokens are padded to the most that a rank has, and no padding
+goes to an expert. Results travel in the precision of activations and are added in fp32 where they arrive.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 def gather_tokens(chunks: Iterable[nn.Module]) -> None:
     """Let layers of experts gather tokens, in place.
 
-    Megatron's `TransformerConfig` refuses its gathering dispatcher with `variable_seq_lengths`, so layers are built with
-    its all-to-all and get another dispatcher afterwards.
+    Megatron's `TransformerConfig` refuses its gathering dispatcher with `variable_seq_lengths`, so layers are built
+    with its all-to-all and get another dispatcher afterwards.
 
     Args:
         chunks: Model chunks on several expert-parallel and one expert tensor-parallel rank, before they are wrapped for
@@ -47,11 +47,13 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         layer: Megatron's `MoELayer` with its all-to-all dispatcher.
     """
 
+    routing_map: Any  # of this rank's tokens, [tokens, experts] bool
+
     def __init__(self, layer: Any) -> None:
         given = layer.token_dispatcher
         groups = ProcessGroupCollection(ep=given.ep_group, expt_tp=given.tp_group, tp_ep=given.tp_ep_group)
         super().__init__(layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups)
-        assert self.tp_size == 1 and self.ep_size > 1, "refused before the model was built"
+        assert (self.tp_size, self.ep_size > 1) == (1, True), "anything else is refused before the model is built"
         # ranks that share a micro-batch have equal parts of it: it is padded to a multiple of their number
         sharers = parallel_state.get_tensor_and_context_parallel_group()
         self.counts_are_equal = _ranks(self.ep_group) <= _ranks(sharers)

@@ -171,14 +171,14 @@ def check_dispatcher(dispatcher: Any, given: Mapping[str, Any], overrides: Mappi
         raise ValueError(f"{setting} does nothing: the model has no experts. Remove it.")
     if given["expert_model_parallel_size"] == 1:
         raise ValueError(
-            f"{setting} with expert_model_parallel_size=1 does nothing: each rank has all experts, and tokens stay where"
-            " they are. Remove it, or raise expert_model_parallel_size."
+            f"{setting} with expert_model_parallel_size=1 does nothing: each rank has all experts, and tokens stay"
+            " there. Remove it, or raise expert_model_parallel_size."
         )
     if given["expert_tensor_parallel_size"] > 1:
         raise ValueError(
             f"{setting} with expert_tensor_parallel_size={given['expert_tensor_parallel_size']} (by default"
-            f" tensor_model_parallel_size={given['tensor_model_parallel_size']}): gathered tokens are for whole experts."
-            " Set expert_tensor_parallel_size=1, or remove it."
+            f" tensor_model_parallel_size={given['tensor_model_parallel_size']}): gathered tokens are for whole"
+            " experts. Set expert_tensor_parallel_size=1, or remove it."
         )
     if overrides.get("moe_shared_expert_overlap"):
         raise ValueError(
