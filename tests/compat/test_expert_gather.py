@@ -24,6 +24,7 @@ from tests.modules.test_moe import (
     assert_same_rollouts,
     grpo,
     sft,
+    with_given_routing,
 )
 from tests.selection import by_default
 from tests.strategy.test_invariance import assert_same, ragged_batch
@@ -151,6 +152,26 @@ def test_replayed_routing_in_recomputed_layers(worker_pool, qwen3_moe_dir, layou
     single = grpo(worker_pool, qwen3_moe_dir, module={"moe": R2})[0]
     module = {"moe": R2, "model_config": {**GATHER, **FULL_RECOMPUTE}}
     assert_same_rollouts(grpo(worker_pool, qwen3_moe_dir, layout, module=module)[0], single)
+
+
+def test_rank_whose_experts_get_no_token(worker_pool, qwen3_moe_dir):
+    """All tokens go to experts 0 and 1, which are the first rank's."""
+    single, split = (
+        worker_pool.run(
+            with_given_routing,
+            qwen3_moe_dir,
+            {"expert_model_parallel_size": ranks},
+            ranks,
+            model_config=GATHER if ranks > 1 else {},
+            world_size=ranks,
+            init_process_group=False,
+        )[0]
+        for ranks in (1, 2)
+    )
+    assert split.steps[0]["moe/load_imbalance"] == 2.0
+    for run in (single, split):
+        run.steps[0].pop("change")  # of a rank's own sequences
+    assert_same_rollouts(split, single)
 
 
 def test_expert_bias_counts_no_padding(worker_pool, deepseek_dir):
