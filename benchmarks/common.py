@@ -251,6 +251,16 @@ def model_arguments(options: argparse.Namespace) -> list[str]:
     return given + (["--recompute"] if options.recompute else [])
 
 
+def add_dispatcher_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the way of tokens to experts on other ranks."""
+    parser.add_argument("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens")
+
+
+def model_config(options: argparse.Namespace) -> dict[str, Any]:
+    """Return `train.model_config` for `add_model_arguments` and `add_dispatcher_argument`."""
+    return {"moe_token_dispatcher_type": options.dispatcher, **(RECOMPUTE if options.recompute else {})}
+
+
 def own_device(kind: str) -> torch.device:
     """Return the device of this process, which is one of several if Lightning has started it."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")

@@ -14,15 +14,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from common import (
-    RECOMPUTE,
     SHAPES,
     StepLog,
     TokenPrompts,
+    add_dispatcher_argument,
     add_model_arguments,
     make_optimizer,
     make_trainer,
     measure_peaks,
     model_arguments,
+    model_config,
     model_directory,
     own_device,
     prepare,
@@ -210,7 +211,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             optimizer=make_optimizer(1e-6, options.moments),
             max_tokens_per_microbatch="auto" if options.auto else options.max_tokens,
             recompute="auto" if options.auto else "none",
-            model_config=dict(RECOMPUTE) if options.recompute else {},
+            model_config=model_config(options),
         ),
     )
     data = PromptDataModule(
@@ -265,6 +266,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "shape": options.shape,
         "layout": module.strategy.layout.describe(trainer.world_size),
         "max_tokens_per_microbatch": module.train_settings.token_budget,
+        "dispatcher": options.dispatcher,
         "recompute": module.train_settings.recomputes,
         "auto": options.auto,
         "sleep_level": options.sleep_level,
@@ -327,6 +329,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--auto", action="store_true", help="the planner chooses --max-tokens and --recompute")
     parser.add_argument("--sleep-level", type=int, default=0, help="of the sampler between rollouts; 0 never sleeps")
     add_model_arguments(parser)
+    add_dispatcher_argument(parser)
     parser.add_argument("--trl-batch", type=int, default=16 if on_cuda else 8, help="sequences per TRL micro-batch")
 
 
@@ -334,7 +337,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
-    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
+    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level", "dispatcher")
     given = [f"--{name}" for name in ("eager", "auto") if getattr(options, name)]
     return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + given + model_arguments(options)
 

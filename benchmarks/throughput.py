@@ -16,9 +16,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from common import (
-    RECOMPUTE,
     SHAPES,
     StepLog,
+    add_dispatcher_argument,
     add_model_arguments,
     default_device,
     default_precision,
@@ -27,6 +27,7 @@ from common import (
     make_trainer,
     measure_peaks,
     model_arguments,
+    model_config,
     model_directory,
     own_device,
     prepare,
@@ -132,7 +133,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 recompute="auto" if options.auto else "none",
                 layer_backend=options.layer_backend,
                 logprob_chunk_size=options.logprob_chunk,
-                model_config=dict(RECOMPUTE) if options.recompute else {},
+                model_config=model_config(options),
             ),
         )
         if options.device == "cuda":
@@ -163,6 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters,
         "layout": module.strategy.layout.describe(world),
         "precision": options.precision,
+        "dispatcher": options.dispatcher,
         "recompute": module.train_settings.recomputes,
         "auto": options.auto,
         "moments": options.moments,
@@ -189,6 +191,7 @@ def main() -> None:
     parser.add_argument("--precision", default=default_precision(device))
     parser.add_argument("--layer-backend", default="auto")
     add_model_arguments(parser)
+    add_dispatcher_argument(parser)
     parser.add_argument("--devices", type=int, default=1, help="processes, one GPU each")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
@@ -238,6 +241,7 @@ def main() -> None:
         "pipeline-parallel",
         "context-parallel",
         "expert-parallel",
+        "dispatcher",
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
     passed += [f"--profile={options.profile.absolute()}"] if options.profile else []

@@ -13,6 +13,7 @@ _TE_NUMBERS = "use bf16-mixed without it, or a GPU with Transformer Engine"
 _TE_SPEED = "it is a fused kernel of Transformer Engine's"
 _NO_GRAPHS = "micro-batches differ in length, which a captured graph cannot; remove it"
 _NO_SAMPLER = "Megatron's inference is not used, responses are sampled by the rollout engine; remove it"
+_NO_FLEX = "it belongs to Megatron's dispatcher 'flex', which is not supported; remove it"
 _OWN_LOGPROBS = "log-probs are computed from hidden states chunk by chunk, without Megatron's output layer; remove it"
 
 RULES: dict[str, Rule] = {
@@ -66,11 +67,11 @@ RULES: dict[str, Rule] = {
     "delay_wgrad_compute": Rule("never", "it needs another schedule of Megatron's; remove it"),
     "high_priority_a2a_comm_stream": Rule("never", "it needs another schedule of Megatron's; remove it"),
     "use_ring_exchange_p2p": Rule("never", "it needs a torch of its own; remove it"),
-    "moe_enable_deepep": Rule("never", "the dispatcher is 'alltoall'; remove it"),
-    "moe_flex_dispatcher_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
-    "moe_deepep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
-    "moe_hybridep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
-    "moe_ncclep_*": Rule("never", "the dispatcher is 'alltoall'; remove it"),
+    "moe_enable_deepep": Rule("never", _NO_FLEX),
+    "moe_flex_dispatcher_*": Rule("never", _NO_FLEX),
+    "moe_deepep_*": Rule("never", _NO_FLEX),
+    "moe_hybridep_*": Rule("never", _NO_FLEX),
+    "moe_ncclep_*": Rule("never", _NO_FLEX),
     "mtp_*": Rule("never", "layers of multi-token prediction are neither loaded, trained nor exported; remove it"),
     # memory
     "cpu_offloading*": Rule(
@@ -101,6 +102,18 @@ RULES: dict[str, Rule] = {
     "hierarchical_context_parallel_sizes": Rule("never", "set MegatronStrategy(context_parallel_size=...)"),
     "max_seqlen_per_dp_cp_rank": Rule("never", "set train.max_tokens_per_microbatch"),
 }
+
+DISPATCHER = "moe_token_dispatcher_type"
+DISPATCHERS = ("alltoall", "allgather")
+# Settings that gathered tokens were not tried with.
+_NOT_GATHERED = (
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_padding_for_quantization",
+    "moe_router_padding_for_fp8",
+    "fp8",
+    "fp4",
+)
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
@@ -136,6 +149,45 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
         device=device,
         transformer_engine=transformer_engine,
     )
+
+
+def check_dispatcher(dispatcher: Any, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse a way to send tokens to experts that is unknown, or does nothing or was not tried with other settings.
+
+    Args:
+        dispatcher: The user's `moe_token_dispatcher_type`.
+        given: Fields of the `TransformerConfig` as the model will be built.
+        overrides: Those that the user sets.
+
+    Raises:
+        ValueError: With the value and what to set.
+    """
+    if dispatcher not in DISPATCHERS:
+        raise ValueError(f"{OWNER}: {DISPATCHER}={dispatcher!r} is none of {', '.join(map(repr, DISPATCHERS))}.")
+    if dispatcher == "alltoall":
+        return
+    setting = f"{OWNER}: {DISPATCHER}={dispatcher!r}"
+    if not given["num_moe_experts"]:
+        raise ValueError(f"{setting} does nothing: the model has no experts. Remove it.")
+    if given["expert_model_parallel_size"] == 1:
+        raise ValueError(
+            f"{setting} with expert_model_parallel_size=1 does nothing: each rank has all experts, and tokens stay"
+            " there. Remove it, or raise expert_model_parallel_size."
+        )
+    if given["expert_tensor_parallel_size"] > 1:
+        raise ValueError(
+            f"{setting} with expert_tensor_parallel_size={given['expert_tensor_parallel_size']} (by default"
+            f" tensor_model_parallel_size={given['tensor_model_parallel_size']}): gathered tokens are for whole"
+            " experts. Set expert_tensor_parallel_size=1, or remove it."
+        )
+    if overrides.get("moe_shared_expert_overlap"):
+        raise ValueError(
+            f"{setting} with moe_shared_expert_overlap=True: shared experts are computed during an all-to-all only."
+            " Remove one of the two."
+        )
+    for name in _NOT_GATHERED:
+        if given.get(name):
+            raise ValueError(f"{setting} with {name}={given[name]!r} was not tried. Remove one of the two.")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
 
+from lightning_megatron_rl.models.overrides import DISPATCHER
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.training import TrainingSettings
@@ -158,6 +159,8 @@ def verification_settings(
     config, overrides = settings.optimizer or OptimizerConfig(weight_decay=0.0), settings.model_config
     if layout.strategy["pipeline_model_parallel_size"] == 1:  # there is no first and last stage to give layers to
         overrides = {name: value for name, value in overrides.items() if name not in _STAGE_OVERRIDES}
+    if layout.strategy["expert_model_parallel_size"] == 1:  # no tokens travel
+        overrides = {name: value for name, value in overrides.items() if name != DISPATCHER}
     return replace(
         settings,
         optimizer=replace(config, lr=_LR, min_lr=None, adam_eps=_ADAM_EPS),

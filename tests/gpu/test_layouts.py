@@ -128,3 +128,31 @@ def test_transformer_engines_experts_follow_one_gpu(gpu_pool, moe_dir, layout):
         fit_te, moe_dir, parsed.strategy, parsed.world_size, **{**options, "world_size": parsed.world_size}
     )[0]
     assert relative_steps(run, single) < EXPERTS_RELATIVE
+
+
+@pytest.mark.parametrize("layout", by_size("ep2", "tp2_ep2_etp1_sp"))
+def test_gathered_tokens_follow_one_gpu(gpu_pool, moe_dir, layout):
+    """Each replica of ep2 has micro-batches of other lengths; tokens without experts here come back as zeros."""
+    parsed = parse_layout(layout)
+    options = {"moe": MoESettings(aux_loss_coeff=0.0), "init_process_group": False, "timeout": 250}
+    fused = {"moe_permute_fusion": True}
+    single = gpu_pool.run(fit_te, moe_dir, {}, 1, model_config=fused, world_size=1, **options)[0]
+    changed = {**fused, "moe_token_dispatcher_type": "allgather"}
+    run = gpu_pool.run(
+        fit_te,
+        moe_dir,
+        parsed.strategy,
+        parsed.world_size,
+        model_config=changed,
+        **{**options, "world_size": parsed.world_size},
+    )[0]
+    assert relative_steps(run, single) < EXPERTS_RELATIVE
+
+
+@pytest.mark.parametrize("layout", by_size("ep2@40"))
+def test_gathered_tokens_give_the_numbers_of_one_gpu(gpu_pool, moe_dir, layout):
+    """Torch's layers in fp32, without fused permutation."""
+    gather = {"moe_token_dispatcher_type": "allgather"}
+    build = partial(subjects.sft, moe_dir, moe=MoESettings(aux_loss_coeff=0.0), model_config=gather)
+    row = verify(gpu_pool, build, layout)[layout]
+    assert row.verdict == "same", row.reason

@@ -314,7 +314,7 @@ def test_recomputation_with_one_cursor_would_replay_another_micro_batch(worker_p
     assert run.steps[1]["policy/grad_norm"] != pytest.approx(replayed.steps[1]["policy/grad_norm"], rel=100 * RELATIVE)
 
 
-def with_given_routing(model: Any, strategy: dict[str, Any], world_size: int) -> Run:
+def with_given_routing(model: Any, strategy: dict[str, Any], world_size: int, **module: Any) -> Run:
     """A run whose tokens all go to experts 0 and 1, as somebody else's record says."""
     from lightning_megatron_rl.modules.grpo import GRPOModule
 
@@ -335,7 +335,7 @@ def with_given_routing(model: Any, strategy: dict[str, Any], world_size: int) ->
             self.log("change", self.change)
             return super().forward_backward(rollout)
 
-    return fit_grpo(model, strategy, world_size, steps=1, make_module=Given, module={"moe": R2})
+    return fit_grpo(model, strategy, world_size, steps=1, make_module=Given, module={"moe": R2, **module})
 
 
 @pytest.mark.parametrize("layout", by_default(["pp2"], ["single", "pp2"]))

@@ -42,7 +42,13 @@ from lightning_megatron_rl.models.layers.backend import (
 from lightning_megatron_rl.models.layers.fusions import fused_kernels, fuses_gradients, tune_for_experts
 from lightning_megatron_rl.models.layers.lora import LoRASettings, add_adapters, check_targets
 from lightning_megatron_rl.models.layers.padding import leave_out_padding, padding_row
-from lightning_megatron_rl.models.overrides import LayerParts, check_overrides, check_recompute
+from lightning_megatron_rl.models.overrides import (
+    DISPATCHER,
+    LayerParts,
+    check_dispatcher,
+    check_overrides,
+    check_recompute,
+)
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode, computed_overrides, verify_model
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.divisibility import PipelineSplit, check_layout
@@ -282,6 +288,8 @@ class HFModel(SavesFiles):
         settings |= fused_kernels(backend, provider, overrides, fused_rope=self.family.fused_rope)
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         asked = overrides.pop("gradient_accumulation_fusion", None)
+        dispatcher = overrides.pop(DISPATCHER, settings[DISPATCHER])
+        check_dispatcher(dispatcher, {**vars(provider), **settings, **overrides}, overrides)
         _check_model(overrides, settings, provider)
         tensor = settings["tensor_model_parallel_size"]
         sizes = {field.name: settings[field.name] for field in dataclasses.fields(ParallelLayout)}
@@ -301,6 +309,8 @@ class HFModel(SavesFiles):
             settings |= _WITHOUT_CUDA
         if device.type == "meta":
             settings["perform_initialization"] = False
+        if dispatcher == "allgather":
+            settings["moe_shared_expert_overlap"] = False  # some families' default; it belongs to the all-to-all
         for name, value in {**_DEFAULTS, **settings, **overrides}.items():
             setattr(provider, name, value)
         provider.finalize()
@@ -319,6 +329,10 @@ class HFModel(SavesFiles):
             )
         sum_expert_biases_once(chunks)
         leave_sorted_tokens(chunks)
+        if dispatcher == "allgather":
+            from lightning_megatron_rl.compat.expert_gather import gather_tokens  # classes of Megatron's
+
+            gather_tokens(chunks)
         leave_out_padding(chunks, self.padding_row)
         if lora is not None:
             add_adapters(chunks, lora)
@@ -440,7 +454,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
         # two stages exchange activations and gradients in both directions: one batch of sends would mix them up
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, in dense models too
+        DISPATCHER: "alltoall",  # Megatron asks for it with variable lengths, in dense models too; `gather_tokens`
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
     }
@@ -449,7 +463,7 @@ def _settings(params_dtype: torch.dtype, sequence_parallel: bool) -> dict[str, A
 def _check_overrides(overrides: dict[str, Any], settings: dict[str, Any], known: set[str]) -> None:
     """Refuse overrides that have no effect, and those that contradict the strategy."""
     for name in overrides:
-        if name in settings:
+        if name in settings and name != DISPATCHER:
             raise ValueError(f"config_overrides: {name} is decided by the strategy and the trainer; set it there")
         if name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=3)

@@ -1,0 +1,156 @@
+"""Tokens of all ranks gathered for their experts, where Megatron sends each token once per expert.
+
+Megatron's own dispatcher that gathers (megatron-core 0.19.2) needs as many tokens on each rank, but packed
+micro-batches differ in length between replicas. It also adds up what experts return in the precision of the routing
+weights, fp32, which doubles the bytes. Here each rank's tokens are padded to the most that a rank has, and no padding
+goes to an expert. Results travel in the precision of activations and are added in fp32 where they arrive.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer.moe.moe_utils import permute
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from torch import Tensor, nn
+
+
+def gather_tokens(chunks: Iterable[nn.Module]) -> None:
+    """Let layers of experts gather tokens, in place.
+
+    Megatron's `TransformerConfig` refuses its gathering dispatcher with `variable_seq_lengths`, so layers are built
+    with its all-to-all and get another dispatcher afterwards.
+
+    Args:
+        chunks: Model chunks on several expert-parallel and one expert tensor-parallel rank, before they are wrapped for
+            training.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            layer: Any = module
+            if type(getattr(layer, "token_dispatcher", None)) is MoEAlltoAllTokenDispatcher:
+                layer.token_dispatcher = GatheringDispatcher(layer)
+
+
+class GatheringDispatcher(MoEAllGatherTokenDispatcher):
+    """Gathers the tokens of all expert-parallel ranks, whatever number each of them has.
+
+    Megatron's layer calls `dispatch_preprocess`, `token_dispatch`, `dispatch_postprocess`, its experts,
+    `combine_preprocess`, `token_combine` and `combine_postprocess`, in this order; what is not here is Megatron's.
+
+    Args:
+        layer: Megatron's `MoELayer` with its all-to-all dispatcher.
+    """
+
+    routing_map: Any  # of this rank's tokens, [tokens, experts] bool
+
+    def __init__(self, layer: Any) -> None:
+        given = layer.token_dispatcher
+        groups = ProcessGroupCollection(ep=given.ep_group, expt_tp=given.tp_group, tp_ep=given.tp_ep_group)
+        super().__init__(layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups)
+        assert (self.tp_size, self.ep_size > 1) == (1, True), "anything else is refused before the model is built"
+        # ranks that share a micro-batch have equal parts of it: it is padded to a multiple of their number
+        sharers = parallel_state.get_tensor_and_context_parallel_group()
+        self.counts_are_equal = _ranks(self.ep_group) <= _ranks(sharers)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens of all ranks, [ranks * longest, hidden], and their weights for this rank's experts.
+
+        Args:
+            hidden_states: This rank's tokens, [tokens, hidden].
+            probs: Weight of each token for each expert, [tokens, experts].
+        """
+        self.num_tokens = len(hidden_states)
+        longest = self.num_tokens if self.counts_are_equal else _largest(self.num_tokens, probs.device, self.ep_group)
+        with torch.no_grad():
+            self.local_map = self._of_local_experts(self.routing_map, longest)
+        self.routing_map = None
+        hidden_states = _Gather.apply(hidden_states, longest, self.ep_group)
+        return hidden_states, self._of_local_experts(probs, longest)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens in the order of this rank's experts, the number of each, on the CPU, and their weights."""
+        self.hidden_shape_before_permute = hidden_states.shape
+        tokens_per_expert = self.local_map.sum(dim=0).cpu()
+        permuted, permuted_probs, self.reversed_local_input_permutation_mapping, *_ = permute(
+            hidden_states,
+            self.local_map,
+            probs=probs,
+            num_out_tokens=int(tokens_per_expert.sum()),
+            fused=self.config.moe_permute_fusion,
+        )
+        return permuted, tokens_per_expert, permuted_probs
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Return for this rank's tokens, [tokens, hidden], the sum of what the experts of all ranks return."""
+        return _AddUp.apply(hidden_states, self.num_tokens, self.ep_group)
+
+    def _of_local_experts(self, values: Tensor, longest: int) -> Tensor:
+        """Send each rank the columns of its experts: [tokens, experts] to [ranks * longest, experts / ranks]."""
+        columns = _padded(values, longest).unflatten(1, (self.ep_size, -1)).transpose(0, 1)
+        return all_to_all(self.ep_group, columns.flatten(0, 1))
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks, each rank's padded to one number; the other direction of `_AddUp`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, longest: int, group: Any) -> Tensor:
+        ctx.num_rows, ctx.group = len(rows), group
+        return _gather(rows, longest, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _add_up(gradient, ctx.num_rows, ctx.group), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    """The sum over ranks of what each has for this rank's rows, without their padding."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, num_rows: int, group: Any) -> Tensor:
+        ctx.longest, ctx.group = len(parts) // group.size(), group
+        return _add_up(parts, num_rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _gather(gradient, ctx.longest, ctx.group), None, None
+
+
+def _gather(rows: Tensor, longest: int, group: Any) -> Tensor:
+    """Return the rows of all ranks, [tokens, hidden] each, as [ranks * longest, hidden]."""
+    gathered = rows.new_empty(group.size() * longest, *rows.shape[1:])
+    dist.all_gather_into_tensor(gathered, _padded(rows, longest).contiguous(), group=group)
+    return gathered
+
+
+def _add_up(parts: Tensor, num_rows: int, group: Any) -> Tensor:
+    """Return the sum over ranks for this rank's rows, [num_rows, hidden]; `parts` is for those of all, padded.
+
+    A reduce-scatter in 16 bits would round after each addition, and one in fp32 send twice as many bytes.
+    """
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=group)
+    return received.unflatten(0, (group.size(), -1))[:, :num_rows].sum(0, dtype=torch.float32).to(parts.dtype)
+
+
+def _padded(rows: Tensor, longest: int) -> Tensor:
+    """Return rows followed by zeros (False), which send a token to no expert."""
+    return rows if len(rows) == longest else F.pad(rows, (0, 0, 0, longest - len(rows)))
+
+
+def _largest(count: int, device: torch.device, group: Any) -> int:
+    """Return the largest number that a rank of the group has."""
+    largest = torch.tensor(count, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
+def _ranks(group: Any) -> set[int]:
+    """The global ranks of a group."""
+    return set(dist.get_process_group_ranks(group))
