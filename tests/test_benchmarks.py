@@ -547,3 +547,16 @@ def test_decoding_runs_on_a_cpu(tmp_path: Path):
     assert found["same_responses_again"] == 1  # seeds, and fp32
     assert "ms per token" in shown
     assert "update_from_output" in profile.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(120)
+def test_rates_between_processes_are_measured(tmp_path: Path):
+    out = tmp_path / "rates.json"
+    shown = run_benchmark("nccl_rates.py", "--devices=3", "--mib=1", "--repeats=2", "--out", str(out))
+    rates = json.loads(out.read_text())["rates"]
+    names = [rate["what"] for rate in rates]
+    assert names == ["all-to-all", "all-gather", "reduce-scatter", "messages of one to 1", "messages of one to 2"]
+    one, both = (rate["seconds"] * rate["gb_per_s"] * 1e9 for rate in rates[3:])
+    assert (one, both) == (pytest.approx(2**20), pytest.approx(2**21))
+    assert all(name in shown for name in names)
