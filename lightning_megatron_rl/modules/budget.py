@@ -122,8 +122,11 @@ class Budget:
             return
         trial, self._trial = self._trial, None
         device = self._module.strategy.root_device
-        measured = torch.cuda.max_memory_allocated(device)
         room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        self._take(trial, torch.cuda.max_memory_allocated(device), room)
+
+    def _take(self, trial: Trial, measured: int, room: int) -> None:
+        """Take the most tokens that fit on all ranks, of which this one has measured so many bytes and has room."""
         holds = _on_all_ranks([leaves_room(measured, trial.tried, plan, room) for _, plan in trial.wanted])
         before, whole = self._module.train_settings.token_budget, trial.wanted[0][0].token_budget
         taken = [settings for (settings, _), has_room in zip(trial.wanted, holds, strict=True) if has_room]

@@ -21,6 +21,7 @@ from lightning_megatron_rl.modules.budget import Budget
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.planner.budget import MARGIN
 from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
@@ -405,12 +406,27 @@ class Chooses(pl.Callback):
         try:
             budget._plan(module.train_settings, gpu, training=training)
             chosen = module.train_settings
-            wanted = budget._trial and budget._trial.wanted.token_budget
-            self.found[name] = (chosen.token_budget, chosen.recompute, wanted)
+            more = [settings.token_budget for settings, _ in budget._trial.wanted] if budget._trial else [None]
+            self.found[name] = (chosen.token_budget, chosen.recompute, more[0])
             self.found[f"{name} row"] = budget.describe()
+            if budget._trial:
+                self.found[f"{name}, measured"] = [self.take(module, budget, fits) for fits in (0, 1, None)]
         except ValueError as error:
             self.found[name] = str(error)
         module.train_settings = kept
+
+    def take(self, module: Any, budget: Budget, fits: int | None) -> int:
+        """Return what follows a first step as planned, where the second rank has room for one of what may, or none."""
+        assert budget._trial is not None
+        trial, half = budget._trial, module.train_settings
+        needed = [plan.needed for _, plan in trial.wanted]
+        room = needed[0] / MARGIN
+        if module.trainer.global_rank:
+            room = trial.tried.needed if fits is None else needed[fits] / MARGIN
+        budget._take(trial, int(trial.tried.needed), int(room) + 1)
+        taken: int = module.train_settings.token_budget
+        module.train_settings = half
+        return taken
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trainer.datamodule = PromptDataModule("rows.jsonl", tokenizer=pl_module.model_path, batch_size=64)  # type: ignore[attr-defined]
@@ -446,6 +462,10 @@ def test_auto_chooses_alike_on_all_ranks(worker_pool, qwen3_dir):
     assert f"{wanted} tokens per micro-batch, not recomputed" in row
     assert f"the first step takes {half} and is measured" in row
     assert first["scores"] == (wanted, "none", None)  # no step is taken
+    assert first["all, measured"] == second["all, measured"]  # for the fuller one
+    whole, next_to_it, least = first["all, measured"]
+    assert (whole, least) == (wanted, half)
+    assert half < next_to_it < wanted
     assert first["one is full"][0] == second["one is full"][0] < wanted  # for the fuller one
     assert "none of" in first["none"]
     assert "trainer: weights" in first["none"]  # the arithmetic
