@@ -1,4 +1,4 @@
-"""GRPO with a pool of two vLLM servers, all on one GPU as three hosts of NCCL's: syncs, and drills in short.
+"""GRPO with a pool of two vLLM servers, on one GPU or two, as three hosts of NCCL's: syncs, and drills in short.
 
 The drills over gloo, on a CPU and longer: tests/rollout/test_servers.py and test_servers_direct.py.
 """
@@ -32,6 +32,7 @@ from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.weights.transports import direct, lines
 from tests.distributed import WorkerPool
 from tests.gpu.engines import make_policy
+from tests.gpu.machine import needs_gpus
 from tests.modules.runs import prompts
 from tests.rollout.conftest import make_requests, max_logprob_error
 from tests.rollout.server_process import TOKEN, ServerProcess
@@ -59,6 +60,7 @@ class Setting:
     out: Path  # for the servers' output
     device: str = "cuda"
     weights_over: WeightsOver = "nccl"
+    gpus: int = 1  # that the servers are on, in turn; the trainer is on the first
 
 
 @dataclass
@@ -235,6 +237,9 @@ def start_server(setting: Setting, number: int) -> ServerProcess:
     """A server that starts quickly, and is another host to NCCL: it refuses two processes of one on a GPU."""
     quick = ["--max-num-seqs", "32", "--enforce-eager"]
     host = {"NCCL_HOSTID": f"server{number}", "NCCL_SOCKET_IFNAME": "lo"}
+    if setting.gpus > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        host["CUDA_VISIBLE_DEVICES"] = visible[number % setting.gpus]
     return ServerProcess(setting.model, setting.out / f"{number}.log", *quick, environment=host)
 
 
@@ -322,8 +327,9 @@ def trainer_host() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.deadline(300)
-def test_two_servers_on_one_gpu_get_weights_over_nccl_and_may_go(trainer_host, models, tmp_path):
-    setting = Setting(models["dense"], tmp_path)
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=needs_gpus(2))])
+def test_two_servers_get_weights_over_nccl_and_may_go(trainer_host, models, tmp_path, gpus):
+    setting = Setting(models["dense"], tmp_path, gpus=gpus)
     options = {"world_size": 1, "init_process_group": False, "timeout": 200.0}
     (found,) = trainer_host.run(train_and_drill, setting, **options)
     for name, seconds in found.seconds.items():
