@@ -40,10 +40,15 @@ def recomputed(measured: dict[str, Any]) -> str:
     return ", recomputed" if measured["recompute"] else ""
 
 
+def gathered(measured: dict[str, Any]) -> str:
+    """Return that tokens were gathered for their experts, to stand behind the model, if they were."""
+    return ", tokens gathered" if measured.get("dispatcher") == "allgather" else ""
+
+
 def settings(measured: dict[str, Any]) -> str:
     """Return that the planner chose micro-batches, and that logits were kept, to stand behind the model, if so."""
     kept = measured.get("logprob_chunk_size", 0) >= measured["max_tokens_per_microbatch"]  # all are one chunk
-    return (", by `auto`" if measured.get("auto") else "") + (", logits kept" if kept else "")
+    return (", by `auto`" if measured.get("auto") else "") + (", logits kept" if kept else "") + gathered(measured)
 
 
 def step_work(measured: dict[str, Any]) -> str:
@@ -109,7 +114,7 @@ def weight_sync(results: Path = RESULTS) -> str:
                 f"{sampler_place(side)}{ASLEEP if asleep else ''} | {seconds}"
                 f" | {spread(in_step, 1, 1e3) if in_step else '–'}"
                 f" | {rate['gb_per_s']:.2f} | {rate['share_of_limit']:.2%}{links(rate)}"
-                f" | {(rate['seconds'] - rate['limit_seconds']) * 1e3:.2f} | {rate['extra_gib']:.2f} |"
+                f" | {(rate['seconds'] - rate['limit_seconds']) * 1e3:.2f} | {max(rate['extra_gib'], 0):.2f} |"
             )
     return table(header, rows)
 
@@ -135,8 +140,8 @@ def grpo_step(results: Path = RESULTS) -> str:
             variant = f", {side['variant']}" if side.get("variant") else ""
             rows.append(
                 f"| {result['device']}{split(side)} | {side['shape']}{step_work(result['ours'])}"
-                f"{moments(side.get('work', {}))} | {side['who']}{variant} | {spread(side['step_s'], 2)} | {cells}"
-                f" | {peak} | {step / floor:.2f} | {times} |"
+                f"{moments(side.get('work', {}))}{gathered(side)} | {side['who']}{variant}"
+                f" | {spread(side['step_s'], 2)} | {cells} | {peak} | {step / floor:.2f} | {times} |"
             )
     return table(header, rows)
 
@@ -237,7 +242,7 @@ def headline(results: Path = RESULTS) -> str:
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
         )
         rows.append(
-            f"| GRPO step, {side['shape']}{step_work(side)} | {result['device']}{split(side)}"
+            f"| GRPO step, {side['shape']}{step_work(side)}{gathered(side)} | {result['device']}{split(side)}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
@@ -355,7 +360,7 @@ def _place(result: Result, measured: dict[str, Any]) -> str:
     """Return model, GPU and what the layout splits in a few words."""
     gpu = result["device"].removeprefix("NVIDIA ").split()[0]
     sizes = re.findall(r"\b([a-z]+ (?!1\b)\d+)", split(measured).partition("=")[2])
-    return ", ".join([measured["shape"], gpu, *sizes]) + sampler_place(measured)
+    return ", ".join([measured["shape"], gpu, *sizes]) + sampler_place(measured) + gathered(measured)
 
 
 def recipe_runs(results: Path = RESULTS) -> str:
