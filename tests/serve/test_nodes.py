@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -50,9 +51,18 @@ def wait_until(reached: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def free_ports() -> int:
+    """A free port with another one behind it, which nodes hear of each other by."""
+    while True:
+        port = free_port()
+        with socket.socket() as behind, suppress(OSError):
+            behind.bind((HERE, port + 1))
+            return port
+
+
 @pytest.fixture
 def two():
-    port = free_port()
+    port = free_ports()
     return [EngineNodes(2, rank, HERE, port) for rank in (0, 1)]
 
 
