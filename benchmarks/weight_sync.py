@@ -50,11 +50,13 @@ def main() -> None:
 
 
 def check_place(options: argparse.Namespace) -> None:
-    """Refuse a sampler on other GPUs beside settings that it cannot have.
+    """Refuse a sampler that sleeps, and one on other GPUs beside settings that it cannot have.
 
     Raises:
         ValueError: With what to leave out.
     """
+    if options.sleep_level:
+        raise ValueError(f"--sleep-level {options.sleep_level} is for grpo_step.py; here --asleep measures it")
     if not options.servers and options.weights_over:
         raise ValueError("--weights-over is for servers: give --servers N, or leave it out")
     if not options.apart and options.weight_transfer != "auto":

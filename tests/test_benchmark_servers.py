@@ -45,6 +45,7 @@ def test_a_row_says_what_weights_went_over(count, over, direct, warnings, share,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"sleep_level": 2}, "2 is for grpo_step.py"),
         ({"apart": True, "servers": 1}, "give one of them"),
         ({"weights_over": "nccl"}, "is for servers"),
         ({"weight_transfer": "ipc"}, "is for --apart"),
@@ -58,6 +59,7 @@ def test_a_row_says_what_weights_went_over(count, over, direct, warnings, share,
 def test_a_sampler_elsewhere_beside_other_settings_is_refused(given, message):
     plain = {"apart": False, "servers": 0, "weights_over": None, "peer": "none", "eager": False, "device": "cuda"}
     plain |= {"devices": 1, "tensor_parallel": 1, "sampler_parallel": 1, "weight_transfer": "auto"}
+    plain |= {"sleep_level": 0}
     weight_sync.check_place(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):
         weight_sync.check_place(SimpleNamespace(**{**plain, **given}))
