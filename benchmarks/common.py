@@ -253,12 +253,32 @@ def model_arguments(options: argparse.Namespace) -> list[str]:
 
 def add_dispatcher_argument(parser: argparse.ArgumentParser) -> None:
     """Add the way of tokens to experts on other ranks."""
-    parser.add_argument("--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens")
+    parser.add_argument(
+        "--dispatcher", choices=("alltoall", "allgather"), help="of tokens; unset: the one that sends less"
+    )
+
+
+def dispatcher_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the command line of `add_dispatcher_argument`."""
+    return [f"--dispatcher={options.dispatcher}"] if options.dispatcher else []
 
 
 def model_config(options: argparse.Namespace) -> dict[str, Any]:
     """Return `train.model_config` for `add_model_arguments` and `add_dispatcher_argument`."""
-    return {"moe_token_dispatcher_type": options.dispatcher, **(RECOMPUTE if options.recompute else {})}
+    dispatcher = {"moe_token_dispatcher_type": options.dispatcher} if options.dispatcher else {}
+    return {**dispatcher, **(RECOMPUTE if options.recompute else {})}
+
+
+def how_trained(module: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what was chosen for a module that has trained, as results have it."""
+    layout, config = module.strategy.layout, module.hf_model.config
+    gathers = layout.gathers_tokens(getattr(config, "num_experts_per_tok", 0))
+    return {
+        "max_tokens_per_microbatch": module.train_settings.token_budget,
+        "dispatcher": options.dispatcher or ("allgather" if gathers else "alltoall"),
+        "recompute": module.train_settings.recomputed(layout.chunk_layers(config.num_hidden_layers)),
+        "auto": options.auto,
+    }
 
 
 def own_device(kind: str) -> torch.device:

@@ -19,6 +19,8 @@ from common import (
     TokenPrompts,
     add_dispatcher_argument,
     add_model_arguments,
+    dispatcher_arguments,
+    how_trained,
     make_optimizer,
     make_trainer,
     measure_peaks,
@@ -265,10 +267,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "who": "lightning-megatron-rl",
         "shape": options.shape,
         "layout": module.strategy.layout.describe(trainer.world_size),
-        "max_tokens_per_microbatch": module.train_settings.token_budget,
-        "dispatcher": options.dispatcher,
-        "recompute": module.train_settings.recomputes,
-        "auto": options.auto,
+        **how_trained(module, options),
         "sleep_level": options.sleep_level,
         "sampler_is_eager": options.eager,
         "devices_per_sampler": options.tensor_parallel,  # ranks of a model replica, each of which has a sampler
@@ -337,8 +336,8 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
-    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level", "dispatcher")
-    given = [f"--{name}" for name in ("eager", "auto") if getattr(options, name)]
+    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
+    given = [f"--{name}" for name in ("eager", "auto") if getattr(options, name)] + dispatcher_arguments(options)
     return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + given + model_arguments(options)
 
 

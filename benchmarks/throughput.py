@@ -22,7 +22,9 @@ from common import (
     add_model_arguments,
     default_device,
     default_precision,
+    dispatcher_arguments,
     facts,
+    how_trained,
     make_optimizer,
     make_trainer,
     measure_peaks,
@@ -164,13 +166,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters,
         "layout": module.strategy.layout.describe(world),
         "precision": options.precision,
-        "dispatcher": options.dispatcher,
-        "recompute": module.train_settings.recomputes,
-        "auto": options.auto,
+        **how_trained(module, options),
         "moments": options.moments,
         "tokens_per_update": sum(lengths),
         "lengths": {"shortest": min(lengths), "longest": max(lengths), "sequences": len(lengths)},
-        "max_tokens_per_microbatch": module.train_settings.token_budget,
         "logprob_chunk_size": options.logprob_chunk,
         "update": rates(update, 3),
         "logprobs": rates(score, 1),
@@ -241,11 +240,10 @@ def main() -> None:
         "pipeline-parallel",
         "context-parallel",
         "expert-parallel",
-        "dispatcher",
     )
     passed = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
     passed += [f"--profile={options.profile.absolute()}"] if options.profile else []
-    passed += [*model_arguments(options), *(["--auto"] if options.auto else [])]
+    passed += [*model_arguments(options), *dispatcher_arguments(options), *(["--auto"] if options.auto else [])]
     rows = []
     for shape in options.shapes.split(","):
         rows.append(run_child("throughput.py", [*passed, f"--measure={shape}"], options.timeout))

@@ -14,6 +14,8 @@ from peer_tables import peer_lines, peers
 from results import RESULTS, ROOT, Result, load, put_between, share, split, spread, table
 from stream_tables import cluster_drill, long_tail, stream_curves, stream_kill_drill
 
+from lightning_megatron_rl.planner.memory import describe_recompute
+
 PAGES = ("performance", "results", "kill_drills", "resharding", "exports", "asynchronous", "recipes")
 DOCUMENTS = (*(f"docs/{page}.md" for page in PAGES), "README.md")
 NOTHING = "Not measured yet.\n"
@@ -36,8 +38,8 @@ def lengths(measured: dict[str, Any]) -> str:
 
 
 def recomputed(measured: dict[str, Any]) -> str:
-    """Return whether layers were computed again in the backward pass, to stand behind the precision, if they were."""
-    return ", recomputed" if measured["recompute"] else ""
+    """Return how many layers were computed again in the backward pass, to stand behind the precision, if some were."""
+    return describe_recompute(measured["recompute"])
 
 
 def gathered(measured: dict[str, Any]) -> str:

@@ -4,8 +4,12 @@ Megatron's own dispatcher that gathers (megatron-core 0.19.2) needs as many toke
 micro-batches differ in length between replicas. It also adds up what experts return in the precision of the routing
 weights, fp32, which doubles the bytes. Here each rank's tokens are padded to the most that a rank has, and no padding
 goes to an expert. Results travel in the precision of activations and are added in fp32 where they arrive.
+
+A layer that is recomputed for its backward pass ends with that sum, and nothing asks for its numbers then: they do not
+travel a second time, and the sum is NaN, so that whoever asks after all gets no wrong numbers.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,8 +23,10 @@ from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
+from lightning_megatron_rl.compat.torch_names import is_in_backward
 
-def gather_tokens(chunks: Iterable[nn.Module]) -> None:
+
+def gather_tokens(chunks: Iterable[nn.Module], *, ends_layer: bool) -> None:
     """Let layers of experts gather tokens, in place.
 
     Megatron's `TransformerConfig` refuses its gathering dispatcher with `variable_seq_lengths`, so layers are built
@@ -29,12 +35,13 @@ def gather_tokens(chunks: Iterable[nn.Module]) -> None:
     Args:
         chunks: Model chunks on several expert-parallel and one expert tensor-parallel rank, before they are wrapped for
             training.
+        ends_layer: Whether a layer only adds what its experts return; False: it has a norm behind them.
     """
     for chunk in chunks:
         for module in chunk.modules():
             layer: Any = module
             if type(getattr(layer, "token_dispatcher", None)) is MoEAlltoAllTokenDispatcher:
-                layer.token_dispatcher = GatheringDispatcher(layer)
+                layer.token_dispatcher = GatheringDispatcher(layer, ends_layer=ends_layer)
 
 
 class GatheringDispatcher(MoEAllGatherTokenDispatcher):
@@ -45,18 +52,21 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
 
     Args:
         layer: Megatron's `MoELayer` with its all-to-all dispatcher.
+        ends_layer: See `gather_tokens`.
     """
 
     routing_map: Any  # of this rank's tokens, [tokens, experts] bool
 
-    def __init__(self, layer: Any) -> None:
-        given = layer.token_dispatcher
+    def __init__(self, layer: Any, *, ends_layer: bool) -> None:
+        given, config = layer.token_dispatcher, layer.config
         groups = ProcessGroupCollection(ep=given.ep_group, expt_tp=given.tp_group, tp_ep=given.tp_ep_group)
-        super().__init__(layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups)
+        super().__init__(layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups)
         assert (self.tp_size, self.ep_size > 1) == (1, True), "anything else is refused before the model is built"
         # ranks that share a micro-batch have equal parts of it: it is padded to a multiple of their number
         sharers = parallel_state.get_tensor_and_context_parallel_group()
         self.counts_are_equal = _ranks(self.ep_group) <= _ranks(sharers)
+        several = config.recompute_method == "uniform" and config.recompute_num_layers > 1  # are recomputed at once
+        self.ends_recomputation = ends_layer and not several
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens of all ranks, [ranks * longest, hidden], and their weights for this rank's experts.
@@ -88,7 +98,8 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Return for this rank's tokens, [tokens, hidden], the sum of what the experts of all ranks return."""
-        return _AddUp.apply(hidden_states, self.num_tokens, self.ep_group)
+        is_needed = not (self.ends_recomputation and is_in_backward())
+        return _AddUp.apply(hidden_states, self.num_tokens, self.ep_group, is_needed)
 
     def _of_local_experts(self, values: Tensor, longest: int) -> Tensor:
         """Send each rank the columns of its experts: [tokens, experts] to [ranks * longest, experts / ranks]."""
@@ -113,13 +124,13 @@ class _AddUp(torch.autograd.Function):
     """The sum over ranks of what each has for this rank's rows, without their padding."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, num_rows: int, group: Any) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, num_rows: int, group: Any, is_needed: bool) -> Tensor:
         ctx.longest, ctx.group = len(parts) // group.size(), group
-        return _add_up(parts, num_rows, group)
+        return _add_up(parts, num_rows, group) if is_needed else parts.new_full((num_rows, *parts.shape[1:]), math.nan)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gather(gradient, ctx.longest, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _gather(gradient, ctx.longest, ctx.group), None, None, None
 
 
 def _gather(rows: Tensor, longest: int, group: Any) -> Tensor:

@@ -21,6 +21,11 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def is_in_backward() -> bool:
+    """Return whether a backward pass runs in this thread, in which only what is recomputed has a forward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, in a few kernels."""
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_megatron_rl.compat.field_rules import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 
 OWNER = "train.model_config"
 _TE_NUMBERS = "use bf16-mixed without it, or a GPU with Transformer Engine"
@@ -149,6 +150,18 @@ def check_overrides(overrides: Mapping[str, Any], *, device: torch.device, trans
         device=device,
         transformer_engine=transformer_engine,
     )
+
+
+def default_dispatcher(given: Mapping[str, Any], layout: ParallelLayout) -> str:
+    """Return how tokens come to experts on other ranks where the user does not say it: the way that sends less.
+
+    Args:
+        given: Fields of the `TransformerConfig` as the model will be built.
+        layout: The parallel layout.
+    """
+    chosen = given["moe_router_topk"] if given["num_moe_experts"] else 0
+    is_possible = not any(given.get(name) for name in ("moe_shared_expert_overlap", *_NOT_GATHERED))
+    return "allgather" if layout.gathers_tokens(chosen) and is_possible else "alltoall"
 
 
 def check_dispatcher(dispatcher: Any, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

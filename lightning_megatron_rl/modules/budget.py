@@ -14,6 +14,7 @@ from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.budget import (
     MARGIN,
     WITHOUT_GPU,
+    can_be_tried,
     candidates,
     expected_peak,
     fastest,
@@ -67,7 +68,7 @@ class Budget:
         self._trial = None
         device = module.strategy.root_device
         if device.type != "cuda":
-            module.train_settings = self._open.settle(WITHOUT_GPU, recompute=False)
+            module.train_settings = self._open.settle(WITHOUT_GPU, recompute="none")
             self._why = "nothing is planned on a CPU"
             return
         self._plan(self._open, measure_gpu(device.index), training=training)
@@ -90,7 +91,7 @@ class Budget:
                 frozen_copies=module.frozen_copies,
                 free=gpu.free_bytes,
                 total=gpu.total_bytes,
-                settings=given.settle(found.microbatch_tokens, recompute=found.recompute),
+                settings=given.settle(found.microbatch_tokens, recompute=found.recompute_setting),
             )
 
         plans = [plan(found) for found in runs]
@@ -99,17 +100,18 @@ class Budget:
         if not fitting:
             _refuse(plans, run)
         chosen = fastest(fitting)
-        wanted = given.settle(chosen.microbatch_tokens, recompute=chosen.recompute)
+        wanted = given.settle(chosen.microbatch_tokens, recompute=chosen.recompute_setting)
         half = chosen.microbatch_tokens // 2
         self._why = f"{chosen.step_seconds:.3g} s a step expected, the least of {len(fitting)} settings that fit"
         if kind is None:
             self._why += f", with the rates of an {_LIKE.name}"
-        if not (training and open_tokens and half >= least * run.layout.context_parallel_size):
+        least *= run.layout.context_parallel_size
+        if not (training and open_tokens and can_be_tried(chosen.microbatch_tokens, least)):
             module.train_settings = wanted
             return
-        module.train_settings = given.settle(half, recompute=chosen.recompute)
+        module.train_settings = given.settle(half, recompute=chosen.recompute_setting)
         more = [
-            (given.settle(found.microbatch_tokens, recompute=found.recompute), needed)
+            (given.settle(found.microbatch_tokens, recompute=found.recompute_setting), needed)
             for found, needed in zip(runs, plans, strict=True)
             if found.recompute == chosen.recompute and half < found.microbatch_tokens <= chosen.microbatch_tokens
         ]
@@ -145,8 +147,9 @@ class Budget:
         if self._open is None:
             return []
         settings = self._module.train_settings if self._trial is None else self._trial.wanted[0][0]
-        recompute = "recomputed" if settings.recomputes else "not recomputed"
-        return [("auto", f"{settings.token_budget} tokens per micro-batch, {recompute}: {self._why}")]
+        words: dict[str | int, str] = {"none": "not recomputed", "full": "recomputed"}
+        again = words.get(settings.recompute, f"{settings.recompute} layers of each stage recomputed")
+        return [("auto", f"{settings.token_budget} tokens per micro-batch, {again}: {self._why}")]
 
 
 def _on_all_ranks(answers: list[bool]) -> list[bool]:

@@ -84,7 +84,7 @@ def describe_run(
     state = replace(state, optimizer=state.optimizer + averages * torch.float32.itemsize)
     fields = settings.model_config
     lora = settings.lora
-    return Run(
+    run = Run(
         model=model.name,
         size=model.size,
         divided=model.divided,
@@ -98,14 +98,15 @@ def describe_run(
         pipeline_split=PipelineSplit.from_overrides(fields),
         microbatch_tokens=settings.token_budget,
         logprob_chunk=module.logprob_chunk_size,
-        recompute=settings.recomputes,
         fused_activation=bool(fields.get("bias_activation_fusion", model.gated_by_silu)),
         adapter_parameters=0 if lora is None else adapter_parameters(model.size, lora.rank),
         frozen_copies=module.frozen_copies,
         sampling=_describe_sampling(module),
         offloads=tuple(strategy.offloads),
         stored=model.dtype,
+        dispatcher=fields.get("moe_token_dispatcher_type"),
     )
+    return replace(run, recompute=settings.recomputed(run.chunk_layers))
 
 
 def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
@@ -144,8 +145,8 @@ def longest_sequence(module: Any, data: Any) -> int:
     raise ValueError(
         f"train.max_tokens_per_microbatch={module.train_settings.max_tokens_per_microbatch!r},"
         f" train.recompute={module.train_settings.recompute!r} with {type(data).__name__}: the planner does not know"
-        " how long its sequences are; give a number of tokens, and recompute none or full, or a data module that has"
-        " batch_size (sequences) and max_length (tokens)"
+        " how long its sequences are; give a number of tokens, and recompute none, full or a number of layers, or a"
+        " data module that has batch_size (sequences) and max_length (tokens)"
     )
 
 

@@ -178,7 +178,7 @@ def make_plan(
         precision=strategy.precision_plugin.precision,
         tokens=settings.token_budget,
         logprob_chunk=module.logprob_chunk_size,
-        recompute=settings.recomputes,
+        recompute=settings.recomputed(strategy.layout.chunk_layers(size.layers)),
         fused_activation=_fuses_activation(module),
         frozen_copies=frozen_copies,
         training=training,

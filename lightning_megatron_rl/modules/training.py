@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, Optional, get_args
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from lightning.pytorch.cli import LRSchedulerCallable
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-Recompute = Literal["none", "full", "auto"]
+Recompute = Literal["none", "full", "auto"] | int
+_WORDS = ("none", "full", AUTO)
 _TOKENS = COUNT.called("it is a number of tokens")
 _BUDGET = COUNT.called('it is a number of tokens, or "auto"')
 
@@ -35,8 +36,9 @@ class TrainingSettings:
             the planner expects the fastest update of those that fit the GPU (docs/planning.md).
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.
         layer_backend: "auto", "torch" or "transformer_engine"; auto takes TransformerEngine on CUDA if installed.
-        recompute: "full" computes the activations of all layers again in the backward pass, "auto" does so if the
-            planner expects a faster update from it or nothing else fits; "none" leaves it to `model_config`.
+        recompute: "full" computes the activations of all layers again in the backward pass, a number those of so many
+            layers of each pipeline stage (of each of its chunks); "auto" takes what the planner expects the fastest
+            update from; "none" leaves it to `model_config`.
         model_config: Overrides of Megatron's `TransformerConfig`, e.g. ``{"moe_grouped_gemm": True}``.
         verify_model: "auto" compares a miniature of the model with Transformers unless a shipped proof covers it,
             "always" does so anyway, "never" refuses models without a proof; docs/models.md.
@@ -73,17 +75,27 @@ class TrainingSettings:
             raise ValueError(
                 f"train.model_config: {self.model_config!r} is no mapping of fields to values; {{}} changes none"
             )
-        if self.recompute not in get_args(Recompute):
-            raise ValueError(f"train.recompute={self.recompute!r}: choose one of {', '.join(get_args(Recompute))}")
+        is_count = isinstance(self.recompute, int) and not isinstance(self.recompute, bool)
+        if not (self.recompute >= 1 if is_count else self.recompute in _WORDS):  # type: ignore[operator]
+            raise ValueError(
+                f"train.recompute={self.recompute!r}: choose one of {', '.join(_WORDS)}, or a number of layers of each"
+                " pipeline stage, at least 1"
+            )
         if self.recompute != "none":
             fields = {name: value for name, value in self.model_config.items() if name.startswith("recompute_")}
-            if fields and (self.recompute == AUTO or fields != FULL_RECOMPUTE):
+            if fields and (self.recompute == AUTO or fields != self._recompute_fields):
                 raise ValueError(
                     f"train.recompute={self.recompute!r} with train.model_config={fields}: both say what is"
                     " recomputed; leave one of them out"
                 )
-        if self.recompute == "full":
-            object.__setattr__(self, "model_config", {**self.model_config, **FULL_RECOMPUTE})
+        object.__setattr__(self, "model_config", {**self.model_config, **self._recompute_fields})
+
+    @property
+    def _recompute_fields(self) -> dict[str, Any]:
+        """What `recompute` says in Megatron's terms."""
+        if isinstance(self.recompute, int):
+            return {**FULL_RECOMPUTE, "recompute_method": "block", "recompute_num_layers": self.recompute}
+        return FULL_RECOMPUTE if self.recompute == "full" else {}
 
     @property
     def is_open(self) -> bool:
@@ -96,18 +108,24 @@ class TrainingSettings:
         tokens = self.max_tokens_per_microbatch
         return tokens if isinstance(tokens, int) else WITHOUT_GPU
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether all activations are computed again."""
-        return self.model_config.get("recompute_granularity") == "full"
+    def recomputed(self, layers: int) -> float:
+        """Return the share of the layers of a pipeline stage (of one of its chunks) that are computed again.
 
-    def settle(self, tokens: int, *, recompute: bool) -> "TrainingSettings":
+        Example:
+            Of 12 layers: ``TrainingSettings(recompute=3).recomputed(12) == 0.25``
+        """
+        fields = self.model_config
+        if fields.get("recompute_granularity") != "full":
+            return 0.0
+        return min(1.0, fields["recompute_num_layers"] / layers) if fields["recompute_method"] == "block" else 1.0
+
+    def settle(self, tokens: int, *, recompute: Recompute) -> "TrainingSettings":
         """Return these settings with what is chosen in the place of "auto"."""
         chosen = self
         if self.max_tokens_per_microbatch == AUTO:
             chosen = replace(chosen, max_tokens_per_microbatch=tokens)
         if self.recompute == AUTO:
-            chosen = replace(chosen, recompute="full" if recompute else "none")
+            chosen = replace(chosen, recompute=recompute)
         return chosen
 
     def describe_microbatch(self) -> tuple[str, str]:

@@ -63,6 +63,18 @@ class ParallelLayout:
         split = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.expert_model_parallel_size)
         return split == (1, 1, 1) and self.expert_tensor_parallel_size in (None, 1)
 
+    def chunk_layers(self, layers: int) -> int:
+        """Return how many of a model's layers a chunk of a pipeline stage has, rounded up."""
+        return -(-layers // (self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)))
+
+    def gathers_tokens(self, experts_per_token: int) -> bool:
+        """Whether expert-parallel ranks gather each other's tokens by default: fewer ranks than experts of a token.
+
+        Then a token is sent less often than to each of its experts. Experts have to be whole.
+        """
+        whole = (self.expert_tensor_parallel_size or self.tensor_model_parallel_size) == 1
+        return whole and 1 < self.expert_model_parallel_size < experts_per_token
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of model replicas in `world_size` ranks.
 

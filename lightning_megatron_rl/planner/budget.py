@@ -10,11 +10,15 @@ MARGIN = 0.95  # of the free memory that a choice takes at most: allocators roun
 EQUAL = 1.01  # times the least seconds: nobody can tell such steps apart, and fewer tokens leave more memory
 WITHOUT_GPU = 8192  # tokens of a micro-batch where nothing is planned
 _POWERS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+_PARTS = 8  # of the layers, of which any number may be computed again
 _BUDGETS = (*(quarters * power // 4 for power in _POWERS for quarters in (4, 5, 6, 7)), 131_072)
 
 
 def candidates(run: Run, *, tokens: bool, recompute: bool, least: int) -> Iterator[Run]:
     """Yield the runs that `auto` chooses from, in an order that is the same on every rank.
+
+    Some layers are recomputed, and others not, only where a first step with half of the tokens can be measured: such a
+    choice fills the memory.
 
     Args:
         run: Whose other settings stay.
@@ -24,12 +28,21 @@ def candidates(run: Run, *, tokens: bool, recompute: bool, least: int) -> Iterat
     """
     least *= run.layout.context_parallel_size
     budgets = sorted({least, *(budget for budget in _BUDGETS if budget > least)}) if tokens else [run.microbatch_tokens]
-    for again in (False, True) if recompute else (run.recompute,):
+    layers = run.chunk_layers
+    eighths = {-(-layers * part // _PARTS) / layers for part in range(_PARTS + 1)}
+    for again in sorted(eighths) if recompute else (run.recompute,):
         for budget in budgets:
+            if recompute and 0 < again < 1 and not (tokens and can_be_tried(budget, least)):
+                continue
             found = replace(run, microbatch_tokens=budget, recompute=again)
             yield found
             if found.microbatches == 1:  # a larger budget holds no more
                 break
+
+
+def can_be_tried(tokens: int, least: int) -> bool:
+    """Whether a step with half of so many tokens in a micro-batch can be measured first."""
+    return tokens // 2 >= least
 
 
 def fastest(runs: Sequence[Run]) -> Run:

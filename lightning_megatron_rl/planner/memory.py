@@ -165,7 +165,7 @@ def activation_bytes(
     *,
     tokens: int,
     element_bytes: int,
-    recompute: bool,
+    recompute: float,
     fused_activation: bool = True,
 ) -> float:
     """Return what the backward pass of one micro-batch keeps per GPU.
@@ -173,18 +173,19 @@ def activation_bytes(
     Per token and layer (after Korthikanti et al., 2022, for gated MLPs, grouped keys and an attention that keeps no
     scores): four vectors of the hidden width (inputs of the two norms, and what they give), queries, keys and values
     before and after their rotation, attention's output, and three vectors of the MLP's width, five where its gate is
-    not computed by one kernel. With full recompute one vector of the hidden width, and one layer's whole. Tensor
-    parallelism divides what is as wide as heads and MLP, with sequence parallelism the rest as well. Of a mixture each
-    layer keeps the vectors that went to experts, and one layer has four more of them: before and after they travel, on
-    both ways. A pipeline keeps as many micro-batches on its first stage as it has stages, each of 1/stages of the
-    layers.
+    not computed by one kernel. Of a layer that is recomputed only its input; if all are, one layer's whole as well.
+    Tensor parallelism divides what is as wide as heads and MLP, with sequence parallelism the rest as well. Of a
+    mixture each layer keeps the vectors that went to experts, and one layer has four more of them: before and after
+    they travel, on both ways. A pipeline keeps as many micro-batches on its first stage as it has stages, each of
+    1/stages of the layers.
 
     Example:
         Hidden 1024, 16 heads of 128, 8 groups, MLP 3072, 28 layers, 8192 tokens in bf16: 11.4 GiB.
     """
     routed = size.routed_width * split.expert_tensor / split.tensor
     per_layer = size.activation_width(split, fused=fused_activation)
-    kept = size.layers * size.hidden / split.sequence + per_layer if recompute else size.layers * per_layer
+    again = size.layers * recompute
+    kept = again * size.hidden / split.sequence + max(1.0, size.layers - again) * per_layer
     kept += 4 * routed
     return kept * element_bytes * tokens / split.context
 
@@ -208,7 +209,7 @@ def trainer_parts(
     precision: str,
     tokens: int,
     logprob_chunk: int,
-    recompute: bool = False,
+    recompute: float = 0.0,
     fused_activation: bool = True,
     frozen_copies: int = 0,
     training: bool = True,
@@ -224,7 +225,7 @@ def trainer_parts(
         precision: A `MegatronPrecision` by name.
         tokens: Of one micro-batch, over all context-parallel ranks.
         logprob_chunk: Tokens whose logits exist at one time; 0: a model without an output layer.
-        recompute: `recompute_granularity="full"`.
+        recompute: Share of the layers whose activations are computed again.
         fused_activation: Whether one kernel computes the MLP's gate.
         frozen_copies: Reference policies on the GPU.
         training: Whether there is a backward pass; without, weights and one chunk of logits are all.
@@ -261,8 +262,8 @@ def trainer_parts(
             recompute=recompute,
             fused_activation=fused_activation,
         )
-    arithmetic = f"{tokens} tokens, {size.layers} layers" + (", recomputed" if recompute else "")
-    remedy = "lower train.max_tokens_per_microbatch" + ("" if recompute else f", or {_RECOMPUTE}")
+    arithmetic = f"{tokens} tokens, {size.layers} layers{describe_recompute(recompute)}"
+    remedy = "lower train.max_tokens_per_microbatch" + ("" if recompute == 1 else f", or {_RECOMPUTE}")
     parts.append(Part(ACTIVATIONS, kept, arithmetic, remedy))
     if frozen_copies:
         copies = parameters * weights * frozen_copies
@@ -271,6 +272,11 @@ def trainer_parts(
     if push_bucket:
         parts.append(_push_part(size, split, weights, push_bucket))
     return tuple(parts)
+
+
+def describe_recompute(share: float) -> str:
+    """Return that so many layers are computed again, to stand behind something else; "" if none are."""
+    return "" if not share else ", recomputed" if share == 1 else f", {share:.0%} of them recomputed"
 
 
 def _push_part(size: ModelSize, split: Split, element_bytes: float, bucket: int) -> Part:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.divisibility import DividedSizes, PipelineSplit, check_layout
@@ -83,13 +84,14 @@ class Run:
     pipeline_split: PipelineSplit = field(default_factory=PipelineSplit)
     microbatch_tokens: int = 8192
     logprob_chunk: int = 2048
-    recompute: bool = False
+    recompute: float = 0.0  # share of the layers whose activations are computed again
     fused_activation: bool = True
     adapter_parameters: int = 0  # of low-rank adapters that are trained alone; 0: all weights are
     frozen_copies: int = 0  # references on the GPU
     sampling: Sampling | None = None
     offloads: tuple[str, ...] = ()
     stored: str = "bfloat16"  # the checkpoint's dtype
+    dispatcher: str | None = None  # of tokens to experts; None: the default of the layout
 
     @property
     def data_parallel(self) -> int:
@@ -100,6 +102,18 @@ class Run:
     def split(self) -> Split:
         """The layout as the memory plan sees it."""
         return make_split(self.layout, self.world, sharded=self.sharded)
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of a chunk of a pipeline stage, rounded up."""
+        return self.layout.chunk_layers(self.size.layers)
+
+    @property
+    def recompute_setting(self) -> Literal["none", "full"] | int:
+        """What `train.recompute` is for it."""
+        if self.recompute in (0, 1):
+            return "full" if self.recompute else "none"
+        return round(self.recompute * self.chunk_layers)
 
     @property
     def element(self) -> int:
@@ -204,7 +218,7 @@ class Run:
         options = {
             "precision": self.precision,
             "tokens": self.full_microbatch,
-            "recompute": self.recompute,
+            "recompute": self._recomputed(layers),
             "fused_activation": self.fused_activation,
             "frozen_copies": self.frozen_copies,
             "adapters": bool(self.adapter_parameters),
@@ -230,6 +244,13 @@ class Run:
             offloads=self.offloads if self.sampling is not None else (),
             gpu=f"a GPU of pipeline stage {stage} ({self.kind.name})" if stages > 1 else self.kind.name,
         )
+
+    def _recomputed(self, layers: int) -> float:
+        """Share of the layers of one stage, which may have more of them than others."""
+        if isinstance(setting := self.recompute_setting, str):
+            return self.recompute
+        chunks = self.layout.virtual_pipeline_model_parallel_size or 1
+        return min(1.0, setting * chunks / max(layers, 1))
 
     @property
     def microbatches(self) -> int:
@@ -321,7 +342,14 @@ class Run:
             recompute=self.recompute,
             adapters=bool(self.adapter_parameters),
             stage_layers=tuple(self.layers()),
+            gathers_tokens=self._gathers_tokens,
         )
+
+    @property
+    def _gathers_tokens(self) -> bool:
+        if self.dispatcher is not None:
+            return self.dispatcher == "allgather"
+        return self.layout.gathers_tokens(self.size.routed_width // self.size.hidden)
 
     def seconds(self) -> list[Phase]:
         """Return the phases of a step with their seconds."""
@@ -407,8 +435,8 @@ class Run:
         while tokens >= least:
             yield f"train.max_tokens_per_microbatch={tokens}", replace(self, microbatch_tokens=tokens)
             tokens //= 2
-        if not self.recompute:
-            yield "train.recompute=full", replace(self, recompute=True)
+        if self.recompute < 1:
+            yield "train.recompute=full", replace(self, recompute=1.0)
         if sampling is not None and sampling.sleeps and len(self.offloads) < 3:
             every = ("optimizer", "gradients", "parameters")
             yield f"strategy.offload_while_sampling={list(every)}", replace(self, offloads=every)

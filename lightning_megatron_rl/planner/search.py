@@ -38,8 +38,8 @@ class Candidate:
             "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
             "sequence_parallel": layout.sequence_parallel,
         }
-        recompute = "full" if run.recompute else "none"
-        model: dict[str, Any] = {"train": {"max_tokens_per_microbatch": run.microbatch_tokens, "recompute": recompute}}
+        train = {"max_tokens_per_microbatch": run.microbatch_tokens, "recompute": run.recompute_setting}
+        model: dict[str, Any] = {"train": train}
         split = {name: value for name, value in vars(run.pipeline_split).items() if value}
         if split:
             model["train"]["model_config"] = split
@@ -126,7 +126,7 @@ def _runs(run: Run) -> Iterator[Run]:
         longest = run.work.tokens
         budgets = sorted({run.microbatch_tokens, *(b for b in (4096, 8192, 16_384, 32_768) if b >= longest)})
         samplings = _samplings(run)
-        for tokens, recompute, (sampling, offloads) in product(budgets, (False, True), samplings):
+        for tokens, recompute, (sampling, offloads) in product(budgets, (0.0, 1.0), samplings):
             yield replace(
                 run,
                 layout=layout,

@@ -114,9 +114,10 @@ class Training:
     gradient_bytes: float
     optimizer_bytes: float  # that an optimizer step moves, per parameter
     weight_bytes: int = 2
-    recompute: bool = False
+    recompute: float = 0.0  # share of the layers that are computed again in the backward pass
     adapters: bool = False
     stage_layers: tuple[int, ...] = ()  # of each pipeline stage; (): equal shares
+    gathers_tokens: bool = False  # each token is sent to all expert-parallel ranks, not to each of its experts
 
     @property
     def data_parallel(self) -> int:
@@ -139,13 +140,12 @@ class Training:
 
     def update(self) -> Phase:
         """All updates of a step: forward, backward, gradients over replicas, optimizer."""
-        forward = 2 if self.recompute else 1
-        parts = list(self._passes(forward, backward=1, updates=self.work.updates))
+        parts = list(self._passes(1 + self.recompute, backward=1, updates=self.work.updates))
         if not self.adapters:
             parts += self._step()
         return Phase("update", tuple(parts))
 
-    def _passes(self, forward: int, backward: int, updates: int) -> tuple[tuple[str, float], ...]:
+    def _passes(self, forward: float, backward: int, updates: int) -> tuple[tuple[str, float], ...]:
         """Seconds of passes over all micro-batches; a backward pass has twice the products of a forward pass."""
         size, split, kind, work = self.size, self.split, self.cluster.kind, self.work
         tokens = self.replica_tokens * updates / split.context
@@ -175,7 +175,7 @@ class Training:
         found += [("kernels' launch in Python", waits), ("stages that wait in the pipeline", idle)]
         return tuple((name, value) for name, value in found if value > 0)
 
-    def _launch(self, forward: int, backward: int) -> float:
+    def _launch(self, forward: float, backward: int) -> float:
         """Seconds of Python for one layer and micro-batch."""
         own = self.size.num_experts / self.split.expert
         exchange = LAUNCH_EXCHANGE_S if self.size.experts and self.split.expert * self.split.expert_tensor > 1 else 0.0
@@ -205,10 +205,10 @@ class Training:
     def travel(self) -> list[Traffic]:
         """Return what a GPU sends in the forward and backward passes and steps of all updates."""
         tokens = self.replica_tokens * self.work.updates / self.split.context
-        passes = self._travel(tokens, 2 if self.recompute else 1, 1)
+        passes = self._travel(tokens, 1 + self.recompute, 1)
         return [*passes, *([] if self.adapters else self._gradients())]
 
-    def _travel(self, tokens: float, forward: int, backward: int) -> list[Traffic]:
+    def _travel(self, tokens: float, forward: float, backward: int) -> list[Traffic]:
         size, split, element = self.size, self.split, self.weight_bytes
         layers = size.layers / split.pipeline
         found = []
@@ -228,7 +228,10 @@ class Training:
             add("context parallelism", split.tensor * split.context, directions * layers * tokens * part * element)
         if split.expert > 1:
             part = (split.expert - 1) / split.expert
-            sent = 2 * directions * layers * tokens / split.tensor * size.routed_width * element * part
+            width, ways = size.routed_width, 2 * directions
+            if self.gathers_tokens:
+                width, ways = split.expert * size.hidden, ways - (forward - 1)  # results do not travel again
+            sent = ways * layers * tokens / split.tensor * width * element * part
             add("tokens to experts", split.expert * split.expert_tensor, sent)
         if split.pipeline > 1:
             stretch = self.cluster.world  # of several machines some neighbouring stages are on two

@@ -30,7 +30,7 @@ from tests.selection import by_default
 from tests.strategy.test_invariance import assert_same, ragged_batch
 from tests.strategy.test_megatron import RELATIVE, assert_same_run
 from tests.tiny_models import save_without_numbers
-from tests.training import Run
+from tests.training import Run, fit_sft
 from tests.verify import subjects
 
 GATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -129,7 +129,7 @@ def add_up_in_bf16() -> tuple[Tensor, Tensor]:
     rows = torch.zeros(1, 3, dtype=torch.bfloat16, requires_grad=True)
     expert_gather._Gather.apply(rows, 1, group).backward(own.repeat(4, 1))
     assert rows.grad is not None
-    return expert_gather._AddUp.apply(own.repeat(4, 1), 1, group), rows.grad
+    return expert_gather._AddUp.apply(own.repeat(4, 1), 1, group, True), rows.grad
 
 
 def test_results_of_ranks_are_added_in_fp32(worker_pool):
@@ -141,10 +141,64 @@ def test_results_of_ranks_are_added_in_fp32(worker_pool):
 # ---- with other settings -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", [FULL_RECOMPUTE, MOE_RECOMPUTE], ids=["full", "moe"])
-def test_recomputed_layers_gather_again(worker_pool, qwen3_moe_dir, reference, recompute):
-    config = {**GATHER, **recompute}
-    assert_same_run(sft(worker_pool, qwen3_moe_dir, "ep2", moe=BOTH_LOSSES, model_config=config)[0], reference)
+RECOMPUTES = {  # and whether what experts return is added up once more
+    "full": (FULL_RECOMPUTE, False),
+    "moe": (MOE_RECOMPUTE, False),
+    "some layers": ({**FULL_RECOMPUTE, "recompute_method": "block", "recompute_num_layers": 3}, False),
+    "two layers at once": ({**FULL_RECOMPUTE, "recompute_num_layers": 2}, True),
+}
+
+
+def counting_sums(*arguments: Any, **options: Any) -> tuple[Run, int]:
+    """`fit_sft`, and how often the ranks' results were added up."""
+    from lightning_megatron_rl.compat import expert_gather
+
+    add_up, count = expert_gather._add_up, 0
+
+    def counted(*given: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        return add_up(*given)
+
+    expert_gather._add_up = counted
+    try:
+        return fit_sft(*arguments, **options), count
+    finally:
+        expert_gather._add_up = add_up
+
+
+@pytest.mark.parametrize("name", RECOMPUTES)
+def test_recomputed_layers_gather_again(worker_pool, qwen3_moe_dir, reference, name):
+    """What experts return is added up again only where a layer behind it in the same recomputation needs it."""
+    recompute, again = RECOMPUTES[name]
+    options = {"pool": worker_pool, "model": qwen3_moe_dir, "layout": "ep2", "moe": BOTH_LOSSES, "fit": counting_sums}
+    _, once = sft(**options, model_config=GATHER)[0]
+    run, count = sft(**options, model_config={**GATHER, **recompute})[0]
+    assert_same_run(run, reference)
+    assert count > once if again else count == once
+
+
+def test_sum_that_is_left_out_is_nobody_s(worker_pool, qwen3_moe_dir):
+    """Its numbers are NaN: a layer with a norm behind its experts, taken for one without, has no finite gradient."""
+    (finite,), (broken,) = (
+        set(worker_pool.run(gradient_is_finite, str(qwen3_moe_dir), ends_layer, world_size=2))
+        for ends_layer in (False, True)
+    )
+    assert (finite, broken) == (True, False)
+
+
+def gradient_is_finite(directory: str, ends_layer: bool) -> bool:
+    """Of a recomputed layer of experts that something multiplies behind it."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    workers.start_megatron(ep=2)
+    _, [chunk] = workers.build(directory, config_overrides=GATHER)
+    layer = next(module for module in chunk.modules() if hasattr(module, "token_dispatcher"))
+    layer.token_dispatcher.ends_recomputation = ends_layer
+    rows = torch.randn(5, 1, chunk.config.hidden_size, requires_grad=True)
+    checkpoint(lambda hidden: layer(hidden)[0] ** 2, False, rows).sum().backward()
+    assert rows.grad is not None
+    return bool(rows.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("layout", by_default(["ep2"], ["ep2", "pp2_ep2"]))

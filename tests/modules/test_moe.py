@@ -58,10 +58,18 @@ def long_sequences(count: int) -> list[TokenSequence]:
     return sequences
 
 
-def sft(pool: Any, model: Any, layout: str = "single", batch_size: int = 4, steps: int = 2, **module: Any) -> list[Run]:
+def sft(
+    pool: Any,
+    model: Any,
+    layout: str = "single",
+    batch_size: int = 4,
+    steps: int = 2,
+    fit: Any = fit_sft,
+    **module: Any,
+) -> list[Any]:
     world_size, strategy = LAYOUTS[layout]
     return pool.run(
-        fit_sft,
+        fit,
         model,
         strategy,
         world_size,

@@ -54,7 +54,13 @@ def test_subclass_may_have_an_argument_of_that_name():
             {"max_tokens_per_microbatch": "much"},
             r"^train\.max_tokens_per_microbatch='much' must be .* or .auto",
         ),
-        ({"recompute": "some"}, r"^train\.recompute='some': choose one of none, full, auto"),
+        ({"recompute": "some"}, r"^train\.recompute='some': choose one of none, full, auto, or a number of layers"),
+        ({"recompute": 0}, r"^train\.recompute=0: choose one of none"),
+        ({"recompute": True}, r"^train\.recompute=True: choose one of none"),
+        (
+            {"recompute": 2, "model_config": {"recompute_granularity": "selective"}},
+            r"^train\.recompute=2 with train\.model_config=.*leave one of them out",
+        ),
         (
             {"recompute": "auto", "model_config": {"recompute_granularity": "selective"}},
             r"^train\.recompute='auto' with train\.model_config=.*leave one of them out",
@@ -77,7 +83,7 @@ def test_setting_that_a_reward_model_has_no_use_for_warns():
 
 def test_full_recompute_is_megatron_s_three_fields():
     settings = TrainingSettings(recompute="full", model_config={"layernorm_epsilon": 1e-5})
-    assert settings.recomputes
+    assert settings.recomputed(12) == 1
     assert settings.model_config == {
         "layernorm_epsilon": 1e-5,
         "recompute_granularity": "full",
@@ -85,15 +91,28 @@ def test_full_recompute_is_megatron_s_three_fields():
         "recompute_num_layers": 1,
     }
     assert replace(settings, packing=False).model_config == settings.model_config  # given twice
-    assert not TrainingSettings().recomputes
+    assert TrainingSettings().recomputed(12) == 0
+
+
+def test_some_layers_are_recomputed():
+    settings = TrainingSettings(recompute=3)
+    assert settings.model_config == {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+    }
+    assert replace(settings, packing=False).model_config == settings.model_config
+    assert settings.recomputed(12) == 0.25
+    assert settings.recomputed(2) == 1  # all that a stage has
+    assert TrainingSettings(model_config={"recompute_granularity": "selective"}).recomputed(12) == 0
 
 
 def test_what_is_open_is_settled_and_nothing_else():
     both = TrainingSettings(max_tokens_per_microbatch="auto", recompute="auto")
     assert both.is_open
     assert both.token_budget == 8192
-    chosen = both.settle(512, recompute=True)
-    assert (chosen.token_budget, chosen.recomputes, chosen.is_open) == (512, True, False)
-    tokens = TrainingSettings(max_tokens_per_microbatch="auto").settle(512, recompute=True)
-    assert (tokens.token_budget, tokens.recomputes) == (512, False)
-    assert TrainingSettings(recompute="auto").settle(512, recompute=True).token_budget == 8192
+    chosen = both.settle(512, recompute=3)
+    assert (chosen.token_budget, chosen.recompute, chosen.is_open) == (512, 3, False)
+    tokens = TrainingSettings(max_tokens_per_microbatch="auto").settle(512, recompute="full")
+    assert (tokens.token_budget, tokens.recompute) == (512, "none")
+    assert TrainingSettings(recompute="auto").settle(512, recompute="full").token_budget == 8192

@@ -62,7 +62,7 @@ def layout_of(text: str) -> ParallelLayout:
     )
 
 
-def run_of(row: dict[str, Any], device: str, work: Work, *, recompute: bool, moments: str | None) -> Run:
+def run_of(row: dict[str, Any], device: str, work: Work, *, recompute: float, moments: str | None) -> Run:
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     sizes = importlib.import_module("common").SHAPES[row["shape"]]
@@ -81,6 +81,7 @@ def run_of(row: dict[str, Any], device: str, work: Work, *, recompute: bool, mom
         state=replace(state, optimizer=6) if moments == "bf16" else state,
         microbatch_tokens=row["max_tokens_per_microbatch"],
         recompute=recompute,
+        dispatcher=row.get("dispatcher", "alltoall"),  # the default when rows did not say it
     )
 
 

@@ -68,6 +68,10 @@ def test_activations_by_hand():
     assert whole == 28 * 23552 * 2 * 8192
     recomputed = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=True)
     assert recomputed == (28 * 1024 + 23552) * 2 * 8192
+    some = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=7 / 28)
+    assert some == (7 * 1024 + 21 * 23552) * 2 * 8192  # what is recomputed has the room of a layer that was
+    nearly_all = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=27 / 28)
+    assert nearly_all == (27 * 1024 + 23552) * 2 * 8192
     unfused = activation_bytes(SMALL, Split(), tokens=8192, element_bytes=2, recompute=False, fused_activation=False)
     assert unfused == 28 * (23552 + 2 * 3072) * 2 * 8192
     over_ranks = activation_bytes(SMALL, Split(tensor=2, context=2), tokens=8192, element_bytes=2, recompute=False)

@@ -48,6 +48,7 @@ from lightning_megatron_rl.models.overrides import (
     check_dispatcher,
     check_overrides,
     check_recompute,
+    default_dispatcher,
 )
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode, computed_overrides, verify_model
 from lightning_megatron_rl.parallel.layout import ParallelLayout
@@ -288,12 +289,15 @@ class HFModel(SavesFiles):
         settings |= fused_kernels(backend, provider, overrides, fused_rope=self.family.fused_rope)
         overrides = check_overrides(overrides, device=device, transformer_engine=backend == "transformer_engine")
         asked = overrides.pop("gradient_accumulation_fusion", None)
-        dispatcher = overrides.pop(DISPATCHER, settings[DISPATCHER])
-        check_dispatcher(dispatcher, {**vars(provider), **settings, **overrides}, overrides)
+        asked_dispatcher = overrides.pop(DISPATCHER, None)
         _check_model(overrides, settings, provider)
         tensor = settings["tensor_model_parallel_size"]
         sizes = {field.name: settings[field.name] for field in dataclasses.fields(ParallelLayout)}
-        self.check_layout(ParallelLayout(**{**sizes, "sequence_parallel": sequence_parallel and tensor > 1}), overrides)
+        layout = ParallelLayout(**{**sizes, "sequence_parallel": sequence_parallel and tensor > 1})
+        fields = {**vars(provider), **settings, **overrides}
+        dispatcher = default_dispatcher(fields, layout) if asked_dispatcher is None else asked_dispatcher
+        check_dispatcher(dispatcher, fields, overrides)
+        self.check_layout(layout, overrides)
         if backend == "torch":
             provider.transformer_layer_spec = partial(
                 torch_block_spec,
@@ -332,7 +336,7 @@ class HFModel(SavesFiles):
         if dispatcher == "allgather":
             from lightning_megatron_rl.compat.expert_gather import gather_tokens  # classes of Megatron's
 
-            gather_tokens(chunks)
+            gather_tokens(chunks, ends_layer=self.family.norms == "before")
         leave_out_padding(chunks, self.padding_row)
         if lora is not None:
             add_adapters(chunks, lora)
