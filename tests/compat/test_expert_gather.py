@@ -1,5 +1,7 @@
 """Experts that gather the tokens of all ranks: the numbers of one process, whatever number of tokens each rank has."""
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.models.layers.moe import MoESettings
-from lightning_megatron_rl.models.overrides import check_dispatcher
+from lightning_megatron_rl.models.overrides import check_dispatcher, default_dispatcher
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.distributed import WorkerError, WorkerPool
 from tests.models import workers
@@ -268,6 +271,49 @@ def test_refused_before_a_weight_is_read(worker_pool, request, tmp_path, model, 
 def build(directory: str, layout: dict[str, int], overrides: dict[str, Any], sp: bool) -> None:
     workers.start_megatron(**layout)
     workers.build(directory, sp=sp, config_overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed", "dispatcher"),
+    [
+        ({"expert_model_parallel_size": 4}, {}, "allgather"),
+        ({"expert_model_parallel_size": 8}, {}, "alltoall"),  # as many ranks as experts of a token
+        ({}, {}, "alltoall"),
+        ({"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}, {}, "alltoall"),  # which splits experts
+        (
+            {
+                "expert_model_parallel_size": 4,
+                "tensor_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 1,
+            },
+            {},
+            "allgather",
+        ),
+        ({"expert_model_parallel_size": 4}, {"moe_shared_expert_overlap": True}, "alltoall"),
+        ({"expert_model_parallel_size": 4}, {"fp8": "hybrid"}, "alltoall"),
+        ({"expert_model_parallel_size": 4}, {"num_moe_experts": None}, "alltoall"),
+    ],
+)
+def test_the_way_that_sends_less_is_the_default(layout, changed, dispatcher):
+    given = {"num_moe_experts": 128, "moe_router_topk": 8, **changed}
+    assert default_dispatcher(given, ParallelLayout(**layout)) == dispatcher
+
+
+@pytest.mark.parametrize(("topk", "kind"), [(3, "GatheringDispatcher"), (2, "MoEAlltoAllTokenDispatcher")])
+def test_models_are_built_with_the_default(worker_pool, tmp_path, qwen3_moe_dir, topk, kind):
+    """On two ranks; by itself the tiny model sends each token to two experts."""
+    directory = tmp_path / "model"
+    shutil.copytree(qwen3_moe_dir, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": topk}))
+    assert worker_pool.run(dispatchers, str(directory), world_size=2) == [{kind}] * 2
+
+
+def dispatchers(directory: str) -> set[str]:
+    workers.start_megatron(ep=2)
+    _, [chunk] = workers.build(directory)
+    layers = [module for module in chunk.modules() if hasattr(module, "token_dispatcher")]
+    return {type(layer.token_dispatcher).__name__ for layer in layers}
 
 
 def test_refused_on_the_way_to_a_gpu():

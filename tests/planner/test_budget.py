@@ -72,25 +72,53 @@ def test_of_equals_the_smaller_is_taken(run: Run):
     assert fastest([thrice, twice]) is twice
 
 
+def mixture_on(world: int, layout: ParallelLayout, *, sequences: int) -> Run:
+    """30B-A3B with Adam's moments in bf16 on H200s; sequences of 539 tokens."""
+    config = ROOT / "configs" / "recipes" / "qwen3-30b-a3b" / "sft.yaml"
+    found = FromConfig(["--config", str(config)]).describe(HARDWARE["h200"], devices=8, nodes=1, lengths=Lengths())
+    return replace(
+        found,
+        world=world,
+        layout=layout,
+        pipeline_split=PipelineSplit(),
+        state=replace(found.state, optimizer=6),
+        work=replace(found.work, sequences=sequences, tokens=539),
+    )
+
+
 def test_micro_batches_are_as_large_as_experts_need(run: Run):
     """Ten layers of 30B-A3B on an H200: 1,017 tokens, as was chosen once, take fifteen times as long."""
-    config = ROOT / "configs" / "recipes" / "qwen3-30b-a3b" / "sft.yaml"
-    mixture = FromConfig(["--config", str(config)]).describe(HARDWARE["h200"], devices=8, nodes=1, lengths=Lengths())
-    part = {name: getattr(mixture.size, name) * 10 // 48 for name in ("dense", "experts", "experts_met", "layers")}
-    mixture = replace(
-        mixture,
-        world=1,
-        size=replace(mixture.size, **part),
-        layout=ParallelLayout(),
-        pipeline_split=PipelineSplit(),
-        state=replace(mixture.state, optimizer=6),
-        work=replace(mixture.work, sequences=128, tokens=539),
-    )
+    whole = mixture_on(1, ParallelLayout(), sequences=128)
+    part = {name: getattr(whole.size, name) * 10 // 48 for name in ("dense", "experts", "experts_met", "layers")}
+    mixture = replace(whole, size=replace(whole.size, **part))
     small = replace(mixture, microbatch_tokens=1017, recompute=False)
     found = choose(mixture, tokens=True, recompute=True, least=1017)
     assert found.microbatch_tokens >= 32_768
     assert not found.recompute
     assert small.step_seconds > 10 * found.step_seconds
+
+
+def test_some_layers_are_recomputed_where_that_fills_the_memory():
+    """30B-A3B on four GPUs: small micro-batches take long, and large ones fit with some layers recomputed."""
+    layout = ParallelLayout(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    run = mixture_on(4, layout, sequences=256)
+    every = list(candidates(run, tokens=True, recompute=True, least=1017))
+    found = choose(run, tokens=True, recompute=True, least=1017)
+    assert found.recompute_setting in range(1, found.chunk_layers)
+    assert found.recompute * found.chunk_layers == found.recompute_setting
+    all_or_nothing = [candidate for candidate in every if candidate.recompute in (0, 1) and fits(candidate.memory())]
+    assert found.step_seconds < min(candidate.step_seconds for candidate in all_or_nothing)
+    less, more = (replace(found, recompute=share) for share in (0.0, 1.0))
+    assert less.step_seconds < found.step_seconds < more.step_seconds
+    assert less.memory().needed > found.memory().needed > more.memory().needed
+
+
+def test_no_part_is_recomputed_without_a_first_step_to_measure(run: Run):
+    """Half of the tokens hold the longest sequence, and the tokens are left to the planner."""
+    parts = [one for one in candidates(run, tokens=True, recompute=True, least=4352) if 0 < one.recompute < 1]
+    assert min(candidate.microbatch_tokens for candidate in parts) >= 2 * 4352
+    fixed = candidates(run, tokens=False, recompute=True, least=4352)
+    assert [candidate.recompute_setting for candidate in fixed] == ["none", "full"]
 
 
 def plan(activations: float) -> MemoryPlan:
