@@ -8,11 +8,12 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
@@ -50,6 +51,7 @@ SHAPES["30b-a3b-10-layers"] = {**SHAPES["30b-a3b"], "num_hidden_layers": 10}  # 
 SPECIFICATIONS = {"H200": (989.4e12, 4.8e12), "H100": (989.4e12, 3.35e12), "A100": (312e12, 2.039e12)}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 POSITIONS = 131_072  # of a model, if nothing longer is asked for
+LOGS = "LIGHTNING_MEGATRON_RL_BENCHMARK_LOGS"  # variable with the directory in which sides leave what they write
 MODEL = "LIGHTNING_MEGATRON_RL_BENCHMARK_MODEL"  # variable with the directory that rank 0 wrote
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 
@@ -419,24 +421,26 @@ def run_child(
     environment |= variables or {}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        tail = _tail(error.stdout, error.stderr)
-        raise RuntimeError(f"{script} {shlex.join(arguments)} took more than {timeout_s:g} s:\n{tail}") from error
-    if done.returncode != 0:
-        tail = _tail(done.stdout, done.stderr)
-        raise RuntimeError(f"{script} {shlex.join(arguments)} ended with {done.returncode}:\n{tail}")
+    logs = os.environ.get(LOGS)
+    with tempfile.NamedTemporaryFile("w+b", prefix=f"{script}.", suffix=".log", dir=logs, delete=logs is None) as log:
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            tail = _tail(error.stdout or b"", log)
+            raise RuntimeError(f"{script} {shlex.join(arguments)} took more than {timeout_s:g} s:\n{tail}") from error
+        if done.returncode != 0:
+            tail = _tail(done.stdout, log)
+            raise RuntimeError(f"{script} {shlex.join(arguments)} ended with {done.returncode}:\n{tail}")
     # libraries may still write to stdout while they shut down
-    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith(b"{")))
 
 
-def _tail(*outputs: str | bytes | None) -> str:
-    """The last lines of what a process wrote: of one that was killed it comes as bytes."""
-    texts = [text.decode(errors="replace") if isinstance(text, bytes) else text or "" for text in outputs]
-    return "\n".join("".join(texts).splitlines()[-40:])
+def _tail(output: bytes, log: IO[bytes]) -> str:
+    """The last lines of what a process wrote."""
+    log.seek(0)
+    return "\n".join((output + log.read()).decode(errors="replace").splitlines()[-40:])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpus
-from common import ROOT
+from common import LOGS, ROOT
 
 FIELDS = 4
 MOST_AT_ONCE = 32
@@ -170,7 +170,9 @@ class Queue:
 
     def _command(self, job: Job, names: str | None, has_started: threading.Event) -> tuple[str, float]:
         command = job.command.replace("{out}", shlex.quote(str(self.out)))
-        environment = dict(os.environ) if names is None else {**os.environ, "CUDA_VISIBLE_DEVICES": names}
+        environment = {**os.environ, LOGS: str(self.out)}  # of what is ended, too, it is known how far it came
+        if names is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = names
         self.say(f"{self._now:7.1f} s  {job.name}: starts on {'GPUs of its own' if names is None else names}")
         began = time.monotonic()
         with (self.out / f"{job.name}.log").open("wb") as log:
