@@ -102,6 +102,8 @@ class Sample:
     @property
     def policy_ids(self) -> list[int]:
         """The response tokens that the policy wrote."""
+        if not self.turns:
+            return list(self.response_ids)
         return [token for token, own in zip(self.response_ids, self.response_mask, strict=True) if own]
 
     @property
