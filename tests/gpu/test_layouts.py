@@ -130,8 +130,9 @@ def test_transformer_engines_experts_follow_one_gpu(gpu_pool, moe_dir, layout):
     assert relative_steps(run, single) < EXPERTS_RELATIVE
 
 
+@pytest.mark.parametrize("recompute", ["none", 1, "full"])  # of four layers
 @pytest.mark.parametrize("layout", by_size("ep2", "tp2_ep2_etp1_sp"))
-def test_gathered_tokens_follow_one_gpu(gpu_pool, moe_dir, layout):
+def test_gathered_tokens_follow_one_gpu(gpu_pool, moe_dir, layout, recompute):
     """Each replica of ep2 has micro-batches of other lengths; tokens without experts here come back as zeros."""
     parsed = parse_layout(layout)
     options = {"moe": MoESettings(aux_loss_coeff=0.0), "init_process_group": False, "timeout": 250}
@@ -144,6 +145,7 @@ def test_gathered_tokens_follow_one_gpu(gpu_pool, moe_dir, layout):
         parsed.strategy,
         parsed.world_size,
         model_config=changed,
+        recompute=recompute,
         **{**options, "world_size": parsed.world_size},
     )[0]
     assert relative_steps(run, single) < EXPERTS_RELATIVE
