@@ -276,7 +276,7 @@ def trainer_parts(
 
 def describe_recompute(share: float) -> str:
     """Return that so many layers are computed again, to stand behind something else; "" if none are."""
-    return "" if not share else ", recomputed" if share == 1 else f", {share:.0%} of them recomputed"
+    return "" if not share else ", recomputed" if share == 1 else f", {share:.0%} of the layers recomputed"
 
 
 def _push_part(size: ModelSize, split: Split, element_bytes: float, bucket: int) -> Part:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron_rl.planner.hardware import GIB
+from lightning_megatron_rl.planner.memory import describe_recompute
 from lightning_megatron_rl.planner.run import COLUMNS, Run
 from lightning_megatron_rl.planner.scaling import Scaled, efficiency
 
@@ -32,7 +33,7 @@ def as_data(run: Run) -> dict[str, Any]:
             for stage, plan in plans
         ],
         "divisibility": divisibility(run),
-        "work": {**vars(run.work), "micro_batches_per_update": run.microbatches},
+        "work": {**vars(run.work), "micro_batches_per_update": run.microbatches, "recompute": run.recompute_setting},
         "cache_tokens": run.cache_tokens,
         "seconds": [
             {"phase": phase.name, "seconds": phase.seconds, "bound": phase.bound, "parts": dict(phase.parts)}
@@ -86,7 +87,8 @@ def as_text(run: Run) -> str:
         f"{run.model}: {run.size.parameters / 1e9:.3f}e9 parameters on {run.world} x {run.kind.name}"
         f" ({run.kind.free / GIB:.1f} GiB free each), {run.precision}",
         f"layout: {data['layout']}",
-        f"step: {what}; {run.microbatches} micro-batch(es) per update of at most {run.microbatch_tokens} tokens",
+        f"step: {what}; {run.microbatches} micro-batch(es) per update of at most {run.microbatch_tokens} tokens"
+        f"{describe_recompute(run.recompute)}",
     ]
     if work.sampled and run.sampling is not None:
         needs = run.sampling.needs
