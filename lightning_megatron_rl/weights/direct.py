@@ -82,10 +82,6 @@ class DirectRanks:
         self._held = held
         self._device = device
         self._replica = replica
-        if device.type == "cuda":  # before threads want it at the same time
-            from lightning_megatron_rl.weights.copy_kernels import warm_up
-
-            warm_up(device)
         self._rank = 0 if replica is None else replica.ranks.index(dist.get_rank())
         holdings: Holdings = {name: tensor.holding for name, tensor in held().items()}
         self.holdings = self._gather(holdings)  # of each rank

@@ -202,19 +202,25 @@ class HeldTensor:
         return Holding(self.shape, self.dtype, tuple(part.rectangle for part in self.parts))
 
 
-def message_pairs(message: Message, held: Mapping[str, HeldTensor], into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield where a message's parts go to and where they are in this rank's memory, ``[rows, columns]`` both.
+@torch.no_grad()
+def write_message(message: Message, held: Mapping[str, HeldTensor], into: Tensor) -> Tensor:
+    """Copy a message's parts out of this rank's memory.
 
     Args:
         message: What to send.
         held: What this rank has.
         into: ``[bytes]`` uint8, at least the message's.
+
+    Returns:
+        The message, as the first bytes of `into`.
     """
+    packed = into[: message.num_bytes]
     for part in message.parts:
-        target = part.of(into)
+        target = part.of(packed)
         owner = next(one for one in held[part.name].parts if one.rectangle.common(part.rectangle) == part.rectangle)
         for row, rows in owner.cut(part.rectangle):
-            yield target.narrow(0, row, len(rows)), rows
+            target.narrow(0, row, len(rows)).copy_(rows)
+    return packed
 
 
 @torch.no_grad()

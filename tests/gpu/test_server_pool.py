@@ -158,14 +158,14 @@ class Drills(pl.Callback):
 
     def kill_in_a_push(self, policy: Any) -> None:
         """The second server's worker goes between two messages; the trainer goes on with the first."""
-        pack, numbers, victim = direct.Packing.pack, itertools.count(1), self.servers[1].engine_core()
+        write, numbers, victim = direct.write_message, itertools.count(1), self.servers[1].engine_core()
 
-        def pack_and_kill(*arguments: Any) -> Tensor:
+        def write_and_kill(*arguments: Any) -> Tensor:
             if next(numbers) == KILLED_AT:
                 os.kill(victim, signal.SIGKILL)
-            return pack(*arguments)
+            return write(*arguments)
 
-        with mock.patch.object(direct.Packing, "pack", pack_and_kill):
+        with mock.patch.object(direct, "write_message", write_and_kill):
             _, self.found.seconds["push, a server killed in it"] = self.push(policy)
         assert next(numbers) > KILLED_AT, "there are too few messages"
         self.sample("one server")

@@ -166,17 +166,17 @@ def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir
     try:
         assert update(1).direct is None
         assert update(2).direct is not None
-        pack, count = direct.Packing.pack, 0
+        write, count = direct.write_message, 0
 
-        def pack_and_kill(*arguments: Any) -> Tensor:
+        def write_and_kill(*arguments: Any) -> Tensor:
             nonlocal count
             count += 1
             if count == 20:
                 os.kill(two_servers[1].engine_core(), how)
-            return pack(*arguments)
+            return write(*arguments)
 
         began = time.monotonic()
-        with mock.patch.object(direct.Packing, "pack", pack_and_kill):
+        with mock.patch.object(direct, "write_message", write_and_kill):
             report = update(3)
         seconds = time.monotonic() - began
         print(f"{how.name}: {seconds:.2f} s, {count} messages")

@@ -5,7 +5,6 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -248,30 +247,6 @@ def test_weights_whose_rows_lie_apart_are_held_in_blocks():
 def test_weights_that_are_no_matrix_as_they_lie_are_not_held():
     assert held_views(views(torch.zeros(3, 4, 5).transpose(1, 2))) is None
     assert held_views(views(torch.zeros(3, 4, 5), torch.zeros(3, 4).T, torch.zeros(()))) is not None
-
-
-def test_messages_are_put_together_of_where_weights_lie_now():
-    """They change in place, and then lie elsewhere, as after an offload; buffers are kept as long as the server."""
-    weights = [torch.arange(32.0).view(8, 4), torch.arange(4.0)]
-    expected = {str(number): tensor for number, tensor in enumerate(weights)}
-    ranks = DirectRanks(lambda: held_views(views(*weights)) or {}, torch.device("cpu"))
-    workers = Workers(halves(list(expected.items())))
-    packings = []
-    for step in ("first", "in place", "in place", "elsewhere", "in place"):
-        for number, tensor in enumerate(weights):
-            weights[number] = tensor.add_(1) if step == "in place" else tensor + 100
-            expected[str(number)] = weights[number]
-        delivered, came = workers.send(SimpleNamespace(direct=DirectPush(ranks)))
-        assert delivered.deliveries["key"].error is None
-        assert not differences(workers.reads, [one.result() for one in came], expected), step
-        (end,) = ranks._ends.values()
-        packings.append(end._packing)
-        assert delivered.deliveries["key"].buffer_bytes == end._packing.num_bytes > 0
-    first, *same, moved, last = packings
-    assert same == [first, first]
-    assert last is moved is not first
-    ranks.close()
-    assert end._packing is None
 
 
 def test_a_server_that_does_not_come_takes_buckets():

@@ -16,9 +16,9 @@ from lightning_megatron_rl.weights.messages import (
     Message,
     can_send,
     empty_tensors,
-    message_pairs,
     plan_messages,
     read_message,
+    write_message,
 )
 from lightning_megatron_rl.weights.reads import Read
 from lightning_megatron_rl.weights.rectangles import Rectangle, disjoint, matrix_shape
@@ -110,9 +110,7 @@ def test_each_worker_gets_what_it_reads_and_each_element_once(case):
                 assert message.num_bytes <= longest
                 told = Message.from_plain(json.loads(json.dumps(message.to_plain())), shapes)
                 assert told == message
-                packed = torch.empty(message.num_bytes, dtype=torch.uint8)
-                for target, source in message_pairs(message, held, packed):
-                    target.copy_(source)
+                packed = write_message(message, held, torch.empty(message.num_bytes, dtype=torch.uint8))
                 read_message(told, packed, tensors)
                 for part in message.parts:
                     part.rectangle.of(counts[part.name]).add_(1)

@@ -26,8 +26,8 @@ from lightning_megatron_rl.weights.messages import (
     Message,
     Messages,
     empty_tensors,
-    message_pairs,
     read_message,
+    write_message,
 )
 from lightning_megatron_rl.weights.placement import aligned
 from lightning_megatron_rl.weights.reads import Reads
@@ -129,7 +129,6 @@ class RankEnd:
         self._device = device
         self._control: GlooLines | None = None
         self._lines: Lines | None = None  # for data; may be the same
-        self._packing: Packing | None = None  # of the last update
         self.link_rate = 0.0  # what the leader has measured of the link to the server. # bytes per second
 
     def meet(self, plan: Sequence[Sequence[Messages]]) -> None:
@@ -178,26 +177,26 @@ class RankEnd:
         Raises:
             RuntimeError: A worker is gone, takes too long, or has not got what the plan says.
         """
-        began, lines, packing = time.perf_counter(), self._lines, self._packing
+        began, lines = time.perf_counter(), self._lines
         assert lines is not None
-        if packing is None or packing.places != _places(held):
-            packing = self._packing = Packing(self._messages, held, self._device)
-        sent = [0] * len(self._messages)
+        lengths = [aligned(max((message.num_bytes for message in messages), default=0)) for messages in self._messages]
+        # two for each worker: one message is put together while the last one goes, and the one before that is there
+        buffers = [torch.empty(2, length, dtype=torch.uint8, device=self._device) for length in lengths]
+        sent = [0] * len(buffers)
         lines.begin()
         for number in range(max(map(len, self._messages), default=0)):
             for place, (worker, messages) in enumerate(zip(self._workers, self._messages, strict=True)):
                 if number < len(messages):
-                    packed = packing.pack(place, number)
+                    packed = write_message(messages[number], held, buffers[place][number % 2])
                     lines.send(packed, worker)
                     sent[place] += packed.numel()
             lines.go()
         lines.end()
         self._hear()
-        return sent, packing.num_bytes, time.perf_counter() - began
+        return sent, sum(buffer.numel() for buffer in buffers), time.perf_counter() - began
 
     def leave(self) -> None:
-        """Close the connections, and let go of the messages' memory."""
-        self._packing = None
+        """Close the connections."""
         for lines in (self._lines, self._control):
             if lines is not None:
                 lines.close()
@@ -214,46 +213,6 @@ class RankEnd:
             for worker in self._workers:
                 self._control.receive(torch.empty(1, dtype=torch.uint8), worker)
             self._control.wait()
-
-
-class Packing:
-    """Puts messages together, of what lies in the same places in each update.
-
-    Two alternate for each worker: one message is put together while the last one goes, and the one before is there.
-
-    Args:
-        messages: By worker.
-        held: What this rank has.
-        device: Where that is.
-    """
-
-    def __init__(self, messages: Sequence[Messages], held: Mapping[str, HeldTensor], device: torch.device) -> None:
-        self.places = _places(held)
-        self._packed: list[list[Tensor]] = []  # by worker and message
-        self._copies: list[list[Copies]] = []
-        self.num_bytes = 0
-        for of_worker in messages:
-            length = aligned(max((message.num_bytes for message in of_worker), default=0))
-            buffers = torch.empty(2, length, dtype=torch.uint8, device=device)
-            self.num_bytes += buffers.numel()
-            packed, copies = [], []
-            for number, message in enumerate(of_worker):
-                packed.append(buffers[number % 2, : message.num_bytes])
-                targets, sources = zip(*message_pairs(message, held, packed[-1]), strict=True)
-                copies.append(Copies(targets, sources))
-            self._packed.append(packed)
-            self._copies.append(copies)
-
-    def pack(self, worker: int, number: int) -> Tensor:
-        """Return a message, ``[bytes]``, until the one after next is put together."""
-        self._copies[worker][number].run()
-        return self._packed[worker][number]
-
-
-def _places(held: Mapping[str, HeldTensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Where all parts lie."""
-    views = (part.view for tensor in held.values() for part in tensor.parts)
-    return [(view.data_ptr(), view.stride()) for view in views]
 
 
 class WorkerEnd:
