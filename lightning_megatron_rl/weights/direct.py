@@ -86,6 +86,10 @@ class DirectRanks:
         holdings: Holdings = {name: tensor.holding for name, tensor in held().items()}
         self.holdings = self._gather(holdings)  # of each rank
         self._ends: dict[str, RankEnd] = {}
+        if device.type == "cuda":
+            from lightning_megatron_rl.weights.copy_kernels import warm_up
+
+            warm_up(device)  # the threads of `send` may not compile or load a kernel at the same time
 
     @property
     def keys(self) -> frozenset[str]:
@@ -119,6 +123,11 @@ class DirectRanks:
             self._merge(found, dict(zip(there, sent, strict=True)))
         met = [delivery.has_met for delivery in found.values()]
         return Delivered(found, order.others_take_buckets or not all(met))
+
+    def let_go(self) -> None:
+        """Drop all references to the memory of what was sent; servers can be sent to as before."""
+        for end in self._ends.values():
+            end.let_go()
 
     def close(self) -> None:
         """Leave all servers' groups."""

@@ -202,25 +202,25 @@ class HeldTensor:
         return Holding(self.shape, self.dtype, tuple(part.rectangle for part in self.parts))
 
 
-@torch.no_grad()
-def write_message(message: Message, held: Mapping[str, HeldTensor], into: Tensor) -> Tensor:
-    """Copy a message's parts out of this rank's memory.
+def packing_views(message: Message, held: Mapping[str, HeldTensor], into: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the copies that pack a message: views of where it is packed, and of this rank's memory.
 
     Args:
         message: What to send.
         held: What this rank has.
-        into: ``[bytes]`` uint8, at least the message's.
+        into: ``[bytes]`` uint8, at least the message's, which is its first bytes then.
 
     Returns:
-        The message, as the first bytes of `into`.
+        Targets and sources, pairs of one shape.
     """
-    packed = into[: message.num_bytes]
+    targets, sources = [], []
     for part in message.parts:
-        target = part.of(packed)
+        target = part.of(into)
         owner = next(one for one in held[part.name].parts if one.rectangle.common(part.rectangle) == part.rectangle)
         for row, rows in owner.cut(part.rectangle):
-            target.narrow(0, row, len(rows)).copy_(rows)
-    return packed
+            targets.append(target.narrow(0, row, len(rows)))
+            sources.append(rows)
+    return targets, sources
 
 
 @torch.no_grad()

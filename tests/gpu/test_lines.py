@@ -1,6 +1,7 @@
 """Weights over NCCL between a rank and a worker that share one GPU as two hosts: gloo's bytes, and workers that go."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ from lightning_megatron_rl.verify import pool
 from lightning_megatron_rl.weights.transports import direct, lines, nccl
 from tests.distributed import WorkerError, WorkerPool, free_port
 from tests.policing import keep_process
+from tests.weights.test_direct import MOVES, Model, push_and_move
 from tests.weights.test_lines import (
     AT_ONCE,
     HOST,
@@ -67,6 +69,13 @@ def test_messages_are_copied_into_the_model_as_they_come(two_hosts, rows):
     """Those of the next message come meanwhile, into the other half of the memory."""
     setting = Setting(1, 1, free_port(), device="cuda:0", rows=rows, limit=4096 if rows < 100 else 2**23)
     check_in_place(two_hosts.run(push_in_place, setting, None, world_size=2, init_process_group=False), setting)
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_weights_are_sent_from_where_they_are_now(move):
+    """A kernel packs them, whose table has addresses: over gloo, since it is the rank's part alone."""
+    with closing(Model(torch.device("cuda:0"))) as model:
+        push_and_move(model, move)
 
 
 def test_a_killed_worker_is_named_at_once(two_hosts):

@@ -29,6 +29,7 @@ from lightning_megatron_rl.rollout.servers import pool
 from lightning_megatron_rl.rollout.servers.about import WeightsOver
 from lightning_megatron_rl.rollout.servers.client import ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.weights.send_buffers import SendBuffers
 from lightning_megatron_rl.weights.transports import direct, lines
 from tests.distributed import WorkerPool
 from tests.gpu.engines import make_policy
@@ -158,14 +159,14 @@ class Drills(pl.Callback):
 
     def kill_in_a_push(self, policy: Any) -> None:
         """The second server's worker goes between two messages; the trainer goes on with the first."""
-        write, numbers, victim = direct.write_message, itertools.count(1), self.servers[1].engine_core()
+        pack, numbers, victim = SendBuffers.pack, itertools.count(1), self.servers[1].engine_core()
 
-        def write_and_kill(*arguments: Any) -> Tensor:
+        def pack_and_kill(*arguments: Any) -> Tensor:
             if next(numbers) == KILLED_AT:
                 os.kill(victim, signal.SIGKILL)
-            return write(*arguments)
+            return pack(*arguments)
 
-        with mock.patch.object(direct, "write_message", write_and_kill):
+        with mock.patch.object(SendBuffers, "pack", pack_and_kill):
             _, self.found.seconds["push, a server killed in it"] = self.push(policy)
         assert next(numbers) > KILLED_AT, "there are too few messages"
         self.sample("one server")

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.rollout.protocol import (
@@ -23,7 +24,7 @@ from lightning_megatron_rl.rollout.protocol import (
 )
 from lightning_megatron_rl.rollout.servers import push
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
-from lightning_megatron_rl.weights.source import source_of
+from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
 from tests.rollout.conftest import Harness, is_running, make_requests, max_logprob_error, random_weights
@@ -118,6 +119,19 @@ def test_weights_go_over_gloo_where_nccl_does_not_work(remote, monkeypatch, capl
     assert sum("straight from the ranks" in record.message for record in caplog.records) == 2
     assert had == [None, None]
     assert server.pushed == (server.about.instance, remote.version)
+
+
+def test_weights_are_held_until_they_may_move(remote):
+    """Those that stay where they are until the engine is told to let go; others no longer than their update."""
+    for stays in (True, False, True):
+        weights = WeightViews.of(random_weights(remote.model, 60))
+        storages = [StorageWeakRef(view.view.untyped_storage()) for view in weights.views]
+        remote.version += 1
+        remote.engine.update_weights(WeightSource.of_views(WeightViews(weights.views, stays=stays)), remote.version)
+        del weights
+        assert [storage.expired() for storage in storages] == [not stays] * len(storages)
+        remote.engine.let_go()
+        assert all(storage.expired() for storage in storages)
 
 
 def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):

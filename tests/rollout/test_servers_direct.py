@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from lightning_megatron_rl.rollout.protocol import Generation, SyncReport
 from lightning_megatron_rl.rollout.servers import pool, push
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.weights.send_buffers import SendBuffers
 from lightning_megatron_rl.weights.source import source_of
 from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process
@@ -166,17 +167,17 @@ def test_a_worker_that_goes_in_the_middle_holds_nobody_up(two_servers, model_dir
     try:
         assert update(1).direct is None
         assert update(2).direct is not None
-        write, count = direct.write_message, 0
+        pack, count = SendBuffers.pack, 0
 
-        def write_and_kill(*arguments: Any) -> Tensor:
+        def pack_and_kill(*arguments: Any) -> Tensor:
             nonlocal count
             count += 1
             if count == 20:
                 os.kill(two_servers[1].engine_core(), how)
-            return write(*arguments)
+            return pack(*arguments)
 
         began = time.monotonic()
-        with mock.patch.object(direct, "write_message", write_and_kill):
+        with mock.patch.object(SendBuffers, "pack", pack_and_kill):
             report = update(3)
         seconds = time.monotonic() - began
         print(f"{how.name}: {seconds:.2f} s, {count} messages")

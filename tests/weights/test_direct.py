@@ -2,7 +2,9 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,16 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_megatron_rl.strategy.offload import Offloader
+from lightning_megatron_rl.weights import send_buffers
 from lightning_megatron_rl.weights.direct import Delivered, DirectPush, DirectRanks, Order, Route, held_views
-from lightning_megatron_rl.weights.messages import plan_messages
+from lightning_megatron_rl.weights.messages import HeldTensor, plan_messages
+from lightning_megatron_rl.weights.placement import aligned
 from lightning_megatron_rl.weights.reads import Read
 from lightning_megatron_rl.weights.rectangles import Rectangle, matrix_shape
+from lightning_megatron_rl.weights.send_buffers import SendBuffers
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 from lightning_megatron_rl.weights.transports.direct import DirectMeeting, RankEnd, WorkerEnd
 from lightning_megatron_rl.weights.transports.network import NetworkSender
@@ -41,6 +48,7 @@ LAYOUTS = {  # family and layout: whether the ranks of a replica have all of its
 }
 DEFAULT = ("qwen3 tp2_sp", "qwen3 cp2", "qwen3_moe tp2_sp_ep2_etp1")
 DEADLINE = 10.0  # seconds, of a meeting and of a message
+CPU = torch.device("cpu")
 LIMIT = 3000  # bytes of a message: rows of large tensors go in several
 
 
@@ -265,3 +273,155 @@ def test_a_server_that_does_not_come_takes_buckets():
     assert not delivered.deliveries["key"].has_met
     assert delivered.deliveries["key"].error is not None
     assert not ranks.keys
+
+
+# ---- what a rank keeps from one update to the next
+
+
+class Model:
+    """Three parameters of one rank, and one worker on the CPU that reads all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        shapes = ((48, 34), (36, 50), (70,))
+        self.parameters = [torch.nn.Parameter(torch.empty(shape, device=device)) for shape in shapes]
+        self.ranks = DirectRanks(self.held, device)
+        self._offloader = Offloader(device)
+        self._longest = 0  # bytes of a message
+        self._sender = NetworkSender("127.0.0.1", 1, DEADLINE)  # which has the store
+        self._thread = ThreadPoolExecutor(1)
+        self._end: WorkerEnd | None = None
+
+    def held(self) -> dict[str, HeldTensor]:
+        """The first one in blocks of rows that lie apart, as a fused projection has them."""
+        fused, *others = [parameter.detach() for parameter in self.parameters]
+        found = [WeightView("keys", fused.as_strided((4, 8, 34), (12 * 34, 34, 1), 4 * 34), (32, 34))]
+        found += [WeightView(str(number), tensor, tuple(tensor.shape)) for number, tensor in enumerate(others)]
+        held = held_views(WeightViews(found))
+        assert held is not None
+        return held
+
+    @torch.no_grad()
+    def change(self, seed: int) -> None:
+        """In place."""
+        for number, parameter in enumerate(self.parameters):
+            generator = torch.Generator().manual_seed(10 * seed + number)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def rebind(self) -> None:
+        """Move to memory of their own, and leave NaN where they were."""
+        for parameter in self.parameters:
+            old, parameter.data = parameter.data, parameter.data.clone()
+            old.fill_(torch.nan)
+
+    def offload(self) -> None:
+        """Go and come back, while NaN takes the memory that is free then."""
+        self._offloader.offload("parameters", self.parameters)
+        taken = [torch.full(one.shape, torch.nan, device=one.device) for one in self.parameters]
+        self._offloader.reload()
+        del taken
+
+    def push(self) -> dict[str, Tensor]:
+        """Send what is held; returns what the worker has got."""
+        reads = {name: Read(one.shape, one.dtype, (Rectangle.whole(one.shape),)) for name, one in self.held().items()}
+        route = Route("key")
+        if not self.ranks.keys:
+            place, messages = self._sender.meeting, plan_messages(self.ranks.holdings, [reads], LIMIT)
+            assert messages is not None
+            assert len(messages[0][0]) > 4  # they alternate between two buffers
+            self._longest = max(message.num_bytes for message in messages[0][0])
+            meeting = DirectMeeting("key", place.address, place.port, "127.0.0.1", 1, 1, place.timeout_s)
+            route = Route("key", meeting, messages)
+
+        def receive() -> dict[str, Tensor]:
+            if route.meeting is not None:
+                self._end = WorkerEnd(route.meeting, 0, reads, CPU)
+            assert self._end is not None
+            return self._end.receive(nan=True)[0]
+
+        came = self._thread.submit(receive)
+        delivery = self.ranks.send(Order([route], others_take_buckets=False)).deliveries["key"]
+        assert delivery.error is None
+        assert delivery.buffer_bytes == 2 * aligned(self._longest)
+        return came.result()
+
+    def expected(self) -> dict[str, Tensor]:
+        return {name: one.parts[0].view.reshape(one.shape).cpu() for name, one in self.held().items()}
+
+    def check_push(self) -> None:
+        """The worker gets what is held, bit by bit."""
+        came, expected = self.push(), self.expected()
+        assert came.keys() == expected.keys()
+        assert not [name for name in came if not torch.equal(came[name], expected[name])]
+
+    def close(self) -> None:
+        self.ranks.close()
+        if self._end is not None:
+            self._end.leave()
+        self._thread.shutdown()
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with closing(Model(CPU)) as model:
+        yield model
+
+
+MOVES = {"stay": None, "are rebound": Model.rebind, "are offloaded": Model.offload}
+
+
+def push_and_move(model: Model, move: Callable[[Model], None] | None) -> None:
+    """Three updates of weights in one place, then move them, and the same again."""
+    for seed in range(6):
+        if seed == 3 and move is not None:
+            move(model)
+        model.change(seed)
+        model.check_push()
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_weights_are_sent_from_where_they_are_now(model, move):
+    """Copies that were prepared for earlier updates read no memory that weights have left."""
+    push_and_move(model, move)
+
+
+def test_copies_are_prepared_once_if_weights_stay(model):
+    """And anew, if one of them has moved."""
+    counts = []
+    with mock.patch.object(send_buffers, "packing_views", wraps=send_buffers.packing_views) as prepared:
+        for step in range(4):
+            model.change(step)
+            if step == 3:
+                model.parameters[1].data = model.parameters[1].data.clone()
+            model.push()
+            counts.append(prepared.call_count)
+    assert counts == [counts[0], counts[0], counts[0], 2 * counts[0]]
+
+
+def test_buffers_are_kept_until_the_rank_leaves(model):
+    packed, pack = [], SendBuffers.pack
+
+    def spy(self: SendBuffers, worker: int, number: int) -> Tensor:
+        message = pack(self, worker, number)
+        packed.append(StorageWeakRef(message.untyped_storage()))
+        return message
+
+    with mock.patch.object(SendBuffers, "pack", spy):
+        for seed in range(2):
+            model.change(seed)
+            model.push()
+    assert len({one.cdata for one in packed}) == 1
+    assert not packed[0].expired()
+    model.ranks.close()
+    assert packed[0].expired()
+
+
+def test_weights_are_let_go(model):
+    """Servers can be sent to as before."""
+    model.change(0)
+    model.push()
+    old = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters]
+    model.rebind()
+    assert not any(one.expired() for one in old)
+    model.ranks.let_go()
+    assert all(one.expired() for one in old)
+    model.check_push()

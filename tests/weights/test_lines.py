@@ -293,7 +293,10 @@ def whole_weights(setting: Setting, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def push_in_place(setting: Setting, group: type[HostGroup] | None) -> list[dict[str, Tensor]]:
-    """Push thrice over NCCL, straight into the workers' models; returns a worker's after each push."""
+    """Push thrice over NCCL, straight into the workers' models; returns a worker's after each push.
+
+    What ranks hold stays in place.
+    """
     store, found = keep_store(setting), list[dict[str, Tensor]]()
     with mock.patch.object(direct, "NCCLGroup", group or direct.NCCLGroup):
         end = setting.meet("in place", "nccl")
@@ -305,12 +308,16 @@ def push_in_place(setting: Setting, group: type[HostGroup] | None) -> list[dict[
             assert copies is not None
             each = iter(copies)
             by_rank = [[next(each) for _ in of_rank] for of_rank in landings]
+        else:
+            held = setting.held(setting.number, 0)
         for seed in (1, 2, 3):
             if isinstance(end, WorkerEnd):
                 end.receive_in_place(by_rank)
                 found.append({name: value.detach().cpu().clone() for name, value in model.named_parameters()})
             else:
-                end.send(setting.held(setting.number, seed))
+                for name, tensor in setting.held(setting.number, seed).items():
+                    held[name].parts[0].view.copy_(tensor.parts[0].view)
+                end.send(held)
         end.leave()
     leave_last(store, setting)
     return found

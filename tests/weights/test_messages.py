@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_megatron_rl.weights.copies import Copies
 from lightning_megatron_rl.weights.messages import (
     HeldPart,
     HeldTensor,
     Message,
     can_send,
     empty_tensors,
+    packing_views,
     plan_messages,
     read_message,
-    write_message,
 )
 from lightning_megatron_rl.weights.reads import Read
 from lightning_megatron_rl.weights.rectangles import Rectangle, disjoint, matrix_shape
@@ -110,7 +111,8 @@ def test_each_worker_gets_what_it_reads_and_each_element_once(case):
                 assert message.num_bytes <= longest
                 told = Message.from_plain(json.loads(json.dumps(message.to_plain())), shapes)
                 assert told == message
-                packed = write_message(message, held, torch.empty(message.num_bytes, dtype=torch.uint8))
+                packed = torch.empty(message.num_bytes, dtype=torch.uint8)
+                Copies(*packing_views(message, held, packed)).run()
                 read_message(told, packed, tensors)
                 for part in message.parts:
                     part.rectangle.of(counts[part.name]).add_(1)

@@ -112,6 +112,8 @@ class Connections:
     def let_go(self) -> None:
         """Drop what is held of an update's weights."""
         self._whole = {}
+        if self._ranks is not None:
+            self._ranks.let_go()
 
     def close(self) -> None:
         """Give the servers back; what is under way is lost."""

@@ -346,7 +346,9 @@ class ServerPool(StreamingEngine):
         return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {urls}"
 
     def let_go(self) -> None:
-        """Do nothing: servers have weights of their own."""
+        """Drop what is held of the trainer's weights; servers have their own."""
+        if self._connections is not None:
+            self._connections.let_go()
 
 
 def _tell(report: DirectReport, count: int) -> None:

@@ -118,7 +118,8 @@ def deliver(
             came[server], server.direct_key = delivery, route.key
     there = [server for server in came if server.state != LOST]
     result.done = connections.without(there, _at_once(there, lambda server: answers[server].result()))
-    connections.let_go()
+    if source.whole is not None and not source.whole.stays:
+        connections.let_go()
     if came:
         result.num_bytes = sizes[0]
         result.buffer_bytes = sum(delivery.buffer_bytes for delivery in came.values())

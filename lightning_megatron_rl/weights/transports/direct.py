@@ -27,10 +27,10 @@ from lightning_megatron_rl.weights.messages import (
     Messages,
     empty_tensors,
     read_message,
-    write_message,
 )
 from lightning_megatron_rl.weights.placement import aligned
 from lightning_megatron_rl.weights.reads import Reads
+from lightning_megatron_rl.weights.send_buffers import SendBuffers
 from lightning_megatron_rl.weights.transports.lines import GlooLines, Lines, open_nccl
 from lightning_megatron_rl.weights.transports.nccl import NCCLGroup
 
@@ -129,6 +129,7 @@ class RankEnd:
         self._device = device
         self._control: GlooLines | None = None
         self._lines: Lines | None = None  # for data; may be the same
+        self._buffers: SendBuffers | None = None  # from the first update on
         self.link_rate = 0.0  # what the leader has measured of the link to the server. # bytes per second
 
     def meet(self, plan: Sequence[Sequence[Messages]]) -> None:
@@ -168,8 +169,10 @@ class RankEnd:
     def send(self, held: Mapping[str, HeldTensor]) -> tuple[list[int], int, float]:
         """Send all messages; the leader returns when the workers have those of all ranks.
 
+        What is held is referred to until `let_go`, or until it lies elsewhere in a later update.
+
         Args:
-            held: What this rank has.
+            held: What this rank has, the same parts each time.
 
         Returns:
             Bytes that this rank has sent, by worker; bytes of its buffers; and seconds.
@@ -179,27 +182,32 @@ class RankEnd:
         """
         began, lines = time.perf_counter(), self._lines
         assert lines is not None
-        lengths = [aligned(max((message.num_bytes for message in messages), default=0)) for messages in self._messages]
-        # two for each worker: one message is put together while the last one goes, and the one before that is there
-        buffers = [torch.empty(2, length, dtype=torch.uint8, device=self._device) for length in lengths]
-        sent = [0] * len(buffers)
+        buffers = self._buffers = self._buffers or SendBuffers(self._messages, self._device)
+        buffers.prepare(held)
+        sent = [0] * len(self._messages)
         lines.begin()
         for number in range(max(map(len, self._messages), default=0)):
             for place, (worker, messages) in enumerate(zip(self._workers, self._messages, strict=True)):
                 if number < len(messages):
-                    packed = write_message(messages[number], held, buffers[place][number % 2])
+                    packed = buffers.pack(place, number)
                     lines.send(packed, worker)
                     sent[place] += packed.numel()
             lines.go()
         lines.end()
         self._hear()
-        return sent, sum(buffer.numel() for buffer in buffers), time.perf_counter() - began
+        return sent, buffers.num_bytes, time.perf_counter() - began
+
+    def let_go(self) -> None:
+        """Drop all references to the memory of what was sent."""
+        if self._buffers is not None:
+            self._buffers.let_go()
 
     def leave(self) -> None:
-        """Close the connections."""
+        """Close the connections, and drop the buffers."""
         for lines in (self._lines, self._control):
             if lines is not None:
                 lines.close()
+        self._buffers = None
 
     @property
     def _workers(self) -> list[int]:
