@@ -23,6 +23,7 @@ from lightning_megatron_rl.rollout.protocol import (
     WeightsLostError,
 )
 from lightning_megatron_rl.rollout.servers import push
+from lightning_megatron_rl.rollout.servers.client import ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
@@ -119,6 +120,39 @@ def test_weights_go_over_gloo_where_nccl_does_not_work(remote, monkeypatch, capl
     assert sum("straight from the ranks" in record.message for record in caplog.records) == 2
     assert had == [None, None]
     assert server.pushed == (server.about.instance, remote.version)
+
+
+def test_only_a_server_that_samples_is_paused(remote, monkeypatch):
+    """A pause takes vLLM 20 ms. One whose responses were cut may still be at them; then nothing is left to stop."""
+    asked, ask = [], ServerClient._ask
+
+    async def spy(client: ServerClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(path.partition("?")[0])
+        return await ask(client, method, path, *arguments, **options)
+
+    def calls_of_a_push() -> list[str]:
+        asked.clear()
+        remote.push_random_weights(60 + remote.version)
+        return [path for path in asked if path in ("/pause", "/reset_prefix_cache", "/resume")]
+
+    monkeypatch.setattr(ServerClient, "_ask", spy)
+    is_idle, is_busy = ["/reset_prefix_cache"], ["/pause", "/reset_prefix_cache", "/resume"]
+    remote.engine.generate(make_requests(4), EIGHT)
+    assert calls_of_a_push() == is_idle
+    assert max_logprob_error(remote.model, make_requests(4), remote.engine.generate(make_requests(4), EIGHT)) < EXACT
+    for attempt in range(5):  # on a busy machine the server may be done before
+        collected = Collected(remote)
+        remote.engine.submit(requests(4, 400, start=4 * attempt), SamplingParams(max_tokens=400, ignore_eos=True))
+        collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 4)
+        if not all(response.finish_reason for response in collected.responses.values()):
+            break
+    assert calls_of_a_push() == is_busy
+    collected.until(lambda: collected.shortest >= 20)
+    remote.engine.withdraw()
+    calls = calls_of_a_push()
+    assert calls == is_busy or (calls == is_idle and collected.are_complete)
+    assert calls_of_a_push() == is_idle
+    assert max_logprob_error(remote.model, make_requests(4), remote.engine.generate(make_requests(4), EIGHT)) < EXACT
 
 
 def test_weights_are_held_until_they_may_move(remote):
