@@ -117,7 +117,8 @@ class TrainingSettings:
         fields = self.model_config
         if fields.get("recompute_granularity") != "full":
             return 0.0
-        return min(1.0, fields["recompute_num_layers"] / layers) if fields["recompute_method"] == "block" else 1.0
+        count = fields.get("recompute_num_layers") if fields.get("recompute_method") == "block" else layers
+        return min(1.0, count / layers) if isinstance(count, int) else 1.0  # what is incomplete is refused later
 
     def settle(self, tokens: int, *, recompute: Recompute) -> "TrainingSettings":
         """Return these settings with what is chosen in the place of "auto"."""

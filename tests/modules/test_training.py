@@ -105,6 +105,9 @@ def test_some_layers_are_recomputed():
     assert settings.recomputed(12) == 0.25
     assert settings.recomputed(2) == 1  # all that a stage has
     assert TrainingSettings(model_config={"recompute_granularity": "selective"}).recomputed(12) == 0
+    for incomplete in ({}, {"recompute_method": "block"}):
+        fields = {"recompute_granularity": "full", **incomplete}
+        assert TrainingSettings(model_config=fields).recomputed(12) == 1
 
 
 def test_what_is_open_is_settled_and_nothing_else():
