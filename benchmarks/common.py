@@ -272,12 +272,14 @@ def model_config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def how_trained(module: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was chosen for a module that has trained, as results have it."""
+    """Return what was chosen for a module that has trained, as results have it; of the dispatcher what was built."""
+    from lightning_megatron_rl.compat.expert_gather import GatheringDispatcher
+
     layout, config = module.strategy.layout, module.hf_model.config
-    gathers = layout.gathers_tokens(getattr(config, "num_experts_per_tok", 0))
+    gathers = any(isinstance(getattr(part, "token_dispatcher", None), GatheringDispatcher) for part in module.modules())
     return {
         "max_tokens_per_microbatch": module.train_settings.token_budget,
-        "dispatcher": options.dispatcher or ("allgather" if gathers else "alltoall"),
+        "dispatcher": "allgather" if gathers else "alltoall",
         "recompute": module.train_settings.recomputed(layout.chunk_layers(config.num_hidden_layers)),
         "auto": options.auto,
     }

@@ -118,7 +118,7 @@ def deliver(
             came[server], server.direct_key = delivery, route.key
     there = [server for server in came if server.state != LOST]
     result.done = connections.without(there, _at_once(there, lambda server: answers[server].result()))
-    if source.whole is not None and not source.whole.stays:
+    if source.whole is None or not source.whole.stays:
         connections.let_go()
     if came:
         result.num_bytes = sizes[0]
