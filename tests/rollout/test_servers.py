@@ -140,17 +140,14 @@ def test_only_a_server_that_samples_is_paused(remote, monkeypatch):
     remote.engine.generate(make_requests(4), EIGHT)
     assert calls_of_a_push() == is_idle
     assert max_logprob_error(remote.model, make_requests(4), remote.engine.generate(make_requests(4), EIGHT)) < EXACT
-    for attempt in range(5):  # on a busy machine the server may be done before
-        collected = Collected(remote)
-        remote.engine.submit(requests(4, 400, start=4 * attempt), SamplingParams(max_tokens=400, ignore_eos=True))
-        collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 4)
-        if not all(response.finish_reason for response in collected.responses.values()):
-            break
+    (server,) = remote.engine.connections.servers
+    collected = Collected(remote)
+    remote.engine.submit(requests(48, 400), SamplingParams(max_tokens=400, ignore_eos=True))
+    collected.until(lambda: server.load == 48)  # so many are not done before the next call, on any machine
     assert calls_of_a_push() == is_busy
-    collected.until(lambda: collected.shortest >= 20)
+    collected.until(lambda: server.load > 0)
     remote.engine.withdraw()
-    calls = calls_of_a_push()
-    assert calls == is_busy or (calls == is_idle and collected.are_complete)
+    assert calls_of_a_push() == is_busy
     assert calls_of_a_push() == is_idle
     assert max_logprob_error(remote.model, make_requests(4), remote.engine.generate(make_requests(4), EIGHT)) < EXACT
 
