@@ -1,6 +1,7 @@
 """vLLM servers as an engine: the samples of a local one, updates in the middle, and servers that are no use."""
 
 import copy
+import math
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from lightning_megatron_rl.rollout.protocol import (
 from lightning_megatron_rl.rollout.servers import push
 from lightning_megatron_rl.rollout.servers.client import ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.rollout.servers.server_process import STREAM_INTERVAL
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
@@ -150,6 +152,23 @@ def test_only_a_server_that_samples_is_paused(remote, monkeypatch):
     assert calls_of_a_push() == is_busy
     assert calls_of_a_push() == is_idle
     assert max_logprob_error(remote.model, make_requests(4), remote.engine.generate(make_requests(4), EIGHT)) < EXACT
+
+
+def test_a_message_brings_several_tokens(remote, monkeypatch):
+    """The first, eight at a time, and the rest; each costs both sides more than what is in it."""
+    read, sizes = ServerClient._read, []
+
+    def spy(client: ServerClient, line: bytes) -> Iterator[tuple[list[int], list[float], str | None]]:
+        for told in read(client, line):
+            sizes.append(len(told[0]))
+            yield told
+
+    monkeypatch.setattr(ServerClient, "_read", spy)
+    asked = [GenerationRequest([5, 9, 7], seed=3)]
+    ((response,),) = remote.engine.generate(asked, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert sum(sizes) == len(response.token_ids) == 100
+    assert len(sizes) <= 1 + math.ceil(99 / STREAM_INTERVAL)
+    assert max_logprob_error(remote.model, asked, [[response]]) < EXACT
 
 
 def test_weights_are_held_until_they_may_move(remote):

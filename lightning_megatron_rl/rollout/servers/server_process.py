@@ -13,6 +13,7 @@ from lightning_megatron_rl.utilities.garbage import collect_rarely
 
 GUARD = "lightning_megatron_rl.rollout.servers.guard.Guard"
 LOOK_S = 1.0
+STREAM_INTERVAL = 8  # tokens of a response in a message; with one in each, messages keep a core busy here and there
 GRACE_S = 5  # for calls under way when the engine is gone: vLLM's server would wait for them for ever
 
 
@@ -44,6 +45,7 @@ def main(parent_pid: int) -> None:
     for name, value in settings.items():
         setattr(arguments, name, value)
     arguments.middleware = [GUARD]
+    arguments.stream_interval = STREAM_INTERVAL
     arguments.served_model_name = ["policy"]
     arguments.disable_log_stats = True
     arguments.disable_uvicorn_access_log = True
