@@ -9,6 +9,7 @@ from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.divisibility import DividedSizes, PipelineSplit
 from lightning_megatron_rl.planner.hardware import Hardware
 from lightning_megatron_rl.planner.memory import ModelSize
+from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.planner.run import Run, Sampling
 from lightning_megatron_rl.planner.timing import Work
 from lightning_megatron_rl.strategy.state_size import state_size
@@ -102,6 +103,7 @@ def describe_run(
         adapter_parameters=0 if lora is None else adapter_parameters(model.size, lora.rank),
         frozen_copies=module.frozen_copies,
         sampling=_describe_sampling(module),
+        servers=_describe_servers(module),
         offloads=tuple(strategy.offloads),
         stored=model.dtype,
         dispatcher=fields.get("moe_token_dispatcher_type"),
@@ -175,3 +177,8 @@ def _describe_sampling(module: "ModelModule") -> Sampling | None:
         tokens=engine.max_model_len,
         sleeps=engine.sleep_level > 0,
     )
+
+
+def _describe_servers(module: "ModelModule") -> EngineNeeds | None:
+    needs = None if module.engine is None else module.engine.describe_needs()
+    return needs if needs is not None and needs.servers else None

@@ -185,6 +185,7 @@ def make_plan(
         adapters=module.train_settings.lora is not None,
         state=_state_size(module) if training else None,
         push_bucket=BUCKET_BYTES if _puts_together(module, engine) else 0,
+        message_bytes=_message_bytes(module, engine),
     )
     sleeps = engine is not None and engine.sleep_level > 0
     engines = engines_on(engine, strategy)[_numbers(strategy)[strategy.local_rank]]
@@ -252,6 +253,14 @@ def _puts_together(module: "ModelModule", engine: RolloutEngine | None) -> bool:
         return False
     needs = _needs_of(engine)
     return needs is not None and needs.on_gpu
+
+
+def _message_bytes(module: "ModelModule", engine: RolloutEngine | None) -> int:
+    """What messages with weights to servers take of a rank's GPU at most; adapters go in buckets of the host's."""
+    needs = _needs_of(engine)
+    if needs is None or module.train_settings.lora is not None:
+        return 0
+    return needs.message_bytes(module.strategy.layout.data_parallel_size(module.strategy.world_size))
 
 
 def _state_size(module: "ModelModule") -> StateBytes:

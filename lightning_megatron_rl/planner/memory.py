@@ -216,6 +216,7 @@ def trainer_parts(
     adapters: bool = False,
     state: StateBytes | None = None,
     push_bucket: int = 0,
+    message_bytes: int = 0,
 ) -> tuple[Part, ...]:
     """Return what the trainer's process takes of the fullest GPU.
 
@@ -234,6 +235,7 @@ def trainer_parts(
         state: Bytes per trained parameter under the user's settings; None: those of `precision`.
         push_bucket: Size of the buckets in which a sampler's weights are put together from several ranks; 0: they are
             not. # bytes
+        message_bytes: That messages with weights to servers take at most; 0: there are no servers. # bytes
     """
     dense, experts = parameters_per_gpu(size, split)
     parameters = dense + experts
@@ -271,6 +273,10 @@ def trainer_parts(
         parts.append(Part("trainer: reference", copies, f"{frozen_copies} x {text} x {weights:g} bytes", remedy))
     if push_bucket:
         parts.append(_push_part(size, split, weights, push_bucket))
+    if message_bytes:
+        arithmetic = "messages to servers, bucket_mb for each"
+        kept = min(message_bytes, 2 * parameters * weights)
+        parts.append(Part(PUSH, kept, arithmetic, "lower the engine's bucket_mb"))
     return tuple(parts)
 
 

@@ -22,6 +22,8 @@ class EngineNeeds:
         devices: Its GPUs by number; None: those of its trainer and behind it.
         own_process: Whether it has processes of its own, else it is in the trainer's, on every rank.
         vllm: Whether the installed vLLM must fit torch and the machine.
+        servers: That the run's replicas share and send weights to; 0: it is no pool of servers.
+        bucket_bytes: Of a rank's GPU memory that messages to each take at most.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "cuda"
@@ -32,6 +34,8 @@ class EngineNeeds:
     devices: Sequence[int] | None = None
     own_process: bool = True
     vllm: bool = False
+    servers: int = 0
+    bucket_bytes: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -56,6 +60,17 @@ class EngineNeeds:
         width = cache or size.key_value_width / self.tensor_parallel_size
         bytes_per_token = size.layers * width * element_bytes
         return int(self.kv_cache_memory_gb * 2**30 / bytes_per_token)
+
+    def message_bytes(self, replicas: int) -> int:
+        """Return what messages with weights to its servers take of a rank's GPU at most.
+
+        Args:
+            replicas: That share the servers.
+
+        Example:
+            Five servers, two replicas, 256 MiB for each: 768 MiB.
+        """
+        return -(-self.servers // replicas) * self.bucket_bytes
 
     def engines_on(self, trainers: Sequence[int], firsts: Iterable[int]) -> Counter[int]:
         """Return how many engines have a worker on each GPU of a machine, by the GPU's number.

@@ -97,6 +97,8 @@ def as_text(run: Run) -> str:
             f"samplers: {engines} x {needs.tensor_parallel_size} GPU(s), cache for {data['cache_tokens']} tokens"
             f" ({data['cache_tokens'] // run.sampling.tokens} sequences of {run.sampling.tokens})"
         )
+    if work.sampled and run.servers is not None:
+        lines.append(f"samplers: {run.servers.servers} server(s), whose memory and time are not planned")
     lines += ["", "GiB of one GPU, by pipeline stage and phase:"]
     header = ["stage", "phase", *COLUMNS, "free"]
     rows = [header]
@@ -133,9 +135,10 @@ def summary(run: Run) -> str:
     phases = {phase.name: phase.seconds for phase in run.seconds()}
     longest = sorted(phases.items(), key=lambda item: item[1], reverse=True)[:3]
     parts = ", ".join(f"{name} {_short(seconds)} s" for name, seconds in longest if name != "everything else")
+    sampling = "" if run.servers is None else ", without sampling on servers"
     return (
         f"{run.memory().needed / GIB:.1f} of {run.kind.free / GIB:.1f} GiB per GPU;"
-        f" {_short(run.step_seconds)} s per step, {parts}"
+        f" {_short(run.step_seconds)} s per step, {parts}{sampling}"
     )
 
 

@@ -89,6 +89,7 @@ class Run:
     adapter_parameters: int = 0  # of low-rank adapters that are trained alone; 0: all weights are
     frozen_copies: int = 0  # references on the GPU
     sampling: Sampling | None = None
+    servers: EngineNeeds | None = None  # that samples come from, if they come from servers
     offloads: tuple[str, ...] = ()
     stored: str = "bfloat16"  # the checkpoint's dtype
     dispatcher: str | None = None  # of tokens to experts; None: the default of the layout
@@ -229,6 +230,7 @@ class Run:
             replace(self.split, pipeline=1),
             logprob_chunk=self.logprob_chunk if is_last else 0,
             push_bucket=BUCKET if self._puts_together else 0,
+            message_bytes=self._message_bytes,
             **options,  # type: ignore[arg-type]
         )
         samplers: tuple[Part, ...] = ()
@@ -265,6 +267,12 @@ class Run:
     @property
     def _puts_together(self) -> bool:
         return self.sampling is not None and not self.layout.is_whole and not self.adapter_parameters
+
+    @property
+    def _message_bytes(self) -> int:
+        if self.servers is None or self.adapter_parameters:  # adapters go in buckets of the host's memory
+            return 0
+        return self.servers.message_bytes(self.data_parallel)
 
     @property
     def engines_on_gpu(self) -> int:

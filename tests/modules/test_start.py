@@ -24,6 +24,7 @@ from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.budget import MARGIN
 from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.modules.runs import ReplayEngine, fit_grpo
@@ -38,6 +39,7 @@ ENGINES: dict[str, Any] = {
     "second": lambda: VLLMEngine(devices=[1]),
     "on both": lambda: VLLMEngine(tensor_parallel_size=2),
     "on cpu": lambda: VLLMEngine(device="cpu"),
+    "servers": lambda: VLLMServers(["http://one:1", "http://two:1", "http://three:1"], bucket_mb=1),
     "within": lambda: ColocatedVLLMEngine(kv_cache_memory_gb=2.0, tensor_parallel_size=2, dtype="bfloat16"),
 }
 
@@ -126,7 +128,10 @@ def test_plan_counts_what_the_module_holds(worker_pool, qwen3_dir, world_size, s
     assert found["auto"]["sampler: weights"] == here["trainer: weights"] * shards  # as in the checkpoint, which is fp32
     assert found["share"]["sampler: weights and cache"] == 40 * GIB
     for name in ENGINES:
-        assert ("trainer: weight push" in found[name]) == (shards > 1 and name not in ("replayed", "on cpu")), name
+        pushes = name == "servers" or (shards > 1 and name not in ("replayed", "on cpu"))
+        assert ("trainer: weight push" in found[name]) == pushes, name
+    whole = 2 * here["trainer: weights"]  # of a tiny model
+    assert found["servers"]["trainer: weight push"] == min(whole, -(-3 // replicas) * 2**20)
     if shards > 1:
         # norms are sent by one rank and counted as divided, and tensors begin at multiples of 64 bytes
         assert found["vllm"]["trainer: weight push"] == pytest.approx(found["push"], rel=0.02)
@@ -157,6 +162,7 @@ def test_sampler_counts_on_the_gpus_that_it_is_on(worker_pool, qwen3_dir):
         "second": (False, True),
         "on both": (True, True),
         "on cpu": (False, False),
+        "servers": (False, False),
         "within": (True, True),
     }
     within = first["within"]

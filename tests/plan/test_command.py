@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from lightning_megatron_rl.plan.command import main
+from lightning_megatron_rl.planner.memory import PROCESS_BYTES
+from lightning_megatron_rl.planner.moments import GIB
 from tests.command_line import ROOT, changed
 
 GRPO = ROOT / "configs" / "recipes" / "qwen3-8b" / "grpo.yaml"
@@ -70,6 +72,17 @@ def test_more_nodes_send_gradients_over_the_network(capsys):
     links = {item["what"]: item["link"] for item in found["traffic"]}
     assert links["gradients and parameters"] == "network"
     assert links["tensor parallelism"] == "GPUs of a machine"
+
+
+def test_a_pool_of_servers_takes_room_for_messages_and_is_not_planned(capsys, tmp_path: Path):
+    servers = {"class_path": "VLLMServers", "init_args": {"urls": [f"http://node-{n}:1" for n in range(5)]}}
+    config = changed(GRPO, tmp_path / "servers.yaml", "model.init_args.engine", servers)
+    fixed = ["--model.train.max_tokens_per_microbatch", "8192", "--model.train.recompute", "full"]
+    _, found = plan(capsys, "--config", config, *fixed)
+    buffers = found["stages"][0]["phases"]["update"]["buffers"]
+    assert buffers == pytest.approx(PROCESS_BYTES / GIB + 2 * 0.25)  # two of five servers for each of four replicas
+    main(["--config", str(config), *fixed])
+    assert "samplers: 5 server(s), whose memory and time are not planned" in capsys.readouterr().out
 
 
 def test_plan_that_does_not_fit_names_the_smallest_change(capsys, tmp_path: Path):

@@ -193,6 +193,14 @@ def test_push_keeps_buckets_a_larger_tensor_and_a_message():
     assert there("parameters") == {PUSHING}
 
 
+def test_messages_to_servers_take_their_buckets_or_twice_what_the_rank_holds():
+    options: dict[str, Any] = {"precision": "bf16-mixed", "tokens": 1, "logprob_chunk": 1}
+    push = "trainer: weight push"
+    assert size_of(trainer_parts(SMALL, Split(), **options, message_bytes=GIB // 2), push) == GIB / 2
+    half = trainer_parts(SMALL, Split(tensor=2), **options, message_bytes=64 * GIB)
+    assert size_of(half, push) == 2 * size_of(half, "trainer: weights")
+
+
 def test_adapters_and_scoring_need_no_state_of_the_model():
     for options in ({"adapters": True}, {"training": False}):
         parts = trainer_parts(SMALL, Split(), precision="bf16-mixed", tokens=8192, logprob_chunk=1024, **options)

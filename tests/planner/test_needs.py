@@ -15,3 +15,9 @@ def test_the_cache_holds_so_many_tokens():
     assert needs.cache_tokens(size, "float32") == 2**29 // 512
     assert EngineNeeds(kv_cache_memory_gb=0.5, tensor_parallel_size=2).cache_tokens(size, "bfloat16") == 2**29 // 128
     assert EngineNeeds().cache_tokens(size, "bfloat16") is None
+
+
+def test_messages_to_servers_have_a_bucket_for_each_server_of_a_replica():
+    pool = EngineNeeds(device="cpu", servers=5, bucket_bytes=256)
+    assert [pool.message_bytes(replicas) for replicas in (1, 2, 5, 8)] == [5 * 256, 3 * 256, 256, 256]
+    assert EngineNeeds().message_bytes(1) == 0

@@ -58,7 +58,7 @@ class VLLMServers(ServerPool):
         check_ranges(ranges, locals(), "engine.")
         if isinstance(urls, str) or not urls:
             raise ValueError(f"engine.urls={urls!r}: give a list of one URL or more, such as [http://node-7:8000]")
-        super().__init__(max_model_len, call_timeout_s, bucket_mb, weights_over)
+        super().__init__(len(urls), max_model_len, call_timeout_s, bucket_mb, weights_over)
         self.urls = [check_url(url) for url in urls]
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls={self.urls}: one of them is there twice")

@@ -58,6 +58,7 @@ class ServerPool(StreamingEngine):
     cached for them is computed anew.
 
     Args:
+        num_servers: Of the run, which its replicas share.
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
         call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
@@ -74,8 +75,11 @@ class ServerPool(StreamingEngine):
     devices: list[int] | None = None
     sleep_level = 0
 
-    def __init__(self, max_model_len: int, call_timeout_s: float, bucket_mb: int, weights_over: WeightsOver) -> None:
+    def __init__(
+        self, num_servers: int, max_model_len: int, call_timeout_s: float, bucket_mb: int, weights_over: WeightsOver
+    ) -> None:
         check_weights_over(weights_over)
+        self.num_servers = num_servers
         self.max_model_len = max_model_len
         self.call_timeout_s = call_timeout_s
         self.bucket_mb = bucket_mb
@@ -137,8 +141,8 @@ class ServerPool(StreamingEngine):
             connections.close()
 
     def describe_needs(self) -> EngineNeeds | None:
-        """Return that it takes nothing of the trainer's GPUs."""
-        return EngineNeeds(device="cpu")
+        """Return that it takes nothing of the trainer's GPUs but buffers to send weights in."""
+        return EngineNeeds(device="cpu", servers=self.num_servers, bucket_bytes=self.bucket_mb * _MIB)
 
     # ---- responses -------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class RayEngines(ServerPool):
         if weights_over == "nccl" and device == "cpu":
             raise refuse_nccl("engine.device is 'cpu'")
         check_resources(resources or {})
-        super().__init__(max_model_len, call_timeout_s, bucket_mb, weights_over)
+        super().__init__(num_engines, max_model_len, call_timeout_s, bucket_mb, weights_over)
         self.settings: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,
