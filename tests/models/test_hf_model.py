@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.models.hf.writer import CheckpointWriter
+from lightning_megatron_rl.models.layers.lora import LoRASettings
 from tests.distributed import WorkerPool
 from tests.models.workers import (
     build_error,
+    copies_of_the_model,
     exported_weights,
     random_weights,
     save_under_layout,
@@ -138,6 +140,12 @@ def test_weights_are_random_without_loading(checkpoint: Callable[[str], Path], w
     assert all(weight.isfinite().all() for weight in weights.values())
     assert weights["embedding.word_embeddings.weight"].std() > 0
     assert not torch.equal(weights["embedding.word_embeddings.weight"], loaded)
+
+
+@pytest.mark.parametrize("lora", [None, LoRASettings(target_modules=["linear_qkv"])])
+def test_layers_copies_of_the_config_have_no_copy_of_the_model(checkpoint, worker_pool, lora):
+    """Megatron copies its config for each layer of experts: with all names of a model, half a minute."""
+    assert worker_pool.run(copies_of_the_model, str(checkpoint("qwen3_moe")), lora, world_size=1) == [[]]
 
 
 def test_quantization_is_not_claimed_of_an_export(checkpoint: Callable[[str], Path], tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -281,6 +282,27 @@ def save_until_files_are_too_large(directory: str, target: str, limit: int) -> t
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return message, os.listdir(Path(target).parent)
+
+
+def copies_of_the_model(directory: str, lora: Any) -> list[str]:
+    """What was copied with Megatron's config of things that know all weights, while chunks were built."""
+    from lightning_megatron_rl.models.hf.model import HFModel
+    from lightning_megatron_rl.models.hf.source import source_class
+
+    copied: list[str] = []
+
+    def note(thing: Any, memo: dict[int, Any]) -> Any:
+        copied.append(type(thing).__name__)
+        return thing
+
+    start_megatron(1, 1)
+    with (
+        patch.object(HFModel, "__deepcopy__", note, create=True),
+        patch.object(source_class(), "__deepcopy__", note, create=True),
+    ):
+        _, (chunk,) = build(directory, lora=lora)
+    assert all(layer.mlp.experts.config is not chunk.config for layer in chunk.decoder.layers), "nothing was copied"
+    return copied
 
 
 def build_error(directory: str, tp: int, pp: int, **options: Any) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,7 @@ class HFModel(SavesFiles):
         if self.verify is None or overrides == self._checked:
             return
         try:
-            provider = self._provider(load_weights=False)
+            provider = self._provider()
         except Exception as error:
             raise ValueError(
                 f"Megatron-Bridge cannot read {self.path / 'config.json'}: {type(error).__name__}: {error}"
@@ -217,9 +217,9 @@ class HFModel(SavesFiles):
         verify_model(self.name_or_path, raw, self.config, provider, overrides, self.verify)
         self._checked = overrides
 
-    def _provider(self, *, load_weights: bool) -> Any:
-        """Megatron-Bridge's provider of the model, with the positions that config.json has."""
-        provider = self._bridge.to_megatron_provider(load_weights=load_weights)
+    def _provider(self) -> Any:
+        """Megatron-Bridge's provider of the model, with the positions that config.json has; it loads no weights."""
+        provider = self._bridge.to_megatron_provider(load_weights=False)
         if self.family.rope.keys:
             set_rope(provider, self.config.rope_parameters or {})
         return provider
@@ -283,7 +283,7 @@ class HFModel(SavesFiles):
             family=self.family,
         )
         self.check_computation(overrides)
-        provider = self._provider(load_weights=load_weights)
+        provider = self._provider()
         _check_overrides(overrides, settings, {field.name for field in dataclasses.fields(provider)})
         tune_for_experts(backend, provider.num_moe_experts)
         settings |= fused_kernels(backend, provider, overrides, fused_rope=self.family.fused_rope)
@@ -311,7 +311,7 @@ class HFModel(SavesFiles):
             settings |= self.family.torch_settings(provider)
         if device.type != "cuda":
             settings |= _WITHOUT_CUDA
-        if device.type == "meta":
+        if load_weights or device.type == "meta":
             settings["perform_initialization"] = False
         if dispatcher == "allgather":
             settings["moe_shared_expert_overlap"] = False  # some families' default; it belongs to the all-to-all
@@ -319,11 +319,10 @@ class HFModel(SavesFiles):
             setattr(provider, name, value)
         provider.finalize()
         install_recompute(transformer_engine=backend == "transformer_engine")
+        steps: list[Callable[[list[Any]], Any]] = [partial(check_targets, settings=lora)] if lora is not None else []
         if load_weights:
-            provider.register_pre_wrap_hook(_poison, prepend=True)
-            provider.register_pre_wrap_hook(self._check_loaded)
-        if lora is not None:
-            provider.register_pre_wrap_hook(partial(check_targets, settings=lora), prepend=True)  # before loading
+            steps += [_poison, self._bridge.load_hf_weights, self._check_loaded]
+        provider.register_pre_wrap_hook(_Steps(steps))
         with prints_to_log():
             chunks = provider.provide_distributed_model(
                 wrap_with_ddp=False,
@@ -352,7 +351,7 @@ class HFModel(SavesFiles):
         """Whether a tensor of a chunk comes from the checkpoint."""
         return True
 
-    def _check_loaded(self, chunks: list[Any]) -> list[Any]:
+    def _check_loaded(self, chunks: list[Any]) -> None:
         """Refuse weights that are NaN or infinite; a collective, and every rank raises the same error.
 
         A weight that loading left out is NaN, see `_poison`: Megatron-Bridge only warns.
@@ -360,14 +359,13 @@ class HFModel(SavesFiles):
         tensors = [pair for chunk in chunks for pair in _loaded_tensors(chunk) if self._is_loaded(pair[0])]
         bad = nonfinite_names((str(index), tensor) for index, (_, tensor) in enumerate(tensors))
         if not anywhere(bool(bad)):
-            return chunks
+            return
         tasks = {id(task.param_weight): task for task in self.conversion_tasks(chunks) if task is not None}
         found = [
             describe_bad(tasks[id(tensor)], self._bridge.hf_pretrained.state) if id(tensor) in tasks else name
             for name, tensor in (tensors[int(index)] for index in bad)
         ]
         raise_everywhere(f"checkpoint {self.path}: {not_finite(found)}" if found else None)
-        return chunks
 
     def export_weights(
         self, chunks: list[Any], dtype: torch.dtype | None = None, tasks: Sequence[Any] | None = None
@@ -497,13 +495,34 @@ def _check_model(overrides: dict[str, Any], settings: dict[str, Any], provider: 
         )
 
 
-def _poison(chunks: list[Any]) -> list[Any]:
+class _Steps:
+    """What is done with the chunks of a model that has been built.
+
+    It belongs to Megatron's config, of which layers have copies, and which stages of a pipeline send each other: copies
+    share it, and what is sent has none of it. All names of weights would go along.
+    """
+
+    def __init__(self, steps: Sequence[Callable[[list[Any]], Any]]) -> None:
+        self._steps = steps
+
+    def __call__(self, chunks: list[Any]) -> list[Any]:
+        for step in self._steps:
+            step(chunks)
+        return chunks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Steps":
+        return self
+
+    def __reduce__(self) -> tuple[type["_Steps"], tuple[list[Any]]]:
+        return _Steps, ([],)
+
+
+def _poison(chunks: list[Any]) -> None:
     """Fill parameters with NaN before weights are loaded, to detect those that are not loaded."""
     with torch.no_grad():
         for chunk in chunks:
             for _, tensor in _loaded_tensors(chunk):
                 tensor.fill_(torch.nan)
-    return chunks
 
 
 def _loaded_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
