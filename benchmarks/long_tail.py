@@ -17,8 +17,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import peers
 import torch
@@ -28,6 +29,7 @@ from long_tail_side import add_arguments, passed_on
 from response_lengths import LongTail, work
 from stream_simulation import Rates, simulate
 
+from lightning_megatron_rl.modules.streaming import OnUpdate
 from lightning_megatron_rl.rollout.stream import StreamPlan
 from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.utilities.cpus import OthersLoad
@@ -60,6 +62,8 @@ def main() -> None:
         nargs="+",
         help="groups sampled at a time at most, for all bounds or each; 2 batches on CUDA, else 3",
     )
+    parser.add_argument("--servers", type=int, default=0, help="of separate rows, which share a device; 0: no servers")
+    parser.add_argument("--on-update", default="recomputed", choices=get_args(OnUpdate), help="of caches, in a stream")
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument(
@@ -112,7 +116,7 @@ def main() -> None:
                 print(error, file=sys.stderr, flush=True)  # the others may take an hour
                 continue
             rows.append({**row, "others_cpus": busy.cpus() if options.at_once == 1 else None})
-            rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"]))
+            rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"], name(one)))
             finish(rows, options)
             write(rows, options, load, others)  # what is measured is not lost with a later side
             print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
@@ -129,7 +133,9 @@ def wanted(
     options: argparse.Namespace, placements: Sequence[str], bounds: Sequence[int], rows: Sequence[dict[str, Any]]
 ) -> list[tuple[str, int, int]]:
     """Return the rows to measure: placement, bound, the trainer's devices; the synchronous run is the first."""
-    there = {(row["placement"] or "shared", row["max_staleness"], row["devices"]) for row in rows}
+    there = {
+        (row["placement"] or "shared", row["max_staleness"], row["devices"]) for row in rows if is_asked(row, options)
+    }
     found = [("shared", 0, 1)] if options.device == "cpu" or "shared" in placements else []
     if options.device == "cuda" and "separate" in placements:
         found.append(("shared", 0, 2))  # as many GPUs as trainer and sampler have
@@ -144,9 +150,19 @@ def start_row(
     placement, bound, devices = row
     arguments = [*passed_on(options), f"--devices={devices}", f"--bound={bound}", f"--placement={placement}"]
     arguments += [f"--in-flight={in_flight(options, bound)}", f"--most-in-flight={most}"]
+    if bound:
+        arguments += [f"--on-update={options.on_update}"]
+        arguments += [f"--servers={options.servers}"] if placement == "separate" else []
     arguments += more
     needed = 2 if placement == "separate" else devices
     return pool.start("long_tail_side.py", arguments, options.timeout, devices=needed)
+
+
+def is_asked(row: Mapping[str, Any], options: argparse.Namespace) -> bool:
+    """Return whether a row's sampler is what the options ask for; rows of older results do not say what they had."""
+    servers = options.servers if row["placement"] == "separate" else 0
+    asked = (options.on_update if row["max_staleness"] else "recomputed", servers)
+    return (row.get("on_update", "recomputed"), row.get("servers", 0)) == asked
 
 
 def saved(options: argparse.Namespace) -> dict[str, Any]:
@@ -284,10 +300,11 @@ def write(
 
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Add to each row what follows from the first, a synchronous run: speed-ups, and the simulation's.
+    """Add to each row its sampler, and what follows from the first, a synchronous run: speed-ups, the simulation's.
 
     The simulation has the first row's speed of the engine, and each row's own seconds of training. It knows one
-    sampler: a synchronous run on two GPUs has none, and those on separate ones are held to what it measured.
+    sampler: a synchronous run on two GPUs has none, nor has one with servers, and those on separate ones are held to
+    what the synchronous one measured.
 
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.
@@ -301,10 +318,15 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for row in rows:
         if different := different_work(wanted, row["work"]):
             raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
+        row["sampler"] = sampler(row)
         separate = row["placement"] == "separate"
-        plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
-        rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
-        seconds = simulate(plan, prompts, lengths, rates, separate=separate)[kept] if row["devices"] == 1 else None
+        seconds = None
+        if row["devices"] == 1 and rows[0]["rates"] and not row.get("servers"):
+            plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
+            rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
+            if row.get("on_update") == "kept":
+                rates = replace(rates, prefill_tokens_per_s=math.inf)
+            seconds = simulate(plan, prompts, lengths, rates, separate=separate)[kept]
         row["simulated_step_s"] = None if seconds is None else sum(seconds) / options.steps
         # separate devices are compared with a synchronous run on as many
         alone = [other for other in rows if not other["max_staleness"]]
@@ -356,7 +378,20 @@ def name(row: dict[str, Any]) -> str:
         ``name({"max_staleness": 2, "placement": "shared", "devices": 1}) == "shared, bound 2"``
     """
     devices = "" if row["devices"] == 1 else f" on {row['devices']} devices"
-    return f"{row['placement']}, bound {row['max_staleness']}" if row["max_staleness"] else f"synchronous{devices}"
+    if not row["max_staleness"]:
+        return f"synchronous{devices}"
+    return f"{row['placement']}, bound {row['max_staleness']}{sampler(row)}"
+
+
+def sampler(row: Mapping[str, Any]) -> str:
+    """Return what is special to a row's sampler, to stand behind its name.
+
+    Example:
+        ``sampler({"servers": 2, "on_update": "kept"}) == ", 2 servers, caches kept"``
+    """
+    servers, caches = row.get("servers", 0), row.get("on_update", "recomputed")
+    told = f", {servers} server{'s' if servers > 1 else ''}" if servers else ""
+    return told + ("" if caches == "recomputed" else f", caches {caches}")
 
 
 def print_table(result: dict[str, Any]) -> None:

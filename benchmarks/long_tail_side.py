@@ -33,30 +33,71 @@ from common import (
     token_reward,
     write_model,
 )
+from gpus import visible
 from lightning.pytorch.utilities import rank_zero_only
 from response_lengths import Group, LongTail, work
+from servers import serve
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.protocol import StreamRequest
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 
 NUMBERS = ("device", "shape", "precision", "steps", "warmup", "drain", "groups", "generations", "prompt_tokens")
 NUMBERS += ("longest", "max_tokens", "cache_gb")
 PHASES = ("rollout", "weight_sync", "reward", "old_logp", "update")
+START_S = 600  # deadline of a sampler's start
+
+
+class LengthsByPrompt:
+    """How long responses are.
+
+    Args:
+        lengths: Of responses, by their prompts.
+        prompt_tokens: Of each prompt; what a request has besides was sampled before.
+    """
+
+    def __init__(self, lengths: LongTail, prompt_tokens: int) -> None:
+        self.lengths, self.prompt_tokens = lengths, prompt_tokens
+
+    def limit(self, requests: list[StreamRequest]) -> list[StreamRequest]:
+        """Return requests for what is left of each response's length."""
+        return [self._limit(request) for request in requests]
+
+    def _limit(self, request: StreamRequest) -> StreamRequest:
+        prompt, place = request.token_ids[: self.prompt_tokens], int(request.name.split("/")[1])
+        left = self.lengths(prompt, place) - (len(request.token_ids) - self.prompt_tokens)
+        return StreamRequest(request.name, request.token_ids, request.seed, min(left, request.max_tokens))
+
+
+class LongTailServers(VLLMServers):
+    """Servers, whose responses end at given lengths.
+
+    Args:
+        given: The lengths.
+        **settings: Of `VLLMServers`.
+    """
+
+    def __init__(self, given: LengthsByPrompt, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.given = given
+
+    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        """Take responses in, each with what is left of its length."""
+        super().submit(self.given.limit(requests), params)
 
 
 class LongTailEngine(VLLMEngine):
     """vLLM, whose responses end at given lengths.
 
     Args:
-        lengths: Of responses, by their prompts.
-        prompt_tokens: Of each prompt; what a request has besides was sampled before.
+        given: The lengths.
         core: CPU core of the process; None: those of the trainer.
         **settings: Of `VLLMEngine`.
     """
 
-    def __init__(self, lengths: LongTail, prompt_tokens: int, core: int | None = None, **settings: Any) -> None:
+    def __init__(self, given: LengthsByPrompt, core: int | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.lengths, self.prompt_tokens, self.core = lengths, prompt_tokens, core
+        self.given, self.core = given, core
 
     def start(self, model_path: str | Path) -> None:
         """Start the process, on its core."""
@@ -70,17 +111,12 @@ class LongTailEngine(VLLMEngine):
 
     def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
         """Take responses in, each with what is left of its length."""
-        super().submit([self._with_length(request) for request in requests], params)
-
-    def _with_length(self, request: StreamRequest) -> StreamRequest:
-        prompt, place = request.token_ids[: self.prompt_tokens], int(request.name.split("/")[1])
-        left = self.lengths(prompt, place) - (len(request.token_ids) - self.prompt_tokens)
-        return StreamRequest(request.name, request.token_ids, request.seed, min(left, request.max_tokens))
+        super().submit(self.given.limit(requests), params)
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
         """Sample responses that have their lengths, with the seeds that they would have had."""
         alone = [
-            GenerationRequest(request.token_ids, request.seed + place, 1, self.lengths(request.token_ids, place))
+            GenerationRequest(request.token_ids, request.seed + place, 1, self.given.lengths(request.token_ids, place))
             for request in requests
             for place in range(request.num_generations)
         ]
@@ -107,23 +143,24 @@ class Rate(pl.Callback):
         pl_module.engine.wait_ready()
         pl_module.sampler.sync(0)
         engine: LongTailEngine = pl_module.engine
-        few, many = max(2, engine.lengths.longest // 24), max(6, engine.lengths.longest // 6)
-        self._seconds(engine, max(self.sequences), engine.prompt_tokens, few)
+        longest, prompt = engine.given.lengths.longest, engine.given.prompt_tokens
+        few, many = max(2, longest // 24), max(6, longest // 6)
+        self._seconds(engine, max(self.sequences), prompt, few)
         for count in self.sequences:
-            started = self._seconds(engine, count, engine.prompt_tokens, few)
-            self.token_s.append((self._seconds(engine, count, engine.prompt_tokens, many) - started) / (many - few))
+            started = self._seconds(engine, count, prompt, few)
+            self.token_s.append((self._seconds(engine, count, prompt, many) - started) / (many - few))
         # as many sequences as before with half of the longest response behind each prompt
         count = self.sequences[len(self.sequences) // 2]
-        behind = engine.lengths.longest // 2
-        started = self._seconds(engine, count, engine.prompt_tokens + behind, few)
-        token_s = (self._seconds(engine, count, engine.prompt_tokens + behind, many) - started) / (many - few)
+        behind = longest // 2
+        started = self._seconds(engine, count, prompt + behind, few)
+        token_s = (self._seconds(engine, count, prompt + behind, many) - started) / (many - few)
         self.context_token_s = max(0.0, token_s - self.token_s[self.sequences.index(count)]) / (count * behind)
-        had = engine.prompt_tokens + (few + many) / 2  # of each sequence, while its tokens were timed
+        had = prompt + (few + many) / 2  # of each sequence, while its tokens were timed
         self.token_s = [
             seconds - self.context_token_s * number * had
             for number, seconds in zip(self.sequences, self.token_s, strict=True)
         ]
-        tokens = engine.prompt_tokens + engine.lengths.longest // 4
+        tokens = prompt + longest // 4
         self.prefill_tokens_per_s = 16 * tokens / self._seconds(engine, 16, tokens, 1)
         pl_module.report.phase_seconds.clear()  # the first step's own
 
@@ -132,7 +169,7 @@ class Rate(pl.Callback):
         generator = torch.Generator().manual_seed(self._calls)
         prompts = torch.randint(3, self.vocab_size, (count, prompt_tokens), generator=generator).tolist()
         requests = [GenerationRequest(prompt, place, max_tokens=tokens) for place, prompt in enumerate(prompts)]
-        params = SamplingParams(max_tokens=engine.lengths.longest, ignore_eos=True)
+        params = SamplingParams(max_tokens=engine.given.lengths.longest, ignore_eos=True)
         started = time.perf_counter()
         VLLMEngine.generate(engine, requests, params)
         return time.perf_counter() - started
@@ -173,6 +210,50 @@ class Steps(pl.Callback):
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run an epoch, on servers if there are to be some, and return its times and the work that was done."""
+    prepare(options.device, options.shape)
+    directory = model_directory(options.model, Path(tempfile.mkdtemp()))
+    write_model(directory, options.shape)
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    if not options.servers:
+        return run_epoch(options, directory, [])
+    on_cuda, own = options.device == "cuda", os.sched_getaffinity(0)
+    sizes = [f"--device={options.device}", f"--max-model-len={longest(options)}"]
+    sizes += [f"--max-num-seqs={options.most_in_flight * options.generations}"]
+    sizes += [f"--kv-cache-memory-gb={options.cache_gb / options.servers}", *([] if on_cuda else ["--num-threads=1"])]
+    if not on_cuda:
+        os.sched_setaffinity(0, sorted(own)[1:])  # the trainer has the first
+    with serve(directory, sizes, visible() if on_cuda else [], options.devices, options.servers, START_S) as found:
+        os.sched_setaffinity(0, own)
+        os.environ.update(found.environment)
+        return run_epoch(options, directory, found.urls)
+
+
+def longest(options: argparse.Namespace) -> int:
+    """Return the tokens of prompt and response, and one more."""
+    return int(options.prompt_tokens + options.longest + 1)
+
+
+def make_engine(options: argparse.Namespace, urls: list[str], core: int | None) -> LongTailEngine | LongTailServers:
+    """Return the sampler: servers, or a process on the trainer's device or the one behind it."""
+    given = LengthsByPrompt(LongTail(options.longest), options.prompt_tokens)
+    on_cuda = options.device == "cuda"
+    if urls:
+        over: Any = "nccl" if on_cuda else "auto"
+        return LongTailServers(given, urls=urls, max_model_len=longest(options), weights_over=over)
+    return LongTailEngine(
+        given,
+        core=core,
+        max_model_len=longest(options),
+        max_num_seqs=options.most_in_flight * options.generations,
+        kv_cache_memory_gb=options.cache_gb,
+        devices=[1] if on_cuda and options.placement == "separate" else None,
+        start_timeout_s=START_S,
+    )
+
+
+def run_epoch(options: argparse.Namespace, directory: Path, urls: list[str]) -> dict[str, Any]:
     """Run an epoch and return its times and the work that was done."""
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -185,25 +266,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     apart = separate and not on_cuda
     if apart:
         os.sched_setaffinity(0, cores[:1])
-    prepare(options.device, options.shape)
     lengths, vocab_size = LongTail(options.longest), SHAPES[options.shape]["vocab_size"]
-    directory = model_directory(options.model, Path(tempfile.mkdtemp()))
-    write_model(directory, options.shape)
-    if on_cuda:
-        torch.cuda.empty_cache()
-    engine = LongTailEngine(
-        lengths,
-        options.prompt_tokens,
-        core=cores[1] if apart else None,
-        max_model_len=options.prompt_tokens + options.longest + 1,
-        max_num_seqs=options.most_in_flight * options.generations,
-        kv_cache_memory_gb=options.cache_gb,
-        devices=[1] if separate and on_cuda else None,
-        start_timeout_s=600,
-    )
+    engine = make_engine(options, urls, cores[1] if apart else None)
     streaming = StreamingSettings(
         options.bound,
         in_flight=options.in_flight if options.bound else None,
+        on_update=options.on_update,
         placement=cast("Any", options.placement) if options.bound else "auto",
     )
     module = GRPOModule(
@@ -248,6 +316,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "max_staleness": options.bound,
         "placement": options.placement if options.bound else None,
+        "on_update": options.on_update,
+        "servers": options.servers,
         "devices": options.devices,
         "in_flight": options.in_flight if options.bound else options.groups,
         "samples_per_s": samples * options.steps / sum(seconds[kept]),
@@ -320,6 +390,8 @@ if __name__ == "__main__":
     arguments.add_argument("--in-flight", type=int, help="groups sampled at a time")
     arguments.add_argument("--most-in-flight", type=int, required=True, help="of all sides")
     arguments.add_argument("--devices", type=int, default=1, help="of the trainer")
+    arguments.add_argument("--servers", type=int, default=0, help="that sample, behind the trainer's device; 0: none")
+    arguments.add_argument("--on-update", default="recomputed", help="what becomes of caches")
     arguments.add_argument("--rates", type=int, nargs="*", help="numbers of sequences for the simulation's rates")
     result = measure(arguments.parse_args())
     if rank_zero_only.rank == 0:

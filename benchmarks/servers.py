@@ -30,7 +30,7 @@ class Servers:
 
     urls: list[str]
     environment: dict[str, str]  # the trainer's, besides its own
-    share: bool  # whether a GPU has more than one process of trainer and servers
+    share: bool  # whether a server has a GPU of the trainer's; servers on one GPU have no group together
 
 
 def choose_gpus(gpus: Sequence[str], trainer: int, servers: int) -> list[str]:
@@ -60,7 +60,7 @@ def serve(
         RuntimeError: A server ended or was late, with the end of its output.
     """
     deadline, token = time.monotonic() + timeout_s, secrets.token_urlsafe(32)
-    share = bool(gpus) and len(gpus) < trainer + servers
+    share = bool(gpus) and len(gpus) <= trainer
     places = choose_gpus(gpus, trainer, servers) if gpus else [""] * servers
     started: list[_Server] = []
     with tempfile.TemporaryDirectory() as logs:

@@ -63,7 +63,7 @@ def _long_tail(results: Path) -> Iterator[Row]:
             }
             if two and not any(theirs.values()):
                 continue
-            told = f"bound of staleness {bound}" if bound else "synchronous"
+            told = f"bound of staleness {bound}{row.get('sampler', '')}" if bound else "synchronous"
             gpus = f"two {_short(result['device'])}s" if two else _short(result["device"])
             work = f"long responses, {result['shape']}, {told}, {gpus}"
             yield Row(work, "samples/s", row["samples_per_s"], theirs, True, result)

@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, that each runs on a CPU, and that the documents say what the results say."""
 
+import argparse
 import importlib
 import json
 import os
@@ -488,6 +489,24 @@ def test_goals_of_a_long_tail_by_hand():
     ]
     assert long_tail.goals(rows, "cpu", {}) == []
     assert len(long_tail.goals(rows, "cuda", {"trl": {"failed": "out of memory"}})) == 2
+
+
+def test_rows_of_other_samplers_have_names_of_their_own():
+    long_tail: Any = importlib.import_module("long_tail")
+    row = {"max_staleness": 2, "placement": "separate", "devices": 1}
+    told = {"servers": 2, "on_update": "kept"}
+    assert long_tail.name(row) == "separate, bound 2"
+    assert long_tail.name({**row, **told}) == "separate, bound 2, 2 servers, caches kept"
+    assert long_tail.name({**row, "max_staleness": 0, "devices": 2}) == "synchronous on 2 devices"
+
+    def todo(rows: list[Any], servers: int, on_update: str) -> list[Any]:
+        options = argparse.Namespace(device="cuda", servers=servers, on_update=on_update)
+        return long_tail.wanted(options, ["separate"], [2], rows)
+
+    rows = [{"max_staleness": 0, "placement": None, "devices": 2}, row]
+    assert todo(rows, 0, "recomputed") == []
+    assert todo(rows, 2, "recomputed") == todo(rows, 0, "kept") == [("separate", 2, 1)]
+    assert todo([*rows, {**row, **told}], 2, "kept") == []
 
 
 @pytest.mark.slow
