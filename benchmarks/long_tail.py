@@ -17,9 +17,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import peers
 import torch
@@ -62,8 +63,16 @@ def main() -> None:
         nargs="+",
         help="groups sampled at a time at most, for all bounds or each; 2 batches on CUDA, else 3",
     )
-    parser.add_argument("--servers", type=int, default=0, help="of separate rows, which share a device; 0: no servers")
-    parser.add_argument("--on-update", default="recomputed", choices=get_args(OnUpdate), help="of caches, in a stream")
+    parser.add_argument(
+        "--servers", type=int, nargs="+", default=[0], help="that share the device of separate rows; 0: none"
+    )
+    parser.add_argument(
+        "--on-update",
+        nargs="+",
+        default=["recomputed"],
+        choices=get_args(OnUpdate),
+        help="of caches; servers' are not kept",
+    )
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument(
@@ -99,7 +108,7 @@ def main() -> None:
     rates = [] if rows else ["--rates", *map(str, sizes)]  # by the first row
     failed: list[str] = []
     with Sides(options.at_once) as pool:
-        started = [start_row(pool, options, row, most, rates if row == todo[0] else []) for row in todo]
+        started = [start_row(pool, options, side, most, rates if side == todo[0] else []) for side in todo]
         of_peers = {
             side: start_side(pool, options, side, more)
             for side, more in peer_sides(names, {bound: ahead(options, bound) for bound in bounds}, placements).items()
@@ -129,40 +138,58 @@ def main() -> None:
         sys.exit("\n".join(failed))
 
 
+@dataclass(frozen=True)
+class Side:
+    """What a row of ours is measured with."""
+
+    placement: str  # of the sampler
+    bound: int  # of staleness; 0: synchronous
+    devices: int  # of the trainer
+    on_update: str = "recomputed"
+    servers: int = 0  # that sample; 0: a process of the trainer's
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """Return that of a row; rows of older results do not say all of it."""
+        placement, *rest = row["placement"] or "shared", row["max_staleness"], row["devices"]
+        return cls(placement, *rest, row.get("on_update", "recomputed"), row.get("servers", 0))
+
+    @property
+    def sampler(self) -> str:
+        """What is special to the sampler, to stand behind a row's name.
+
+        Example:
+            ``Side("separate", 2, 1, "kept").sampler == ", caches kept"``
+        """
+        told = f", {self.servers} server{'s' if self.servers > 1 else ''}" if self.servers else ""
+        return told + ("" if self.on_update == "recomputed" else f", caches {self.on_update}")
+
+
 def wanted(
     options: argparse.Namespace, placements: Sequence[str], bounds: Sequence[int], rows: Sequence[dict[str, Any]]
-) -> list[tuple[str, int, int]]:
-    """Return the rows to measure: placement, bound, the trainer's devices; the synchronous run is the first."""
-    there = {
-        (row["placement"] or "shared", row["max_staleness"], row["devices"]) for row in rows if is_asked(row, options)
-    }
-    found = [("shared", 0, 1)] if options.device == "cpu" or "shared" in placements else []
+) -> list[Side]:
+    """Return the rows to measure; the synchronous run is the first."""
+    there = {Side.of(row) for row in rows}
+    found = [Side("shared", 0, 1)] if options.device == "cpu" or "shared" in placements else []
     if options.device == "cuda" and "separate" in placements:
-        found.append(("shared", 0, 2))  # as many GPUs as trainer and sampler have
-    found += [(placement, bound, 1) for placement in placements for bound in bounds]
-    return [row for row in found if row not in there]
+        found.append(Side("shared", 0, 2))  # as many GPUs as trainer and sampler have
+    for placement, bound in product(placements, bounds):
+        for servers, on_update in product(options.servers if placement == "separate" else [0], options.on_update):
+            if not servers or on_update == "recomputed":
+                found.append(Side(placement, bound, 1, on_update, servers))
+    return [side for side in found if side not in there]
 
 
 def start_row(
-    pool: Sides, options: argparse.Namespace, row: tuple[str, int, int], most: int, more: list[str]
+    pool: Sides, options: argparse.Namespace, side: Side, most: int, more: list[str]
 ) -> Future[dict[str, Any]]:
     """Start a side of ours; `most` groups are in flight in any of them, and `more` is what this one has besides."""
-    placement, bound, devices = row
-    arguments = [*passed_on(options), f"--devices={devices}", f"--bound={bound}", f"--placement={placement}"]
-    arguments += [f"--in-flight={in_flight(options, bound)}", f"--most-in-flight={most}"]
-    if bound:
-        arguments += [f"--on-update={options.on_update}"]
-        arguments += [f"--servers={options.servers}"] if placement == "separate" else []
+    arguments = [*passed_on(options), f"--devices={side.devices}", f"--bound={side.bound}"]
+    arguments += [f"--placement={side.placement}", f"--on-update={side.on_update}", f"--servers={side.servers}"]
+    arguments += [f"--in-flight={in_flight(options, side.bound)}", f"--most-in-flight={most}"]
     arguments += more
-    needed = 2 if placement == "separate" else devices
+    needed = 2 if side.placement == "separate" else side.devices
     return pool.start("long_tail_side.py", arguments, options.timeout, devices=needed)
-
-
-def is_asked(row: Mapping[str, Any], options: argparse.Namespace) -> bool:
-    """Return whether a row's sampler is what the options ask for; rows of older results do not say what they had."""
-    servers = options.servers if row["placement"] == "separate" else 0
-    asked = (options.on_update if row["max_staleness"] else "recomputed", servers)
-    return (row.get("on_update", "recomputed"), row.get("servers", 0)) == asked
 
 
 def saved(options: argparse.Namespace) -> dict[str, Any]:
@@ -318,7 +345,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for row in rows:
         if different := different_work(wanted, row["work"]):
             raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
-        row["sampler"] = sampler(row)
+        row["sampler"] = Side.of(row).sampler
         separate = row["placement"] == "separate"
         seconds = None
         if row["devices"] == 1 and rows[0]["rates"] and not row.get("servers"):
@@ -380,18 +407,7 @@ def name(row: dict[str, Any]) -> str:
     devices = "" if row["devices"] == 1 else f" on {row['devices']} devices"
     if not row["max_staleness"]:
         return f"synchronous{devices}"
-    return f"{row['placement']}, bound {row['max_staleness']}{sampler(row)}"
-
-
-def sampler(row: Mapping[str, Any]) -> str:
-    """Return what is special to a row's sampler, to stand behind its name.
-
-    Example:
-        ``sampler({"servers": 2, "on_update": "kept"}) == ", 2 servers, caches kept"``
-    """
-    servers, caches = row.get("servers", 0), row.get("on_update", "recomputed")
-    told = f", {servers} server{'s' if servers > 1 else ''}" if servers else ""
-    return told + ("" if caches == "recomputed" else f", caches {caches}")
+    return f"{row['placement']}, bound {row['max_staleness']}{Side.of(row).sampler}"
 
 
 def print_table(result: dict[str, Any]) -> None:

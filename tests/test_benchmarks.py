@@ -499,14 +499,12 @@ def test_rows_of_other_samplers_have_names_of_their_own():
     assert long_tail.name({**row, **told}) == "separate, bound 2, 2 servers, caches kept"
     assert long_tail.name({**row, "max_staleness": 0, "devices": 2}) == "synchronous on 2 devices"
 
-    def todo(rows: list[Any], servers: int, on_update: str) -> list[Any]:
-        options = argparse.Namespace(device="cuda", servers=servers, on_update=on_update)
-        return long_tail.wanted(options, ["separate"], [2], rows)
-
+    options = argparse.Namespace(device="cuda", servers=[0, 2], on_update=["recomputed", "kept"])
     rows = [{"max_staleness": 0, "placement": None, "devices": 2}, row]
-    assert todo(rows, 0, "recomputed") == []
-    assert todo(rows, 2, "recomputed") == todo(rows, 0, "kept") == [("separate", 2, 1)]
-    assert todo([*rows, {**row, **told}], 2, "kept") == []
+    todo = long_tail.wanted(options, ["separate"], [2], rows)
+    assert [(side.on_update, side.servers) for side in todo] == [("kept", 0), ("recomputed", 2)]
+    rows += [{**row, "on_update": side.on_update, "servers": side.servers} for side in todo]
+    assert long_tail.wanted(options, ["separate"], [2], rows) == []
 
 
 @pytest.mark.slow

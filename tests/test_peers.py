@@ -304,11 +304,14 @@ def test_trl_on_two_processes_does_the_work_of_one(tmp_path: Path):
 
 
 def test_a_run_of_two_gpus_needs_no_row_of_one():
-    on_cuda = argparse.Namespace(device="cuda", servers=0, on_update="recomputed")
-    assert long_tail.wanted(on_cuda, ["separate"], [2], []) == [("shared", 0, 2), ("separate", 2, 1)]
-    assert long_tail.wanted(on_cuda, ["shared"], [2], []) == [("shared", 0, 1), ("shared", 2, 1)]
-    on_cpu = argparse.Namespace(device="cpu", servers=0, on_update="recomputed")
-    assert long_tail.wanted(on_cpu, ["separate"], [2], []) == [("shared", 0, 1), ("separate", 2, 1)]
+    def todo(device: str, placement: str) -> list[tuple[str, int, int]]:
+        options = argparse.Namespace(device=device, servers=[0], on_update=["recomputed"])
+        found = long_tail.wanted(options, [placement], [2], [])
+        return [(side.placement, side.bound, side.devices) for side in found]
+
+    assert todo("cuda", "separate") == [("shared", 0, 2), ("separate", 2, 1)]
+    assert todo("cuda", "shared") == [("shared", 0, 1), ("shared", 2, 1)]
+    assert todo("cpu", "separate") == [("shared", 0, 1), ("separate", 2, 1)]
 
 
 def test_peers_sample_as_far_ahead_as_we_do():
