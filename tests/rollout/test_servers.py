@@ -24,9 +24,11 @@ from lightning_megatron_rl.rollout.protocol import (
     WeightsLostError,
 )
 from lightning_megatron_rl.rollout.servers import push
+from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.server_process import STREAM_INTERVAL
+from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
@@ -169,6 +171,41 @@ def test_a_message_brings_several_tokens(remote, monkeypatch):
     assert sum(sizes) == len(response.token_ids) == 100
     assert len(sizes) <= 1 + math.ceil(99 / STREAM_INTERVAL)
     assert max_logprob_error(remote.model, asked, [[response]]) < EXACT
+
+
+def test_what_the_servers_did_is_known(remote):
+    """Without it a stream's sampler counts as idle, and as having drawn nothing."""
+    before, began, collected = len(remote.engine.activity.since(0)[0]), time.monotonic(), Collected(remote)
+    remote.engine.submit(requests(4, 100), SamplingParams(max_tokens=100, ignore_eos=True))
+    collected.until(lambda: len(collected.responses) == 4 and collected.are_complete)
+    ended = time.monotonic()
+    time.sleep(0.3)
+    seconds, num_tokens = remote.engine.activity.within(SAMPLING, began, ended)
+    assert num_tokens == pytest.approx(400)
+    assert 0.5 * (ended - began) < seconds <= ended - began
+    again, _ = remote.engine.activity.within(SAMPLING, began, time.monotonic())
+    assert again < seconds + 0.2, "idle since then"
+    remote.push_random_weights(90)
+    assert {span.name for span in remote.engine.activity.since(before)[0]} == {SAMPLING, "update"}
+
+
+def test_a_pool_is_busy_by_the_share_of_its_servers(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    servers = [ServerClient(f"http://node-{number}:1", TOKEN, "a run", 1.0) for number in range(4)]
+    log = SpanLog()
+    activity = PoolActivity(servers, log)
+    for seconds, loads, num_tokens in ((5.0, [2, 0, 0, 0], 0), (3.0, [2, 1, 0, 0], 60), (8.0, [0, 0, 0, 0], 90)):
+        now[0] += seconds
+        for server, load in zip(servers, loads, strict=True):
+            server.load = load
+        activity.note(num_tokens)
+    now[0] += 10.0
+    activity.note()
+    assert [(span.began, span.ended, span.busy, span.tokens) for span in log.since(0)[0]] == [
+        (105.0, 108.0, 3.0 / 4, 60),
+        (108.0, 116.0, 8.0 * 2 / 4, 90),
+    ]
 
 
 def test_weights_are_held_until_they_may_move(remote):

@@ -24,6 +24,7 @@ from lightning_megatron_rl.rollout.protocol import (
     check_requests,
 )
 from lightning_megatron_rl.rollout.servers.about import WeightsOver, check_weights_over, refuse_nccl
+from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import (
     LOST,
     READY,
@@ -36,7 +37,7 @@ from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.flights import Flight, choose_server
 from lightning_megatron_rl.rollout.servers.push import deliver, meet, send
 from lightning_megatron_rl.rollout.turns import one_at_a_time
-from lightning_megatron_rl.utilities.spans import SpanLog
+from lightning_megatron_rl.utilities.spans import JOIN_S, SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.network import NETWORK
 
@@ -85,8 +86,9 @@ class ServerPool(StreamingEngine):
         self.bucket_mb = bucket_mb
         self.weights_over = weights_over
         self.weight_version = 0
-        self.activity: SpanLog | None = None
+        self._spans = SpanLog(JOIN_S)
         self._connections: Connections | None = None
+        self._activity: PoolActivity | None = None  # of these connections
 
     @property
     def connections(self) -> Connections:
@@ -103,6 +105,13 @@ class ServerPool(StreamingEngine):
     def num_restarts(self) -> int:  # type: ignore[override]
         """Servers that were lost since the start."""
         return 0 if self._connections is None else self._connections.num_lost
+
+    @property
+    def activity(self) -> SpanLog:  # type: ignore[override]
+        """What the servers of this replica did until now."""
+        if self._activity is not None:
+            self._activity.note()
+        return self._spans
 
     # ---- start and end ---------------------------------------------------------------------------------------------
 
@@ -130,13 +139,14 @@ class ServerPool(StreamingEngine):
             raise refuse_nccl("the trainer has no GPU")
         self.weight_version = 0  # of a start before this one, maybe
         self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s, self.weights_over)
+        self._activity = PoolActivity(self._connections.servers, self._spans)
 
     def wait_ready(self) -> None:
         """Do nothing: `start` has waited."""
 
     def close(self) -> None:
         """Give the servers back; what is under way is lost."""
-        connections, self._connections = self._connections, None
+        connections, self._connections, self._activity = self._connections, None, None
         if connections is not None:
             connections.close()
 
@@ -154,11 +164,13 @@ class ServerPool(StreamingEngine):
 
     async def _fly(self, flight: Flight) -> None:
         """Bring a response to its end."""
-        connections, name = self.connections, flight.request.name
+        connections, activity, name = self.connections, self._activity, flight.request.name
+        assert activity is not None
         try:
             while not flight.is_complete:
                 server = await self._find_server(flight)
                 server.load += 1
+                activity.note()
                 try:
                     version = self.weight_version
                     async for token_ids, logprobs, reason in server.generate(
@@ -170,10 +182,12 @@ class ServerPool(StreamingEngine):
                         salt=f"weights {version}",
                     ):
                         connections.board.land(flight, token_ids, logprobs, reason, version)
+                        activity.note(len(token_ids))
                 except (ServerLostError, ServerRefusedError) as error:
                     connections.lose(server, error)
                 finally:
                     server.load -= 1
+                    activity.note()
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -303,6 +317,10 @@ class ServerPool(StreamingEngine):
             RuntimeError: No server was there for too long.
         """
         self.wait_ready()
+        with self._spans.during("update"):
+            return self._update(source, version)
+
+    def _update(self, source: WeightSource, version: int) -> SyncReport:
         began, connections = time.perf_counter(), self.connections
         if self.weights_over == "nccl" and source.device.type != "cuda":
             raise refuse_nccl(f"the trainer's weights are on {source.device.type}")
