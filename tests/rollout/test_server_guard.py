@@ -300,6 +300,20 @@ def test_a_response_goes_on_from_its_tokens_with_other_noise():
     assert (news.token_ids, news.segments, news.finish_reason) == ([5, 6, 7], [(1, 2), (2, 1)], "stop")
 
 
+def test_a_response_with_stop_strings_begins_anew_elsewhere():
+    """Part of a stop string may have been sampled, which the next server would not find."""
+    going = flight()
+    going.add([5, 6], [-1.0, -2.0], None, 1)
+    going.interrupt()
+    assert (going.token_ids, going.news.token_ids) == ([5, 6], [5, 6])
+    stops = Flight(going.request, replace(PARAMS, stop=("x",)))
+    stops.add([5, 6], [-1.0, -2.0], None, 1)
+    stops.interrupt()
+    assert (stops.prompt, stops.max_tokens, stops.seed(1)) == ([1, 2, 3], 10, 77)
+    stops.add([7], [-3.0], "stop", 1)
+    assert stops.take_news().token_ids == [7]
+
+
 def test_board_tells_complete_responses_first():
     board = Board()
     board.add(flight("a"))

@@ -173,6 +173,20 @@ def test_a_message_brings_several_tokens(remote, monkeypatch):
     assert max_logprob_error(remote.model, asked, [[response]]) < EXACT
 
 
+def test_a_stop_string_ends_the_response(remote, tokenizer):
+    """Also between two messages of a server."""
+    asked = [GenerationRequest([5, 9, 7 + number], seed=3 + number) for number in range(8)]
+    free = [one for (one,) in remote.engine.generate(asked, SamplingParams(max_tokens=40, ignore_eos=True))]
+    for request, whole in zip(asked, free, strict=True):
+        texts = [tokenizer.decode([token_id]) for token_id in whole.token_ids]
+        stop = next(text for text in texts[request.seed :] if text.isalpha())
+        params = SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop,))
+        ((stopped,),) = remote.engine.generate([request], params)
+        count = texts.index(stop) + 1
+        assert (stopped.token_ids, stopped.finish_reason) == (whole.token_ids[:count], "stop")
+        assert stopped.logprobs == pytest.approx(whole.logprobs[:count], abs=EXACT)
+
+
 def test_what_the_servers_did_is_known(remote):
     """Without it a stream's sampler counts as idle, and as having drawn nothing."""
     before, began, collected = len(remote.engine.activity.since(0)[0]), time.monotonic(), Collected(remote)

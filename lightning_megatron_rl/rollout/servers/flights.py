@@ -47,6 +47,14 @@ class Flight:
         if reason is not None:
             self.news.finish_reason, self.is_complete = reason, True
 
+    def interrupt(self) -> None:
+        """Prepare to go on elsewhere: from the tokens that are there, or anew if stop strings end the response.
+
+        A server does not look for a stop string in what it is given, and a part of one may be there.
+        """
+        if self.params.stop:
+            self.token_ids, self.news = [], Progress(self.request.name)
+
     def take_news(self) -> Progress:
         """Return what was not told yet."""
         news, self.news = self.news, Progress(self.request.name)
@@ -87,6 +95,11 @@ class Board:
             flight.add(token_ids, logprobs, reason, version)
             if flight.is_complete:
                 self.changed.notify_all()
+
+    def interrupt(self, flight: Flight) -> None:
+        """Note that a server has left a response."""
+        with self.changed:
+            flight.interrupt()
 
     def fail(self, error: Exception) -> None:
         """Tell whoever waits of a failure."""

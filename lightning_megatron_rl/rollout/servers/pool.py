@@ -185,6 +185,7 @@ class ServerPool(StreamingEngine):
                         activity.note(len(token_ids))
                 except (ServerLostError, ServerRefusedError) as error:
                     connections.lose(server, error)
+                    connections.board.interrupt(flight)
                 finally:
                     server.load -= 1
                     activity.note()
