@@ -211,23 +211,25 @@ class Steps(pl.Callback):
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run an epoch, on servers if there are to be some, and return its times and the work that was done."""
+    on_cuda, cores = options.device == "cuda", sorted(os.sched_getaffinity(0))
+    own = cores[:1] if options.placement == "separate" and not on_cuda else cores  # before torch starts threads
+    os.sched_setaffinity(0, own)
     prepare(options.device, options.shape)
     directory = model_directory(options.model, Path(tempfile.mkdtemp()))
     write_model(directory, options.shape)
-    if options.device == "cuda":
+    if on_cuda:
         torch.cuda.empty_cache()
+    samplers = None if own == cores else cores[1:]
     if not options.servers:
-        return run_epoch(options, directory, [])
-    on_cuda, own = options.device == "cuda", os.sched_getaffinity(0)
+        return run_epoch(options, directory, make_engine(options, [], samplers))
     sizes = [f"--device={options.device}", f"--max-model-len={longest(options)}"]
     sizes += [f"--max-num-seqs={options.most_in_flight * options.generations}"]
     sizes += [f"--kv-cache-memory-gb={options.cache_gb / options.servers}", *([] if on_cuda else ["--num-threads=1"])]
-    if not on_cuda:
-        os.sched_setaffinity(0, sorted(own)[1:])  # the trainer has the first
+    os.sched_setaffinity(0, samplers or own)
     with serve(directory, sizes, visible() if on_cuda else [], options.devices, options.servers, START_S) as found:
         os.sched_setaffinity(0, own)
         os.environ.update(found.environment)
-        return run_epoch(options, directory, found.urls)
+        return run_epoch(options, directory, make_engine(options, found.urls, samplers))
 
 
 def longest(options: argparse.Namespace) -> int:
@@ -235,8 +237,10 @@ def longest(options: argparse.Namespace) -> int:
     return int(options.prompt_tokens + options.longest + 1)
 
 
-def make_engine(options: argparse.Namespace, urls: list[str], core: int | None) -> LongTailEngine | LongTailServers:
-    """Return the sampler: servers, or a process on the trainer's device or the one behind it."""
+def make_engine(
+    options: argparse.Namespace, urls: list[str], cores: list[int] | None
+) -> LongTailEngine | LongTailServers:
+    """Return the sampler: servers, or a process on the trainer's device, on the one behind it, or on other cores."""
     given = LengthsByPrompt(LongTail(options.longest), options.prompt_tokens)
     on_cuda = options.device == "cuda"
     if urls:
@@ -244,7 +248,7 @@ def make_engine(options: argparse.Namespace, urls: list[str], core: int | None) 
         return LongTailServers(given, urls=urls, max_model_len=longest(options), weights_over=over)
     return LongTailEngine(
         given,
-        core=core,
+        core=None if cores is None else cores[0],
         max_model_len=longest(options),
         max_num_seqs=options.most_in_flight * options.generations,
         kv_cache_memory_gb=options.cache_gb,
@@ -253,7 +257,7 @@ def make_engine(options: argparse.Namespace, urls: list[str], core: int | None) 
     )
 
 
-def run_epoch(options: argparse.Namespace, directory: Path, urls: list[str]) -> dict[str, Any]:
+def run_epoch(options: argparse.Namespace, directory: Path, engine: LongTailEngine | LongTailServers) -> dict[str, Any]:
     """Run an epoch and return its times and the work that was done."""
     from lightning_megatron_rl.data.prompts import PromptDataModule
     from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -261,13 +265,8 @@ def run_epoch(options: argparse.Namespace, directory: Path, urls: list[str]) -> 
     from lightning_megatron_rl.modules.training import TrainingSettings
 
     separate = options.placement == "separate"
-    device, on_cuda = own_device(options.device), options.device == "cuda"
-    cores = sorted(os.sched_getaffinity(0))
-    apart = separate and not on_cuda
-    if apart:
-        os.sched_setaffinity(0, cores[:1])
+    device = own_device(options.device)
     lengths, vocab_size = LongTail(options.longest), SHAPES[options.shape]["vocab_size"]
-    engine = make_engine(options, urls, cores[1] if apart else None)
     streaming = StreamingSettings(
         options.bound,
         in_flight=options.in_flight if options.bound else None,
