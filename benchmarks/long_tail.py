@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that the result has, measure the others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if any(options.servers) and set(options.on_update) == {"kept"}:
+        parser.error("--servers with --on-update kept alone: servers keep no caches; add recomputed")
     bounds = [int(bound) for bound in options.bounds.split(",")]
     if options.in_flight:
         limits = options.in_flight * len(bounds) if len(options.in_flight) == 1 else options.in_flight
@@ -175,7 +177,7 @@ def wanted(
         found.append(Side("shared", 0, 2))  # as many GPUs as trainer and sampler have
     for placement, bound in product(placements, bounds):
         for servers, on_update in product(options.servers if placement == "separate" else [0], options.on_update):
-            if not servers or on_update == "recomputed":
+            if not servers or on_update != "kept":
                 found.append(Side(placement, bound, 1, on_update, servers))
     return [side for side in found if side not in there]
 
@@ -330,8 +332,8 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Add to each row its sampler, and what follows from the first, a synchronous run: speed-ups, the simulation's.
 
     The simulation has the first row's speed of the engine, and each row's own seconds of training. It knows one
-    sampler: a synchronous run on two GPUs has none, nor has one with servers, and those on separate ones are held to
-    what the synchronous one measured.
+    sampler, which is interrupted by updates: a synchronous run on two GPUs has none, nor have rows with servers, or
+    whose responses are finished first. Rows of separate devices are held to what the synchronous one measured.
 
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.
@@ -345,13 +347,14 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for row in rows:
         if different := different_work(wanted, row["work"]):
             raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
-        row["sampler"] = Side.of(row).sampler
-        separate = row["placement"] == "separate"
+        side = Side.of(row)
+        row["sampler"] = side.sampler
+        separate = side.placement == "separate"
         seconds = None
-        if row["devices"] == 1 and rows[0]["rates"] and not row.get("servers"):
+        if side.devices == 1 and rows[0]["rates"] and not side.servers and side.on_update != "finished":
             plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
             rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
-            if row.get("on_update") == "kept":
+            if side.on_update == "kept":
                 rates = replace(rates, prefill_tokens_per_s=math.inf)
             seconds = simulate(plan, prompts, lengths, rates, separate=separate)[kept]
         row["simulated_step_s"] = None if seconds is None else sum(seconds) / options.steps

@@ -128,7 +128,7 @@ def place_of_servers(servers: int, over: str, side: dict[str, Any], *, share: bo
         servers: How many.
         over: What weights should go over.
         side: What was measured; without ``direct`` nothing went straight from ranks to workers.
-        share: Whether processes shared a GPU, where NCCL takes sockets instead of NVLink.
+        share: Whether a server shared the trainer's GPU, where NCCL takes sockets instead of NVLink.
     """
     if side["sync"]["direct"] is None:
         over = "gloo in buckets"

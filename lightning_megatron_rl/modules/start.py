@@ -256,11 +256,12 @@ def _puts_together(module: "ModelModule", engine: RolloutEngine | None) -> bool:
 
 
 def _message_bytes(module: "ModelModule", engine: RolloutEngine | None) -> int:
-    """What messages with weights to servers take of a rank's GPU at most; adapters go in buckets of the host's."""
-    needs = _needs_of(engine)
-    if needs is None or module.train_settings.lora is not None:
+    """What messages with weights to servers take of a rank's GPU at most."""
+    needs, strategy = _needs_of(engine), module.strategy
+    if needs is None:
         return 0
-    return needs.message_bytes(module.strategy.layout.data_parallel_size(module.strategy.world_size))
+    replicas = strategy.layout.data_parallel_size(strategy.world_size)
+    return needs.message_bytes(replicas, adapters=module.train_settings.lora is not None)
 
 
 def _state_size(module: "ModelModule") -> StateBytes:

@@ -61,15 +61,18 @@ class EngineNeeds:
         bytes_per_token = size.layers * width * element_bytes
         return int(self.kv_cache_memory_gb * 2**30 / bytes_per_token)
 
-    def message_bytes(self, replicas: int) -> int:
+    def message_bytes(self, replicas: int, *, adapters: bool) -> int:
         """Return what messages with weights to its servers take of a rank's GPU at most.
 
         Args:
             replicas: That share the servers.
+            adapters: Whether adapters are trained alone: one bucket goes to all servers then.
 
         Example:
-            Five servers, two replicas, 256 MiB for each: 768 MiB.
+            Five servers, two replicas, 256 MiB for each: 768 MiB; with adapters 256.
         """
+        if adapters:
+            return self.bucket_bytes
         return -(-self.servers // replicas) * self.bucket_bytes
 
     def engines_on(self, trainers: Sequence[int], firsts: Iterable[int]) -> Counter[int]:

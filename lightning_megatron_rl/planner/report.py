@@ -135,7 +135,7 @@ def summary(run: Run) -> str:
     phases = {phase.name: phase.seconds for phase in run.seconds()}
     longest = sorted(phases.items(), key=lambda item: item[1], reverse=True)[:3]
     parts = ", ".join(f"{name} {_short(seconds)} s" for name, seconds in longest if name != "everything else")
-    sampling = "" if run.servers is None else ", without sampling on servers"
+    sampling = ", without sampling on servers" if run.work.sampled and run.servers is not None else ""
     return (
         f"{run.memory().needed / GIB:.1f} of {run.kind.free / GIB:.1f} GiB per GPU;"
         f" {_short(run.step_seconds)} s per step, {parts}{sampling}"

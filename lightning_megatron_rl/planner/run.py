@@ -270,9 +270,9 @@ class Run:
 
     @property
     def _message_bytes(self) -> int:
-        if self.servers is None or self.adapter_parameters:  # adapters go in buckets of the host's memory
+        if self.servers is None:
             return 0
-        return self.servers.message_bytes(self.data_parallel)
+        return self.servers.message_bytes(self.data_parallel, adapters=bool(self.adapter_parameters))
 
     @property
     def engines_on_gpu(self) -> int:

@@ -144,7 +144,7 @@ def test_weights_are_random_without_loading(checkpoint: Callable[[str], Path], w
 
 @pytest.mark.parametrize("lora", [None, LoRASettings(target_modules=["linear_qkv"])])
 def test_layers_copies_of_the_config_have_no_copy_of_the_model(checkpoint, worker_pool, lora):
-    """Megatron copies its config for each layer of experts: with all names of a model, half a minute."""
+    """Megatron copies its config for each layer of experts: all names of a model would go along each time."""
     assert worker_pool.run(copies_of_the_model, str(checkpoint("qwen3_moe")), lora, world_size=1) == [[]]
 
 

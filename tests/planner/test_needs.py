@@ -19,5 +19,7 @@ def test_the_cache_holds_so_many_tokens():
 
 def test_messages_to_servers_have_a_bucket_for_each_server_of_a_replica():
     pool = EngineNeeds(device="cpu", servers=5, bucket_bytes=256)
-    assert [pool.message_bytes(replicas) for replicas in (1, 2, 5, 8)] == [5 * 256, 3 * 256, 256, 256]
-    assert EngineNeeds().message_bytes(1) == 0
+    found = [pool.message_bytes(replicas, adapters=False) for replicas in (1, 2, 5, 8)]
+    assert found == [5 * 256, 3 * 256, 256, 256]
+    assert pool.message_bytes(1, adapters=True) == 256
+    assert EngineNeeds().message_bytes(1, adapters=False) == EngineNeeds().message_bytes(1, adapters=True) == 0
