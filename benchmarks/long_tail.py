@@ -175,10 +175,10 @@ def wanted(
     found = [Side("shared", 0, 1)] if options.device == "cpu" or "shared" in placements else []
     if options.device == "cuda" and "separate" in placements:
         found.append(Side("shared", 0, 2))  # as many GPUs as trainer and sampler have
-    for placement, bound in product(placements, bounds):
+    for placement in placements:
         for servers, on_update in product(options.servers if placement == "separate" else [0], options.on_update):
             if not servers or on_update != "kept":
-                found.append(Side(placement, bound, 1, on_update, servers))
+                found += [Side(placement, bound, 1, on_update, servers) for bound in bounds]
     return [side for side in found if side not in there]
 
 
