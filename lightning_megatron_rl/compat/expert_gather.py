@@ -5,6 +5,8 @@ micro-batches differ in length between replicas. It also adds up what experts re
 weights, fp32, which doubles the bytes. Here each rank's tokens are padded to the most that a rank has, and no padding
 goes to an expert. Results travel in the precision of activations and are added in fp32 where they arrive.
 
+Ranks agree on that number once for a packed micro-batch, in its first layer of experts: it waits for the GPU.
+
 A layer that is recomputed for its backward pass ends with that sum, and nothing asks for its numbers then: they do not
 travel a second time, and the sum is NaN, so that whoever asks after all gets no wrong numbers.
 """
@@ -25,6 +27,9 @@ from torch import Tensor, nn
 
 from lightning_megatron_rl.compat.torch_names import is_in_backward
 
+_ELSEWHERE = -1.0  # a token's weight for an expert to which it does not go
+_LONGEST = "longest_of_expert_ranks"  # attribute of a packed micro-batch
+
 
 def gather_tokens(chunks: Iterable[nn.Module], *, ends_layer: bool) -> None:
     """Let layers of experts gather tokens, in place.
@@ -40,8 +45,10 @@ def gather_tokens(chunks: Iterable[nn.Module], *, ends_layer: bool) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             layer: Any = module
-            if type(getattr(layer, "token_dispatcher", None)) is MoEAlltoAllTokenDispatcher:
-                layer.token_dispatcher = GatheringDispatcher(layer, ends_layer=ends_layer)
+            experts: Any = getattr(layer, "mlp", None)
+            if type(getattr(experts, "token_dispatcher", None)) is MoEAlltoAllTokenDispatcher:
+                experts.token_dispatcher = GatheringDispatcher(experts, ends_layer=ends_layer)
+                layer.register_forward_pre_hook(experts.token_dispatcher.begin_layer, with_kwargs=True)
 
 
 class GatheringDispatcher(MoEAllGatherTokenDispatcher):
@@ -56,6 +63,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     """
 
     routing_map: Any  # of this rank's tokens, [tokens, experts] bool
+    microbatch: Any = None  # Megatron's `PackedSeqParams` of what comes next, made anew for each forward pass
 
     def __init__(self, layer: Any, *, ends_layer: bool) -> None:
         given, config = layer.token_dispatcher, layer.config
@@ -68,20 +76,23 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         several = config.recompute_method == "uniform" and config.recompute_num_layers > 1  # are recomputed at once
         self.ends_recomputation = ends_layer and not several
 
+    def begin_layer(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Take the micro-batch of a transformer layer that begins; a hook of its forward pass, also when recomputed."""
+        self.microbatch = named.get("packed_seq_params")
+
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens of all ranks, [ranks * longest, hidden], and their weights for this rank's experts.
 
         Args:
             hidden_states: This rank's tokens, [tokens, hidden].
-            probs: Weight of each token for each expert, [tokens, experts].
+            probs: Weight of each token for each expert, [tokens, experts]; none is negative.
         """
         self.num_tokens = len(hidden_states)
-        longest = self.num_tokens if self.counts_are_equal else _largest(self.num_tokens, probs.device, self.ep_group)
-        with torch.no_grad():
-            self.local_map = self._of_local_experts(self.routing_map, longest)
+        longest = self._longest(probs.device)
+        weights = self._of_local_experts(torch.where(self.routing_map, probs, _ELSEWHERE), longest)
         self.routing_map = None
-        hidden_states = _Gather.apply(hidden_states, longest, self.ep_group)
-        return hidden_states, self._of_local_experts(probs, longest)
+        self.local_map = ~(weights.detach() < 0)  # a weight that is not a number stays one
+        return _Gather.apply(hidden_states, longest, self.ep_group), weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens in the order of this rank's experts, the number of each, on the CPU, and their weights."""
@@ -101,9 +112,22 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         is_needed = not (self.ends_recomputation and is_in_backward())
         return _AddUp.apply(hidden_states, self.num_tokens, self.ep_group, is_needed)
 
-    def _of_local_experts(self, values: Tensor, longest: int) -> Tensor:
+    def _longest(self, device: torch.device) -> int:
+        """Return the most tokens that a rank has; all ranks ask, or none of them."""
+        # experts that are recomputed without their layer find none: another's may have begun since
+        microbatch, self.microbatch = self.microbatch, None
+        if self.counts_are_equal:
+            return self.num_tokens
+        if microbatch is None:
+            return _largest(self.num_tokens, device, self.ep_group)
+        known = vars(microbatch)
+        if _LONGEST not in known:
+            known[_LONGEST] = _largest(self.num_tokens, device, self.ep_group)
+        return int(known[_LONGEST])
+
+    def _of_local_experts(self, weights: Tensor, longest: int) -> Tensor:
         """Send each rank the columns of its experts: [tokens, experts] to [ranks * longest, experts / ranks]."""
-        columns = _padded(values, longest).unflatten(1, (self.ep_size, -1)).transpose(0, 1)
+        columns = _padded(weights, longest, _ELSEWHERE).unflatten(1, (self.ep_size, -1)).transpose(0, 1)
         return all_to_all(self.ep_group, columns.flatten(0, 1))
 
 
@@ -150,9 +174,9 @@ def _add_up(parts: Tensor, num_rows: int, group: Any) -> Tensor:
     return received.unflatten(0, (group.size(), -1))[:, :num_rows].sum(0, dtype=torch.float32).to(parts.dtype)
 
 
-def _padded(rows: Tensor, longest: int) -> Tensor:
-    """Return rows followed by zeros (False), which send a token to no expert."""
-    return rows if len(rows) == longest else F.pad(rows, (0, 0, 0, longest - len(rows)))
+def _padded(rows: Tensor, longest: int, value: float = 0.0) -> Tensor:
+    """Return rows followed by rows of one value."""
+    return rows if len(rows) == longest else F.pad(rows, (0, 0, 0, longest - len(rows)), value=value)
 
 
 def _largest(count: int, device: torch.device, group: Any) -> int:
