@@ -207,23 +207,31 @@ def curves(results: Path = RESULTS) -> str:
     found = load("real_run_*.json", results)
     names = [f"{result['parameters'] / 1e6:.0f} M, {result['device']}, {result['layout']}" for _, result in found]
     curves = [result["curves"]["reward/mean"][1] for _, result in found]
-    length = min(map(len, curves), default=0)
+    length = max(map(len, curves), default=0)
     blocks = [slice(first, first + CURVE_BLOCK) for first in range(0, length - CURVE_BLOCK + 1, CURVE_BLOCK)]
-    means = [[statistics.fmean(values[block]) for block in blocks] for values in curves]
+    means = [
+        [statistics.fmean(values[block]) if len(values) >= block.stop else None for block in blocks]
+        for values in curves
+    ]
     starts = [result["sft"].get("sha256") for _, result in found]
-    apart = {"largest difference": means}
+    apart = {}
     for start in sorted({start for start in starts if start and starts.count(start) > 1}):
         same = [row for row, own in zip(means, starts, strict=True) if own == start]
         apart[f"largest difference of those from warm start {start[:6]}"] = same
     header = "| rollouts | warm start | " + " | ".join(f"{block.start + 1}–{block.stop}" for block in blocks) + " |"
     rows = [
-        f"| {name} | {start[:6] if start else 'its own'} | " + " | ".join(f"{value:.3f}" for value in row) + " |"
+        f"| {name} | {start[:6] if start else 'its own'} | {_cells(row)}"
         for name, start, row in zip(names, starts, means, strict=True)
     ]
-    for name, compared in apart.items() if means else ():
-        differences = [max(column) - min(column) for column in zip(*compared, strict=True)]
-        rows.append(f"| {name} | – | " + " | ".join(f"{value:.3f}" for value in differences) + " |")
+    for name, compared in apart.items():
+        there = [[value for value in column if value is not None] for column in zip(*compared, strict=True)]
+        differences = [max(column) - min(column) if len(column) > 1 else None for column in there]
+        rows.append(f"| {name} | – | {_cells(differences)}")
     return table(header, rows)
+
+
+def _cells(values: list[float | None]) -> str:
+    return " | ".join("–" if value is None else f"{value:.3f}" for value in values) + " |"
 
 
 def headline(results: Path = RESULTS) -> str:

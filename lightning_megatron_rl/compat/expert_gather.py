@@ -5,7 +5,8 @@ micro-batches differ in length between replicas. It also adds up what experts re
 weights, fp32, which doubles the bytes. Here each rank's tokens are padded to the most that a rank has, and no padding
 goes to an expert. Results travel in the precision of activations and are added in fp32 where they arrive.
 
-Ranks agree on that number once for a packed micro-batch, in its first layer of experts: it waits for the GPU.
+Ranks agree on that number once for a packed micro-batch, in its first layer of experts: that waits for the GPU. Each
+layer waits for the numbers of its experts' tokens, which are on their way before the tokens are.
 
 A layer that is recomputed for its backward pass ends with that sum, and nothing asks for its numbers then: they do not
 travel a second time, and the sum is NaN, so that whoever asks after all gets no wrong numbers.
@@ -92,12 +93,16 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         weights = self._of_local_experts(torch.where(self.routing_map, probs, _ELSEWHERE), longest)
         self.routing_map = None
         self.local_map = ~(weights.detach() < 0)  # a weight that is not a number stays one
+        counts = self.local_map.sum(dim=0).to("cpu", non_blocking=True)
+        self.counts = counts, torch.cuda.current_stream().record_event() if weights.is_cuda else None
         return _Gather.apply(hidden_states, longest, self.ep_group), weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens in the order of this rank's experts, the number of each, on the CPU, and their weights."""
         self.hidden_shape_before_permute = hidden_states.shape
-        tokens_per_expert = self.local_map.sum(dim=0).cpu()
+        tokens_per_expert, is_there = self.counts
+        if is_there is not None:
+            is_there.synchronize()
         permuted, permuted_probs, self.reversed_local_input_permutation_mapping, *_ = permute(
             hidden_states,
             self.local_map,

@@ -4,6 +4,7 @@ A kernel's time is operations over what products reach plus bytes over what memo
 once to the rows of benchmarks/results (docs/planning.md lists every row with its error); they hold for all devices.
 """
 
+import math
 from dataclasses import dataclass
 
 from lightning_megatron_rl.planner.hardware import Hardware
@@ -27,7 +28,8 @@ LAUNCH_BACKWARD_S = 2.6e-3
 LAUNCH_AGAIN_S = 3.5e-3  # a forward pass that recomputes: the state of random numbers is saved and set
 LAUNCH_EXPERT_S = 3e-5  # in each forward pass, for each expert that a rank has
 LAUNCH_EXPERT_BACKWARD_S = 1.6e-4  # in the backward pass, likewise: each has weights, and so gradients, of its own
-# in each pass, where ranks exchange tokens of experts, and where they share a layer: the slowest one is waited for
+# in each pass, where ranks exchange tokens of experts, for each doubling of their number up to four (of more nothing
+# was measured), and where they share a layer: the slowest one is waited for
 LAUNCH_EXCHANGE_S = 2.4e-3
 LAUNCH_TENSOR_S = 1.0e-3
 PUSH_S = 1.5e-3  # of messages of a push of a whole model
@@ -162,9 +164,7 @@ class Training:
         travel = self._travel(tokens, forward, backward)
         sent = sum(item.seconds for item in travel)
         busy = seconds + attention + experts + moved + sent
-        # lengths vary, and so do the numbers of micro-batches: on average no part of one is lost
-        microbatches = max(1.0, self.replica_tokens / self.microbatch_tokens)
-        launched = self._launch(forward, backward) * size.layers / split.pipeline * microbatches * updates
+        launched = self._launch(forward, backward) * size.layers / split.pipeline * self.microbatches * updates
         # some kernels wait for Python, others for the kernel before: where both take as long, 19 % more than either
         waits = (busy**4 + launched**4) ** 0.25 - busy
         idle = self._idle() * (busy + waits)
@@ -178,7 +178,8 @@ class Training:
     def _launch(self, forward: float, backward: int) -> float:
         """Seconds of Python for one layer and micro-batch."""
         own = self.size.num_experts / self.split.expert
-        exchange = LAUNCH_EXCHANGE_S if self.size.experts and self.split.expert * self.split.expert_tensor > 1 else 0.0
+        ranks = self.split.expert * self.split.expert_tensor if self.size.experts else 1
+        exchange = LAUNCH_EXCHANGE_S * math.log2(min(ranks, 4))
         each = exchange + (LAUNCH_TENSOR_S if self.split.tensor > 1 else 0.0)
         once = LAUNCH_S + LAUNCH_EXPERT_S * own
         again = LAUNCH_AGAIN_S + LAUNCH_EXPERT_S * own

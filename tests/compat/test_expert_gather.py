@@ -144,41 +144,54 @@ def test_results_of_ranks_are_added_in_fp32(worker_pool):
 # ---- with other settings -------------------------------------------------------------------------------------------
 
 
-RECOMPUTES = {  # and whether what experts return is added up once more
-    "full": (FULL_RECOMPUTE, False),
-    "moe": (MOE_RECOMPUTE, False),
-    "some layers": ({**FULL_RECOMPUTE, "recompute_method": "block", "recompute_num_layers": 3}, False),
-    "two layers at once": ({**FULL_RECOMPUTE, "recompute_num_layers": 2}, True),
+RECOMPUTES = {  # whether what experts return is added up once more, and whether ranks agree once more
+    "full": (FULL_RECOMPUTE, False, False),
+    "moe": (MOE_RECOMPUTE, False, True),
+    "some layers": ({**FULL_RECOMPUTE, "recompute_method": "block", "recompute_num_layers": 3}, False, False),
+    "two layers at once": ({**FULL_RECOMPUTE, "recompute_num_layers": 2}, True, False),
 }
 
 
-def counting_sums(*arguments: Any, **options: Any) -> tuple[Run, int]:
-    """`fit_sft`, and how often the ranks' results were added up."""
+def counting(*arguments: Any, **options: Any) -> tuple[Run, dict[str, int]]:
+    """`fit_sft`, and how often the ranks' results were added up, and ranks agreed on the number of rows."""
     from lightning_megatron_rl.compat import expert_gather
 
-    add_up, count = expert_gather._add_up, 0
+    originals = {name: getattr(expert_gather, name) for name in ("_add_up", "_largest")}
+    counts = dict.fromkeys(originals, 0)
 
-    def counted(*given: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return add_up(*given)
+    def counted(name: str, *given: Any) -> Any:
+        counts[name] += 1
+        return originals[name](*given)
 
-    expert_gather._add_up = counted
+    for name in originals:
+        setattr(expert_gather, name, partial(counted, name))
     try:
-        return fit_sft(*arguments, **options), count
+        return fit_sft(*arguments, **options), counts
     finally:
-        expert_gather._add_up = add_up
+        for name, original in originals.items():
+            setattr(expert_gather, name, original)
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
 def test_recomputed_layers_gather_again(worker_pool, qwen3_moe_dir, reference, name):
-    """What experts return is added up again only where a layer behind it in the same recomputation needs it."""
-    recompute, again = RECOMPUTES[name]
-    options = {"pool": worker_pool, "model": qwen3_moe_dir, "layout": "ep2", "moe": BOTH_LOSSES, "fit": counting_sums}
+    """What experts return is added up again only where a layer behind it in the same recomputation needs it.
+
+    Ranks agree once for each micro-batch, and again only where experts are recomputed without their layer.
+    """
+    recompute, sums_again, agree_again = RECOMPUTES[name]
+    options = {"pool": worker_pool, "model": qwen3_moe_dir, "layout": "ep2", "moe": BOTH_LOSSES, "fit": counting}
     _, once = sft(**options, model_config=GATHER)[0]
-    run, count = sft(**options, model_config={**GATHER, **recompute})[0]
+    run, counts = sft(**options, model_config={**GATHER, **recompute})[0]
     assert_same_run(run, reference)
-    assert count > once if again else count == once
+    assert counts["_add_up"] > once["_add_up"] if sums_again else counts["_add_up"] == once["_add_up"]
+    assert counts["_largest"] > once["_largest"] if agree_again else counts["_largest"] == once["_largest"]
+
+
+def test_ranks_agree_once_for_a_micro_batch(worker_pool, qwen3_moe_dir):
+    """Each of four layers adds up in each forward and backward pass; two steps have two backward passes each."""
+    options = {"pool": worker_pool, "model": qwen3_moe_dir, "layout": "ep2", "fit": counting}
+    _, counts = sft(**options, model_config=GATHER)[0]
+    assert counts["_add_up"] == 4 * (counts["_largest"] + 2 * 2)
 
 
 def test_sum_that_is_left_out_is_nobody_s(worker_pool, qwen3_moe_dir):
