@@ -266,7 +266,7 @@ def headline(results: Path = RESULTS) -> str:
         rows.append(
             f"| GRPO run, {result['parameters'] / 1e6:.1f} M parameters, {result['rollouts']} rollouts"
             f" | {result['device']}{split(result)} | accuracy {result['accuracy_before']:.3f} →"
-            f" {result['accuracy_after']:.3f} in {result['grpo_seconds']:.0f} s |"
+            f" {result['accuracy_after']:.3f} |"
         )
     return table(header, rows)
 

@@ -50,7 +50,7 @@ def fastest(runs: Sequence[Run]) -> Run:
     """Return the run whose step is planned to take least; of those within 1 % of it the one with the fewest tokens.
 
     Where some layers are recomputed, the memory is full, and the first step may show that fewer tokens fit, in more
-    micro-batches: that has to gain 5 %.
+    micro-batches: that has to gain some 5 %.
     """
 
     def cost(run: Run) -> float:

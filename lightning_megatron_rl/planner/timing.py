@@ -1,7 +1,7 @@
 """Seconds of each phase of a step, what it waits for, and what travels over which link, by arithmetic.
 
 A kernel's time is operations over what products reach plus bytes over what memory reaches. The shares below were fitted
-once to the rows of benchmarks/results (docs/planning.md lists every row with its error); they hold for all devices.
+once to the rows of benchmarks/results (docs/planning.md says how well they fit); they hold for all devices.
 """
 
 import math

@@ -194,6 +194,14 @@ def test_ranks_agree_once_for_a_micro_batch(worker_pool, qwen3_moe_dir):
     assert counts["_add_up"] == 4 * (counts["_largest"] + 2 * 2)
 
 
+@pytest.mark.parametrize("name", by_default(["moe"], ["full", "moe"]))
+def test_micro_batches_overlap_in_a_pipeline(worker_pool, qwen3_moe_dir, reference, name):
+    """The backward pass of one, which recomputes, comes after the forward pass of the next, of another length."""
+    recompute, *_ = RECOMPUTES[name]
+    run = sft(worker_pool, qwen3_moe_dir, "pp2_ep2", moe=BOTH_LOSSES, model_config={**GATHER, **recompute})[0]
+    assert_same_run(run, reference)
+
+
 def test_sum_that_is_left_out_is_nobody_s(worker_pool, qwen3_moe_dir):
     """Its numbers are NaN: a layer with a norm behind its experts, taken for one without, has no finite gradient."""
     (finite,), (broken,) = (

@@ -30,8 +30,8 @@ PLANNING = ROOT / "docs" / "planning.md"
 SETTLED = 256  # tokens of a response: of shorter ones the beginning takes most
 # files that state a peak and not the lengths of what was computed: responses end by themselves
 WITHOUT_LENGTHS = {"real_run"}
-# a host on which each call of Python takes 1.35 times as long as on that of throughput_h200_30b_gathered.json, by the
-# profiles of both (profile_h200_30b_launches.txt), where launches take most of the time
+# on this host launches, which take most of the update, take 1.0 to 1.4 times as long as on that of
+# profile_h200_30b_gathered.txt, by the profiles of both (this one's is profile_h200_30b_launches.txt)
 SLOW_HOST = "launches_h200_30b.json"
 
 
@@ -191,11 +191,12 @@ def test_peak_of_memory_is_as_measured(name: str):
 
 @pytest.mark.parametrize("name", STATED)
 def test_seconds_are_as_measured(name: str):
-    """Within 25 %; on the host with slow Python within 35 %."""
+    """Within 25 %; the update on the host with slow Python within 35 %."""
     row = measured(name)
     planned = {phase.name: phase.seconds for phase in row.run.seconds()} | {"step": row.run.step_seconds}
     for phase, seconds in row.seconds.items():
-        assert planned[phase] == pytest.approx(seconds, rel=0.35 if name == SLOW_HOST else 0.25), phase
+        tolerance = 0.35 if (name, phase) == (SLOW_HOST, "update") else 0.25
+        assert planned[phase] == pytest.approx(seconds, rel=tolerance), phase
 
 
 RECIPES = sorted(RESULTS.glob("recipe_*.json"))
