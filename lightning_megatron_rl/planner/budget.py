@@ -9,6 +9,7 @@ from lightning_megatron_rl.planner.run import Run
 MARGIN = 0.95  # of the free memory that a choice takes at most: allocators round up
 EQUAL = 1.01  # times the least seconds: nobody can tell such steps apart, and fewer tokens leave more memory
 WITHOUT_GPU = 8192  # tokens of a micro-batch where nothing is planned
+SLOW_HOST = 1.4  # times the seconds of launches, of which nobody knows before on which host they will run
 PARTLY = 1.05  # times their seconds, at which settings count that recompute some layers: see `fastest`
 _POWERS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 _PARTS = 8  # of the layers, of which any number may be computed again
@@ -49,12 +50,15 @@ def can_be_tried(tokens: int, least: int) -> bool:
 def fastest(runs: Sequence[Run]) -> Run:
     """Return the run whose step is planned to take least; of those within 1 % of it the one with the fewest tokens.
 
+    It is the least on a host with slow Python: few large micro-batches lose little on a fast one, many small ones lose
+    much on a slow one.
+
     Where some layers are recomputed, the memory is full, and the first step may show that fewer tokens fit, in more
     micro-batches: that has to gain some 5 %.
     """
 
     def cost(run: Run) -> float:
-        return run.step_seconds * (PARTLY if 0 < run.recompute < 1 else 1.0)
+        return replace(run, launch_factor=SLOW_HOST).step_seconds * (PARTLY if 0 < run.recompute < 1 else 1.0)
 
     least = min(cost(run) for run in runs)
     return min((run for run in runs if cost(run) <= EQUAL * least), key=lambda run: run.microbatch_tokens)

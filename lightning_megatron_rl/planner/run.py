@@ -93,6 +93,7 @@ class Run:
     offloads: tuple[str, ...] = ()
     stored: str = "bfloat16"  # the checkpoint's dtype
     dispatcher: str | None = None  # of tokens to experts; None: the default of the layout
+    launch_factor: float = 1.0  # times the seconds of kernels' launches, which are those of a fast host
 
     @property
     def data_parallel(self) -> int:
@@ -351,6 +352,7 @@ class Run:
             adapters=bool(self.adapter_parameters),
             stage_layers=tuple(self.layers()),
             gathers_tokens=self._gathers_tokens,
+            launch_factor=self.launch_factor,
         )
 
     @property

@@ -120,6 +120,7 @@ class Training:
     adapters: bool = False
     stage_layers: tuple[int, ...] = ()  # of each pipeline stage; (): equal shares
     gathers_tokens: bool = False  # each token is sent to all expert-parallel ranks, not to each of its experts
+    launch_factor: float = 1.0  # times the seconds of kernels' launches
 
     @property
     def data_parallel(self) -> int:
@@ -184,7 +185,7 @@ class Training:
         once = LAUNCH_S + LAUNCH_EXPERT_S * own
         again = LAUNCH_AGAIN_S + LAUNCH_EXPERT_S * own
         back = LAUNCH_BACKWARD_S + LAUNCH_EXPERT_BACKWARD_S * own
-        return once + (forward - 1) * again + backward * back + (forward + backward) * each
+        return self.launch_factor * (once + (forward - 1) * again + backward * back + (forward + backward) * each)
 
     def _idle(self) -> float:
         """Time of the pipeline beyond that of an average stage, as a share of it.

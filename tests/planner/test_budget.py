@@ -72,12 +72,14 @@ def test_of_equals_the_smaller_is_taken(run: Run):
     assert fastest([thrice, twice]) is twice
 
 
-def mixture_on(world: int, layout: ParallelLayout, *, sequences: int) -> Run:
-    """30B-A3B with Adam's moments in bf16 on H200s; sequences of 539 tokens."""
+def mixture_on(world: int, layout: ParallelLayout, *, sequences: int, layers: int = 48) -> Run:
+    """The first layers of 30B-A3B with Adam's moments in bf16 on H200s; sequences of 539 tokens."""
     config = ROOT / "configs" / "recipes" / "qwen3-30b-a3b" / "sft.yaml"
     found = FromConfig(["--config", str(config)]).describe(HARDWARE["h200"], devices=8, nodes=1, lengths=Lengths())
+    part = {name: getattr(found.size, name) * layers // 48 for name in ("dense", "experts", "experts_met", "layers")}
     return replace(
         found,
+        size=replace(found.size, **part),
         world=world,
         layout=layout,
         pipeline_split=PipelineSplit(),
@@ -88,9 +90,7 @@ def mixture_on(world: int, layout: ParallelLayout, *, sequences: int) -> Run:
 
 def test_micro_batches_are_as_large_as_experts_need(run: Run):
     """Ten layers of 30B-A3B on an H200: 1,017 tokens, as was chosen once, take fifteen times as long."""
-    whole = mixture_on(1, ParallelLayout(), sequences=128)
-    part = {name: getattr(whole.size, name) * 10 // 48 for name in ("dense", "experts", "experts_met", "layers")}
-    mixture = replace(whole, size=replace(whole.size, **part))
+    mixture = mixture_on(1, ParallelLayout(), sequences=128, layers=10)
     small = replace(mixture, microbatch_tokens=1017, recompute=False)
     found = choose(mixture, tokens=True, recompute=True, least=1017)
     assert found.microbatch_tokens >= 32_768
@@ -122,6 +122,19 @@ def test_some_layers_are_not_recomputed_for_a_small_gain():
     found = choose(run, tokens=True, recompute=True, least=1017)
     assert (found.recompute_setting, found.microbatches) == ("full", 1)
     assert 0.95 * found.step_seconds < least < 0.98 * found.step_seconds
+
+
+def test_launches_count_as_on_a_slow_host():
+    """24 layers of 30B-A3B on two GPUs: smaller micro-batches were 8 % faster on a fast host, and 30 % slower on one."""
+    layout = ParallelLayout(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    run = mixture_on(2, layout, sequences=256, layers=24)
+    found = choose(run, tokens=True, recompute=True, least=1017)
+    assert (found.recompute_setting, found.microbatches) == ("full", 1)
+    assert found.launch_factor == 1  # what is told are the seconds of the others
+    small = replace(found, microbatch_tokens=16_384, recompute=0.375)
+    assert small.step_seconds < 1.1 * found.step_seconds
+    slow = [replace(run, launch_factor=1.4).step_seconds for run in (small, found)]
+    assert slow[0] > 1.25 * slow[1]
 
 
 def test_no_part_is_recomputed_without_a_first_step_to_measure(run: Run):
