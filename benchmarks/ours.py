@@ -170,6 +170,7 @@ def make_engine(options: argparse.Namespace) -> Any:
         start_timeout_s=600,  # 30 billion weights, and their compilation
         call_timeout_s=CALL_S,
         enforce_eager=options.eager or None,
+        compilation=options.compilation,
         sleep_level=options.sleep_level,
     )
 
@@ -233,6 +234,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         precision=options.precision,
         tensor_model_parallel_size=options.tensor_parallel,
         sequence_parallel=options.tensor_parallel > 1,
+        context_parallel_size=options.context_parallel,
         expert_model_parallel_size=options.expert_parallel,
         expert_tensor_parallel_size=1 if options.expert_parallel > 1 else None,
         **({"offload_while_sampling": ["optimizer", "gradients", "parameters"]} if options.offload else {}),
@@ -270,7 +272,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **how_trained(module, options),
         "sleep_level": options.sleep_level,
         "sampler_is_eager": options.eager,
-        "devices_per_sampler": options.tensor_parallel,  # ranks of a model replica, each of which has a sampler
+        "sampler_compilation": options.compilation,
+        "devices_per_sampler": options.tensor_parallel
+        * options.context_parallel,  # ranks of a model replica, each of which has a sampler
         "step_s": summary(step_s),
         "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in phases},
         "handover": handover,
@@ -322,9 +326,16 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--syncs", type=int, default=0, help="weight syncs to time before the first step")
     parser.add_argument("--devices", type=int, default=1, help="processes of the trainer, one GPU each; without a peer")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--sampler-parallel", type=int, default=1, help="GPUs that share the sampler's model")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs in the sampler")
+    parser.add_argument(
+        "--compilation",
+        choices=("auto", "full", "graphs"),
+        default="auto",
+        help="of the sampler's model, as VLLMEngine",
+    )
     parser.add_argument("--auto", action="store_true", help="the planner chooses --max-tokens and --recompute")
     parser.add_argument("--sleep-level", type=int, default=0, help="of the sampler between rollouts; 0 never sleeps")
     add_model_arguments(parser)
@@ -336,7 +347,8 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """Return the command line of one side."""
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
-    names += ("devices", "tensor_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
+    names += ("devices", "tensor_parallel", "context_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
+    names += ("compilation",)
     given = [f"--{name}" for name in ("eager", "auto") if getattr(options, name)] + dispatcher_arguments(options)
     return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + given + model_arguments(options)
 

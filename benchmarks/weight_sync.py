@@ -73,10 +73,12 @@ def check_place(options: argparse.Namespace) -> None:
         raise ValueError("--servers with --sampler-parallel or --eager: a server has one GPU, and vLLM's own defaults")
     if options.apart and options.device == "cpu":
         raise ValueError("--apart on a CPU: every process shares it already; leave it out, or take --servers 1")
-    if options.apart and options.devices != options.tensor_parallel:
+    replica = options.tensor_parallel * options.context_parallel
+    if options.apart and options.devices != replica:
         raise ValueError(
-            f"--apart with --devices {options.devices} and --tensor-parallel {options.tensor_parallel}: each replica of"
-            " the model has a sampler of its own, and --apart places one"
+            f"--apart with --devices {options.devices} and --tensor-parallel {options.tensor_parallel} x"
+            f" --context-parallel {options.context_parallel} = {replica}: each replica of the model has a sampler of"
+            " its own, and --apart places one"
         )
     needed, found = options.devices + options.sampler_parallel, torch.cuda.device_count()
     if options.apart and needed > found:

@@ -47,6 +47,11 @@ def gathered(measured: dict[str, Any]) -> str:
     return ", tokens gathered" if measured.get("dispatcher") == "allgather" else ""
 
 
+def compiled(side: dict[str, Any]) -> str:
+    """Return that the sampler's model was compiled, to stand behind the model, if somebody asked for it."""
+    return ", sampler compiled" if side.get("sampler_compilation") == "full" else ""
+
+
 def settings(measured: dict[str, Any]) -> str:
     """Return that the planner chose micro-batches, and that logits were kept, to stand behind the model, if so."""
     kept = measured.get("logprob_chunk_size", 0) >= measured["max_tokens_per_microbatch"]  # all are one chunk
@@ -142,7 +147,7 @@ def grpo_step(results: Path = RESULTS) -> str:
             variant = f", {side['variant']}" if side.get("variant") else ""
             rows.append(
                 f"| {result['device']}{split(side)} | {side['shape']}{step_work(result['ours'])}"
-                f"{moments(side.get('work', {}))}{gathered(side)} | {side['who']}{variant}"
+                f"{moments(side.get('work', {}))}{gathered(side)}{compiled(side)} | {side['who']}{variant}"
                 f" | {spread(side['step_s'], 2)} | {cells} | {peak} | {step / floor:.2f} | {times} |"
             )
     return table(header, rows)
@@ -252,7 +257,7 @@ def headline(results: Path = RESULTS) -> str:
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
         )
         rows.append(
-            f"| GRPO step, {side['shape']}{step_work(side)}{gathered(side)} | {result['device']}{split(side)}"
+            f"| GRPO step, {side['shape']}{step_work(side)}{gathered(side)}{compiled(side)} | {result['device']}{split(side)}"
             f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
@@ -370,7 +375,9 @@ def _place(result: Result, measured: dict[str, Any]) -> str:
     """Return model, GPU and what the layout splits in a few words."""
     gpu = result["device"].removeprefix("NVIDIA ").split()[0]
     sizes = re.findall(r"\b([a-z]+ (?!1\b)\d+)", split(measured).partition("=")[2])
-    return ", ".join([measured["shape"], gpu, *sizes]) + sampler_place(measured) + gathered(measured)
+    return (
+        ", ".join([measured["shape"], gpu, *sizes]) + sampler_place(measured) + gathered(measured) + compiled(measured)
+    )
 
 
 def recipe_runs(results: Path = RESULTS) -> str:

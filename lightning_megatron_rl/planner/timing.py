@@ -299,7 +299,8 @@ def rollout(
     computed = at_once * (size.linear_flops + 2 * size.quadratic_flops * context) / reached
     steps = rounds * work.response_tokens
     busy = max(computed, weights + cache)
-    gpu = busy + (2 * size.layers * ALL_REDUCE_S if tensor > 1 else 0.0)
+    reduced = 2 * (tensor - 1) / tensor * at_once * size.hidden * element / (kind.link_bytes_per_s * LINK)
+    gpu = busy + (2 * size.layers * (ALL_REDUCE_S + reduced) if tensor > 1 else 0.0)
     python = STEP_OF_SAMPLER_S + SEQUENCE_OF_SAMPLER_S * at_once
     step = (gpu**BESIDE + python**BESIDE) ** (1 / BESIDE)
     prefill = work.prompts / engines * size.linear_flops * work.prompt_tokens / reached
