@@ -257,8 +257,8 @@ def headline(results: Path = RESULTS) -> str:
             f", TRL in the same run {result['speedup_over_trl']:.2f} times that" if result["speedup_over_trl"] else ""
         )
         rows.append(
-            f"| GRPO step, {side['shape']}{step_work(side)}{gathered(side)}{compiled(side)} | {result['device']}{split(side)}"
-            f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
+            f"| GRPO step, {side['shape']}{step_work(side)}{gathered(side)}{compiled(side)}"
+            f" | {result['device']}{split(side)} | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
         rate = result["rates"]["ours"]
