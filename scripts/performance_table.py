@@ -258,7 +258,8 @@ def headline(results: Path = RESULTS) -> str:
         )
         rows.append(
             f"| GRPO step, {side['shape']}{step_work(side)}{gathered(side)}{compiled(side)}"
-            f" | {result['device']}{split(side)} | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
+            f" | {result['device']}{split(side)}"
+            f" | {side['step_s']['median']:.2f} s, {result['times_floor']:.2f} times the physical floor{peer} |"
         )
     for _, result in load("weight_sync_*.json", results, gpus_only=True):
         rate = result["rates"]["ours"]
