@@ -44,6 +44,7 @@ PUSHES = {  # family and layout: broadcasts of a push, one of each rank in each 
     "qwen3_moe tp2_sp_ep2": 6,  # four ranks split the experts, two and two the rest
     "qwen3_moe pp2_ep2": 6,
     "qwen3_moe ep2_dp4": 2,
+    "qwen3_moe cp2_ep2": 2,  # in one replica, other than ep2's
     "deepseek_v3_plain tp2_sp": 4,
     "deepseek_v3_plain ep2": 2,
     "deepseek_v3_plain pp2": 3,  # all experts are on the last stage
