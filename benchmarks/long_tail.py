@@ -113,7 +113,7 @@ def main() -> None:
         started = [start_row(pool, options, side, most, rates if side == todo[0] else []) for side in todo]
         of_peers = {
             side: start_side(pool, options, side, more)
-            for side, more in peer_sides(names, {bound: ahead(options, bound) for bound in bounds}, placements).items()
+            for side, more in peer_sides(names, bounds, placements).items()
             if "samples_per_s" not in others.get(side, {})
         }
         for run in started:
@@ -231,21 +231,16 @@ def default_placements(device: str) -> list[str]:
     return ["shared", "separate"] if both else ["shared"]
 
 
-def ahead(options: argparse.Namespace, bound: int) -> int:
-    """Return the batches that a peer samples beside the one that it waits for: in all at least as many as ours."""
-    return math.ceil(in_flight(options, bound) / options.groups) - 1
-
-
-def peer_sides(names: Sequence[str], bounds: Mapping[int, int], placements: Sequence[str]) -> dict[str, list[str]]:
-    """Return the sides of peers, and what each is told besides.
+def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence[str]) -> dict[str, list[str]]:
+    """Return the sides of peers, and what each is told besides. They sample as many batches ahead as ours may.
 
     Args:
         names: Of peers.
-        bounds: Of their staleness, with the batches that they sample ahead.
+        bounds: Of their staleness.
         placements: Of ours.
 
     Example:
-        ``peer_sides(["trl"], {1: 1}, ["shared"]) == {"trl": []}``
+        ``peer_sides(["trl"], [1], ["shared"]) == {"trl": []}``
     """
     sides: dict[str, list[str]] = {}
     if "trl" in names:
@@ -254,8 +249,8 @@ def peer_sides(names: Sequence[str], bounds: Mapping[int, int], placements: Sequ
         if "shared" in placements:  # it has one GPU
             sides["verl, synchronous"] = ["--mode=sync"]
         for placement in placements:
-            for bound, batches in bounds.items():
-                more = [f"--mode={VERL_MODES[placement]}", f"--bound={bound}", f"--ahead={batches}"]
+            for bound in bounds:
+                more = [f"--mode={VERL_MODES[placement]}", f"--bound={bound}", f"--ahead={bound}"]
                 sides[verl_side(placement, bound)] = more
     return sides
 

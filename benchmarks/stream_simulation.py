@@ -1,7 +1,7 @@
 """What streaming would give if nothing but sampling and training took time: `StreamPlan` on a simulated engine."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import numpy as np
 from response_lengths import LongTail
@@ -64,9 +64,12 @@ class _Sampler:
             self._drawn[number][left > 0] += tokens
             left -= tokens
             left[left < _NOTHING] = 0.0
-            if not left.any():
+            group = self._plan.under_way[number]
+            for response in compress(group.responses, left == 0):
+                response.finish_reason = "length"
+            if group.is_complete:
                 del self._left[number], self._drawn[number], self._prompts[number]
-                self._plan.finish(self._plan.under_way[number])
+                self._plan.finish(group)
 
     def recompute(self) -> None:
         """Compute the cache of everything under way anew."""

@@ -49,7 +49,8 @@ class StreamingSettings:
     Args:
         max_staleness: Most versions of the policy between a group's first token and the update that trains on it. 0
             samples each batch with the newest weights and waits for it: the synchronous run.
-        in_flight: Most groups sampled at a time, over all replicas; unset: ``(max_staleness + 1) * batch_size``.
+        in_flight: As many responses as so many groups have are sampled at a time at most, over all replicas; unset:
+            ``(max_staleness + 1) * batch_size``.
         on_update: What becomes of responses under way when the weights change: "finished" samples them to their ends
             first, "recomputed" goes on with the new weights and computes their cache anew, "kept" goes on with the new
             weights and the cache of the old ones.

@@ -80,7 +80,8 @@ class StreamPlan:
     Args:
         batch_size: Groups of a batch.
         max_staleness: Most versions between a group's birth and the version that is trained on it.
-        in_flight: Most groups under way at a time.
+        in_flight: As many responses as so many groups have are sampled at a time at most: a group whose last responses
+            are long leaves room for others.
         num_generations: Responses of a group.
     """
 
@@ -99,11 +100,17 @@ class StreamPlan:
         """Take prompts that are to be used exactly once."""
         self.waiting.extend(prompts)
 
+    @property
+    def num_growing(self) -> int:
+        """Responses that are not complete."""
+        return sum(response.finish_reason is None for group in self.under_way.values() for response in group.responses)
+
     def begin(self, version: int) -> list[Group]:
         """Return as many new groups as may be under way now."""
         limit = (self.max_staleness + 1) * self.batch_size
-        begun = []
-        while self.waiting and len(self.under_way) < self.in_flight and len(self.under_way) + len(self.ready) < limit:
+        room = self.in_flight - self.num_growing / self.num_generations  # groups
+        begun: list[Group] = []
+        while self.waiting and len(begun) + 1 <= room and len(self.under_way) + len(self.ready) < limit:
             prompt = self.waiting.popleft()
             group = Group(self.num_born, prompt, version, [Response() for _ in range(self.num_generations)])
             self.num_born += 1

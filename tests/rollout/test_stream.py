@@ -16,22 +16,25 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def drive(plan: StreamPlan, steps: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Train `steps` versions; groups end in random order, long ones late. Return rows and ages in the order of use."""
+    """Train `steps` versions; responses end in random order, long ones late. Return rows and ages in order of use."""
     rows, ages = [], []
-    lengths: dict[int, float] = {}
+    ends: dict[int, list[float]] = {}  # of a group's responses
+    now = 0.0
     for version in range(steps):
         while True:
             for group in plan.begin(version):
-                lengths[group.number] = rng.lognormvariate(0, 1.5)
+                ends[group.number] = [now + rng.lognormvariate(0, 1.5) for _ in group.responses]
+            assert plan.num_growing <= plan.in_flight * plan.num_generations
+            assert len(plan.under_way) + len(plan.ready) <= (plan.max_staleness + 1) * plan.batch_size
             if plan.can_take(version):
                 break
             assert plan.under_way, f"nothing is under way and there is no batch: {plan.describe()}"
-            number = min(plan.under_way, key=lengths.__getitem__)
-            spent = lengths[number]
-            for other in plan.under_way:
-                lengths[other] -= spent
-            plan.finish(plan.under_way[number])
-            assert len(plan.under_way) + len(plan.ready) <= (plan.max_staleness + 1) * plan.batch_size
+            now = min(end for number in plan.under_way for end in ends[number] if end > now)
+            for group in list(plan.under_way.values()):
+                for response, end in zip(group.responses, ends[group.number], strict=True):
+                    response.finish_reason = "stop" if end <= now else None
+                if group.is_complete:
+                    plan.finish(group)
         for group in plan.take(version):
             rows.append(group.prompt.index)
             ages.append(group.age(version))
@@ -53,6 +56,18 @@ def test_bound_holds_and_every_prompt_is_used_once(batch_size, max_staleness, mo
     assert max(ages) <= max_staleness
     assert sorted(rows) == list(range(batch_size * steps))
     assert plan.num_dropped == 0
+
+
+def test_a_group_with_one_long_response_leaves_room():
+    plan = StreamPlan(2, 1, 2, num_generations=4)
+    plan.admit(prompts(4))
+    first, _ = plan.begin(0)
+    for number, response in enumerate(first.responses[:3], start=1):
+        response.finish_reason = "stop"
+        assert (plan.num_growing, plan.begin(0)) == (8 - number, [])
+    first.responses[3].finish_reason = "stop"  # its reward is still computed
+    assert [group.prompt.index for group in plan.begin(0)] == [2]
+    assert (plan.num_growing, plan.begin(0)) == (8, [])
 
 
 def test_counting_alone_would_break_the_bound():
