@@ -53,12 +53,21 @@ def test_a_row_says_what_weights_went_over(count, over, direct, warnings, share,
         ({"servers": 2, "sampler_parallel": 2}, "a server has one GPU"),
         ({"apart": True, "device": "cpu"}, "take --servers 1"),
         ({"apart": True, "devices": 2}, "each replica"),
-        ({"apart": True, "devices": 9, "tensor_parallel": 9}, r"9 GPU\(s\) .* \+ 1 of the sampler = 10"),
+        (
+            {"apart": True, "devices": 9, "tensor_parallel": 3, "context_parallel": 3},
+            r"9 GPU\(s\) .* \+ 1 of the sampler = 10",
+        ),
     ],
 )
 def test_a_sampler_elsewhere_beside_other_settings_is_refused(given, message):
     plain = {"apart": False, "servers": 0, "weights_over": None, "peer": "none", "eager": False, "device": "cuda"}
-    plain |= {"devices": 1, "tensor_parallel": 1, "sampler_parallel": 1, "weight_transfer": "auto"}
+    plain |= {
+        "devices": 1,
+        "tensor_parallel": 1,
+        "context_parallel": 1,
+        "sampler_parallel": 1,
+        "weight_transfer": "auto",
+    }
     plain |= {"sleep_level": 0}
     weight_sync.check_place(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):

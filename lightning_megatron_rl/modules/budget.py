@@ -102,7 +102,7 @@ class Budget:
         chosen = fastest(fitting)
         wanted = given.settle(chosen.microbatch_tokens, recompute=chosen.recompute_setting)
         half = chosen.microbatch_tokens // 2
-        self._why = f"{chosen.step_seconds:.3g} s a step expected, the least of {len(fitting)} settings that fit"
+        self._why = f"{chosen.step_seconds:.3g} s a step expected, chosen of {len(fitting)} settings that fit"
         if kind is None:
             self._why += f", with the rates of an {_LIKE.name}"
         least *= run.layout.context_parallel_size
