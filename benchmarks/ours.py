@@ -273,8 +273,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "sleep_level": options.sleep_level,
         "sampler_is_eager": options.eager,
         "sampler_compilation": options.compilation,
-        "devices_per_sampler": options.tensor_parallel
-        * options.context_parallel,  # ranks of a model replica, each of which has a sampler
+        # ranks of a model replica, each of which has a sampler
+        "devices_per_sampler": options.tensor_parallel * options.context_parallel,
         "step_s": summary(step_s),
         "phases": {name: summary([step.get(f"time/{name}_s", 0.0) for step in kept]) for name in phases},
         "handover": handover,

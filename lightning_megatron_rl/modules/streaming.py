@@ -49,7 +49,7 @@ class StreamingSettings:
     Args:
         max_staleness: Most versions of the policy between a group's first token and the update that trains on it. 0
             samples each batch with the newest weights and waits for it: the synchronous run.
-        in_flight: As many responses as so many groups have are sampled at a time at most, over all replicas; unset:
+        in_flight: Most responses sampled at a time, counted as whole groups, over all replicas; unset:
             ``(max_staleness + 1) * batch_size``.
         on_update: What becomes of responses under way when the weights change: "finished" samples them to their ends
             first, "recomputed" goes on with the new weights and computes their cache anew, "kept" goes on with the new
@@ -188,7 +188,8 @@ class StreamedRollouts:
         """Return what the stream does, for the table at start."""
         settings = self.settings
         placement = "beside training" if self._in_background else "between training steps"
-        ahead = f"at most {settings.max_staleness} version(s) ahead, {self._in_flight(batch_size)} groups in flight"
+        ahead = f"at most {settings.max_staleness} version(s) ahead"
+        ahead += f", responses of {self._in_flight(batch_size)} groups in flight"
         return f"{ahead}, {placement}; responses under way at an update are {settings.on_update}"
 
     # ---- what the leader of a replica does -------------------------------------------------------------------------

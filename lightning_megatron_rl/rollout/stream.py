@@ -80,8 +80,8 @@ class StreamPlan:
     Args:
         batch_size: Groups of a batch.
         max_staleness: Most versions between a group's birth and the version that is trained on it.
-        in_flight: As many responses as so many groups have are sampled at a time at most: a group whose last responses
-            are long leaves room for others.
+        in_flight: Most responses sampled at a time, counted as whole groups: a group whose last responses are long
+            leaves room for others.
         num_generations: Responses of a group.
     """
 
@@ -108,14 +108,15 @@ class StreamPlan:
     def begin(self, version: int) -> list[Group]:
         """Return as many new groups as may be under way now."""
         limit = (self.max_staleness + 1) * self.batch_size
-        room = self.in_flight - self.num_growing / self.num_generations  # groups
-        begun: list[Group] = []
-        while self.waiting and len(begun) + 1 <= room and len(self.under_way) + len(self.ready) < limit:
+        room = self.in_flight * self.num_generations - self.num_growing  # responses
+        begun = []
+        while self.waiting and room >= self.num_generations and len(self.under_way) + len(self.ready) < limit:
             prompt = self.waiting.popleft()
             group = Group(self.num_born, prompt, version, [Response() for _ in range(self.num_generations)])
             self.num_born += 1
             self.under_way[group.number] = group
             begun.append(group)
+            room -= self.num_generations
         return begun
 
     def finish(self, group: Group) -> None:

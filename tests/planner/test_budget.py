@@ -11,6 +11,7 @@ from lightning_megatron_rl.plan.config import FromConfig
 from lightning_megatron_rl.planner.budget import (
     EQUAL,
     MARGIN,
+    SLOW_HOST,
     candidates,
     choose,
     expected_peak,
@@ -133,7 +134,7 @@ def test_launches_count_as_on_a_slow_host():
     assert found.launch_factor == 1  # what is told are the seconds of the others
     small = replace(found, microbatch_tokens=16_384, recompute=0.375)
     assert small.step_seconds < 1.1 * found.step_seconds
-    slow = [replace(run, launch_factor=1.4).step_seconds for run in (small, found)]
+    slow = [replace(run, launch_factor=SLOW_HOST).step_seconds for run in (small, found)]
     assert slow[0] > 1.25 * slow[1]
 
 
