@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamRequest
 from lightning_megatron_rl.rollout.servers import connections as watching
@@ -13,6 +15,8 @@ from lightning_megatron_rl.rollout.servers.about import About, fingerprint
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.weights.direct import DirectPush
+from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 from tests.rollout.server_process import TOKEN, guarded
 from tests.rollout.test_server_guard import ABOUT
 
@@ -94,3 +98,29 @@ def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_di
     until(lambda: server.load == 0 and engine.num_restarts == 1)
     until(lambda: server.load == 1)  # it is back
     assert list(engine.connections.board.flights) == ["a"]
+
+
+def test_what_a_rank_holds_is_looked_at_again_if_it_is_other_memory(stack, qwen3_dir):
+    """Thousands of views cost a push milliseconds; those of memory that is gone would send old weights."""
+    connections, sent = connect(stack, qwen3_dir), []
+    views = [WeightView("a", torch.zeros(6, 4), (6, 4)), WeightView("b", torch.zeros(2, 3, 4), (6, 4))]
+
+    def held(views: list[WeightView]) -> list[int]:
+        push = connections.direct_sender(WeightSource.of_views(WeightViews(views, stays=True)))
+        assert isinstance(push, DirectPush)
+        tensors = push._ranks._held()
+        sent.append(tensors)  # so that no address is used again
+        assert [tensor.shape for tensor in tensors.values()] == [view.shape for view in views]
+        return [part.view.data_ptr() for tensor in tensors.values() for part in tensor.parts]
+
+    addresses = [view.view.data_ptr() for view in views]
+    with patch.object(watching, "held_views", wraps=watching.held_views) as looked:
+        assert held(views) == held(views) == addresses
+        assert looked.call_count == 1
+        moved = [views[0], replace(views[1], view=torch.ones(2, 3, 4))]
+        assert held(moved) == [addresses[0], moved[1].view.data_ptr()]
+        assert looked.call_count == 2
+        connections.let_go()
+        assert held(moved) == [addresses[0], moved[1].view.data_ptr()]
+        assert looked.call_count == 3
+        assert held([*moved, WeightView("c", torch.ones(3), (3,))])[2]

@@ -165,6 +165,25 @@ def test_only_a_server_that_samples_is_paused(remote, monkeypatch):
     assert max_logprob_error(remote.model, make_requests(4), remote.engine.generate(make_requests(4), EIGHT)) < EXACT
 
 
+def test_a_cache_that_could_not_be_dropped_is_dropped_before_anything_samples(remote, monkeypatch):
+    """It is dropped while weights come, unless the server still has a response, of whoever it is."""
+    asked, ask = [], ServerClient._ask
+
+    async def refuse_once(client: ServerClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(path.partition("?")[0])
+        if asked[-1] == "/reset_prefix_cache" and asked.count("/reset_prefix_cache") == 1:
+            return {"success": False}
+        return await ask(client, method, path, *arguments, **options)
+
+    cached = [GenerationRequest(list(range(5, 105)), seed=3)]  # whole blocks of the prompt are kept
+    remote.engine.generate(cached, EIGHT)
+    monkeypatch.setattr(ServerClient, "_ask", refuse_once)
+    remote.push_random_weights(70)
+    called = [path for path in asked if path in ("/pause", "/reset_prefix_cache", "/resume")]
+    assert called == ["/reset_prefix_cache", "/pause", "/reset_prefix_cache", "/resume"]
+    assert max_logprob_error(remote.model, cached, remote.engine.generate(cached, EIGHT)) < EXACT
+
+
 def test_a_message_brings_several_tokens(remote, monkeypatch):
     """The first, eight at a time, and the rest; each costs both sides more than what is in it."""
     read, sizes = ServerClient._read, []

@@ -73,6 +73,23 @@ class HostGroup:
             close_gloo(self._group, [other for other in range(self._size) if other != self._number])
 
 
+class LateGroup(HostGroup):
+    """One that tells late that a message has come."""
+
+    overlaps = 0  # messages that were begun before the end of the one before was known
+    most = 0  # that were under way
+    under_way: list[float] = []  # noqa: RUF012  when each is known to have come
+
+    def exchange(self, sends: Sequence[Pair], receives: Sequence[Pair]) -> Callable[[], bool]:
+        found, now = super().exchange(sends, receives), time.monotonic()
+        LateGroup.under_way = [until for until in LateGroup.under_way if until > now]
+        known = max([now, *LateGroup.under_way]) + 0.1  # one after the other
+        LateGroup.overlaps += bool(LateGroup.under_way)
+        LateGroup.under_way.append(known)
+        LateGroup.most = max(LateGroup.most, len(LateGroup.under_way))
+        return lambda: time.monotonic() > known and found()
+
+
 class NoGroup(HostGroup):
     """One that the first worker cannot make."""
 
@@ -384,6 +401,22 @@ def test_values_are_those_of_gloo_bit_by_bit(worker_pool, num_ranks, num_workers
         mine = [of_rank[worker] for of_rank in counts]
         once = [([], [rank for rank, count in enumerate(mine) if number < count]) for number in range(max(mine))]
         assert found[num_ranks + worker].calls == once * 2
+
+
+def count_overlaps(setting: Setting) -> tuple[list[dict[str, Tensor]], int, int]:
+    found = push_in_place(setting, LateGroup)
+    return found, LateGroup.overlaps, LateGroup.most
+
+
+def test_the_next_message_is_begun_before_the_end_of_the_last_is_known(worker_pool):
+    """Or links are idle until the host has seen the end, has packed, and has called NCCL."""
+    setting = Setting(1, 1, free_port())
+    (messages,) = setting.messages()[0]
+    told = worker_pool.run(count_overlaps, setting, world_size=2, init_process_group=False)
+    check_in_place([found for found, _, _ in told], setting)
+    for _, overlaps, most in told:
+        assert overlaps >= 3 * (len(messages) - 1)
+        assert most == 2, "a buffer is packed anew before what was in it has gone"
 
 
 @pytest.mark.parametrize(

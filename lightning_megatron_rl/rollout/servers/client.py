@@ -1,5 +1,6 @@
 """One vLLM server as a trainer sees it: its routes as coroutines, and whether it can sample at the moment."""
 
+import asyncio
 import json
 import logging
 import os
@@ -76,6 +77,7 @@ class ServerClient:
         self._streams: set[aiohttp.ClientResponse] = set()  # of responses under way
         self._is_paused = False
         self._was_cut = False  # whether a response has ended before its end since the last pause
+        self._dropping: asyncio.Future[bool] | None = None  # of what was cached, beside a push
 
     def forget_workers(self) -> None:
         """Know no more of its workers: they are gone, or other ones."""
@@ -85,6 +87,7 @@ class ServerClient:
     async def move(self, url: str) -> None:
         """Ask at another address, or anew at this one, from now on; what is under way is lost."""
         before, self.url, self.host = self._session, url, urlsplit(url).hostname or ""
+        self._dropping = None
         await self.open()
         for stream in self._streams:  # closing the session alone lets who reads one wait for ever
             stream.close()
@@ -148,14 +151,27 @@ class ServerClient:
         await self._ask("GET", "/health", PROBE_S)
 
     async def pause(self) -> None:
-        """Stop sampling, drop what is under way and what was cached.
+        """Stop sampling, drop what is under way, and what was cached by `resume` at the latest.
 
         Where all responses have come to their ends, and nobody holds the cache, there is nothing to stop: vLLM's pause
-        waits for 20 ms in any case.
+        waits for 20 ms in any case. Then the cache is dropped while new weights come.
         """
-        is_idle = self.state == READY and self.pushed is not None and not self._is_paused and not self._was_cut
-        if is_idle and await self._drop_cache():
+        if self.state == READY and self.pushed is not None and not self._is_paused and not self._was_cut:
+            self._dropping = asyncio.ensure_future(self._drop_cache())
+            self._dropping.add_done_callback(_look_at)
             return
+        await self._abort()
+
+    async def resume(self) -> None:
+        """Go on."""
+        dropping, self._dropping = self._dropping, None
+        if dropping is not None and not await dropping:
+            await self._abort()
+        if self._is_paused:
+            await self._ask("POST", "/resume", self._timeout_s)
+            self._is_paused = False
+
+    async def _abort(self) -> None:
         self._is_paused = True
         await self._ask("POST", "/pause?mode=abort&clear_cache=true", self._timeout_s)
         self._was_cut = False
@@ -164,12 +180,6 @@ class ServerClient:
     async def _drop_cache(self) -> bool:
         """Drop what was cached; False if a response is under way."""
         return bool((await self._ask("POST", "/reset_prefix_cache", self._timeout_s)).get("success"))
-
-    async def resume(self) -> None:
-        """Go on."""
-        if self._is_paused:
-            await self._ask("POST", "/resume", self._timeout_s)
-            self._is_paused = False
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each worker with plain data; returns their answers."""
@@ -283,3 +293,9 @@ class ServerClient:
                     f"the server {self.url} gave {len(logprobs)} log-probs of {len(token_ids)} tokens"
                 )
             yield token_ids, logprobs, choice["finish_reason"]
+
+
+def _look_at(done: asyncio.Future[bool]) -> None:
+    """Let nobody complain of an error that is not waited for: a server that is lost may be so by another one."""
+    if not done.cancelled():
+        done.exception()

@@ -23,7 +23,7 @@ from lightning_megatron_rl.rollout.servers.guard import LEASE_S
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.weights.direct import DirectPush, DirectRanks, held_views
 from lightning_megatron_rl.weights.messages import HeldTensor
-from lightning_megatron_rl.weights.source import DirectSender, WeightSource
+from lightning_megatron_rl.weights.source import DirectSender, WeightSource, WeightView
 from lightning_megatron_rl.weights.transports.network import NetworkSender
 
 RENEW_S = 3.0  # between two looks at a server, each of which renews the lease
@@ -58,7 +58,8 @@ class Connections:
         self.lock = threading.RLock()  # of whoever changes what is under way
         self.tasks: dict[str, asyncio.Task[None]] = {}  # of flights, by name; the event loop's own
         self.senders: dict[ServerClient, NetworkSender] = {}
-        self._whole: dict[str, HeldTensor] = {}  # of this update
+        self._views: list[WeightView] = []  # of this update's weights, which are whole
+        self._whole: dict[str, HeldTensor] = {}  # the same
         self._ranks: DirectRanks | None = None  # this rank alone, which has the whole model
         self.version = 0  # of the weights that sample
         self.num_lost = 0
@@ -101,17 +102,20 @@ class Connections:
         """Return what sends the weights straight to workers; None if they come one by one, or lie scattered."""
         if source.direct is not None or source.whole is None:
             return source.direct
-        held = held_views(source.whole)
-        if held is None:
-            return None
-        self._whole = held
-        if self._ranks is None or self._ranks.holdings != [{name: tensor.holding for name, tensor in held.items()}]:
-            self._ranks = DirectRanks(lambda: self._whole, source.device)
+        if [id(view) for view in source.whole.views] != [id(view) for view in self._views]:
+            held = held_views(source.whole)
+            if held is None:
+                return None
+            self._views, self._whole = source.whole.views, held
+            holdings = {name: tensor.holding for name, tensor in held.items()}
+            if self._ranks is None or self._ranks.holdings != [holdings]:
+                self._ranks = DirectRanks(lambda: self._whole, source.device)
+        assert self._ranks is not None
         return DirectPush(self._ranks)
 
     def let_go(self) -> None:
         """Drop what is held of an update's weights."""
-        self._whole = {}
+        self._views, self._whole = [], {}
         if self._ranks is not None:
             self._ranks.let_go()
 

@@ -5,6 +5,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ Pair = tuple[Tensor, int]  # what goes to, or comes from, which process
 
 
 class Lines(Protocol):
-    """One process's lines to the others, on each of which one message is under way at a time.
+    """One process's lines to the others, on each of which messages go one after the other.
 
     Messages go in sessions, from `begin` to `end`. Both sides of a line begin and end the same sessions. A failure
     closes all lines of this process, so that none of the others waits for it.
@@ -52,7 +53,7 @@ class Lines(Protocol):
         """Begin to receive from process `other`, or note it for `go`; `tensor` is one of `empty`, or of `staged`."""
 
     def go(self) -> None:
-        """Begin what was noted since the last time, when what was begun before is done.
+        """Begin what was noted since the last time, then wait for what was begun before.
 
         Raises:
             RuntimeError: A process is gone, or takes too long.
@@ -168,9 +169,10 @@ class NCCLLines:
     """Data over NCCL between devices, with gloo beside it; see `Lines`.
 
     Messages are noted and go at once: a rank's to all workers, or a worker's of all ranks. So they take the one
-    communicator of the group; single messages of NCCL make one for each pair of processes. The next ones can be put
-    together meanwhile. NCCL waits for a process that is gone. So each process waits for a byte of its peers over gloo,
-    which fails when a connection closes.
+    communicator of the group; single messages of NCCL make one for each pair of processes. They stand behind those
+    before them on the device, whose end the host does not have to see first; the next ones can be put together
+    meanwhile. NCCL waits for a process that is gone. So each process waits for a byte of its peers over gloo, which
+    fails when a connection closes.
 
     Args:
         control: Connections to the same processes.
@@ -198,7 +200,7 @@ class NCCLLines:
         self._timeout_s = timeout_s
         self._sends: list[Pair] = []
         self._receives: list[Pair] = []
-        self._under_way: _Exchange | None = None
+        self._under_way: deque[_Exchange] = deque()  # two at most
         self._watch: _Watch | None = None
 
     def begin(self) -> None:
@@ -220,8 +222,8 @@ class NCCLLines:
 
     def go(self) -> None:
         """See `Lines`."""
-        self.wait()
         if not self._sends and not self._receives:
+            self.wait()
             return
         try:
             assert self._group is not None, "these lines are closed"
@@ -232,8 +234,9 @@ class NCCLLines:
         except BaseException:
             self.close()
             raise
-        self._under_way = _Exchange(is_complete, self._sends, self._receives, into)
+        self._under_way.append(_Exchange(is_complete, self._sends, self._receives, into))
         self._sends, self._receives = [], []
+        self._wait_for_all_but(1)
 
     def _landing(self, tensor: Tensor, other: int) -> Tensor:
         """Return `tensor` if it is staged memory, else where its message is staged."""
@@ -242,25 +245,27 @@ class NCCLLines:
         return tensor if is_staged else staged[: tensor.numel()]
 
     def wait(self, other: int | None = None) -> None:
-        """See `Lines`: all messages that are under way go at once."""
-        if self._under_way is None:
-            return
-        exchange = self._under_way
-        try:
-            self._wait_until(exchange.is_complete, [other for _, other in (*exchange.sends, *exchange.receives)])
-            for (tensor, _), (source, _) in zip(exchange.receives, exchange.into, strict=True):
-                if source is not tensor:
-                    tensor.copy_(source)
-        except BaseException:
-            self.close()
-            raise
-        self._under_way = None
+        """See `Lines`: for all of them, since those of several processes go at once."""
+        self._wait_for_all_but(0)
+
+    def _wait_for_all_but(self, left: int) -> None:
+        while len(self._under_way) > left:
+            exchange = self._under_way[0]
+            try:
+                self._wait_until(exchange.is_complete, [other for _, other in (*exchange.sends, *exchange.receives)])
+                for (tensor, _), (source, _) in zip(exchange.receives, exchange.into, strict=True):
+                    if source is not tensor:
+                        tensor.copy_(source)
+            except BaseException:
+                self.close()
+                raise
+            self._under_way.popleft()
 
     def end(self) -> None:
         """See `Lines`: peers tell each other that they have sent, or have, everything."""
         try:
             self.go()
-            self.wait()
+            self.wait()  # for what may have gone just now
             assert self._watch is not None, "begin comes first"
             for other, name in self._peers.items():
                 try:
@@ -290,7 +295,7 @@ class NCCLLines:
             close_gloo(self._control.group, self._peers)
         self._control.close()
         abort(group, (self._under_way, self._sends, self._staged))
-        self._sends, self._receives, self._staged, self._under_way = [], [], {}, None
+        self._sends, self._receives, self._staged, self._under_way = [], [], {}, deque()
 
     def _wait_until(self, is_complete: Callable[[], bool], others: Sequence[int]) -> None:
         """Wait at most as long as a message may take, and while all peers are there."""
