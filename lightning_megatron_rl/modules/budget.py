@@ -1,4 +1,4 @@
-"""`Budget`: settles what training settings leave to the planner, and measures the first step before it trusts it."""
+"""`Budget`: settles what training settings leave to the planner, and measures a step or two before it trusts it."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
@@ -33,10 +33,11 @@ _LIKE = HARDWARE["h100"]  # whose rates stand in for those of a GPU that the pla
 
 @dataclass(frozen=True)
 class Trial:
-    """A first step with half of the tokens that are wanted, whose peak says how many of them fit."""
+    """A first step, or two, with half of the tokens that are wanted, whose peak says how many of them fit."""
 
     tried: MemoryPlan
     wanted: list[tuple[TrainingSettings, MemoryPlan]]  # what may follow, the most tokens first
+    is_second: bool = False  # the optimizer's state is there from the beginning
 
 
 class Budget:
@@ -119,28 +120,41 @@ class Budget:
         self._why += f"; the first step takes {half} and is measured"
 
     def end_step(self) -> None:
-        """After the first step: take the most tokens that what was measured leaves room for; a collective then."""
+        """After the first step: take the wanted tokens if what was measured leaves room; a collective then.
+
+        If it does not, the second step has half of them, too: the first had no state of the optimizer beside its
+        activations, so that the plan counts for what they take together. Then the most tokens that fit are taken.
+        """
         if self._trial is None:
             return
         trial, self._trial = self._trial, None
         device = self._module.strategy.root_device
         room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        self._take(trial, torch.cuda.max_memory_allocated(device), room)
+        if not self._take(trial, torch.cuda.max_memory_allocated(device), room):
+            self._trial = replace(trial, is_second=True)
 
-    def _take(self, trial: Trial, measured: int, room: int) -> None:
-        """Take the most tokens that fit on all ranks, of which this one has measured so many bytes and has room."""
-        holds = _on_all_ranks([leaves_room(measured, trial.tried, plan, room) for _, plan in trial.wanted])
-        before, whole = self._module.train_settings.token_budget, trial.wanted[0][0].token_budget
+    def _take(self, trial: Trial, measured: int, room: int) -> bool:
+        """Take the most tokens that fit on all ranks, of which this one has measured so many bytes and has room.
+
+        False: not the wanted ones do, and a second step may show that they do.
+        """
+        whole = trial.is_second
+        fitting = [leaves_room(measured, trial.tried, plan, room, whole=whole) for _, plan in trial.wanted]
+        holds = _on_all_ranks(fitting)
+        if not holds[0] and not whole:
+            return False
+        before, most = self._module.train_settings.token_budget, trial.wanted[0][0].token_budget
         taken = [settings for (settings, _), has_room in zip(trial.wanted, holds, strict=True) if has_room]
         if taken:
             self._module.train_settings = taken[0]
         now = self._module.train_settings.token_budget
-        expected = expected_peak(measured, trial.tried, trial.wanted[0][1])
+        expected = expected_peak(measured, trial.tried, trial.wanted[0][1], whole=whole)
         rank_zero_info(
-            f"train.max_tokens_per_microbatch=auto: {now} from now on{'' if now == whole else f', not {whole}'}; the"
-            f" first step took {measured / GIB:.1f} GiB with micro-batches of {before} tokens, {whole} are expected to"
-            f" take {expected / GIB:.1f} of {room / GIB:.1f} GiB."
+            f"train.max_tokens_per_microbatch=auto: {now} from now on{'' if now == most else f', not {most}'}; the"
+            f" first {'two steps' if whole else 'step'} took {measured / GIB:.1f} GiB with micro-batches of {before}"
+            f" tokens, {most} are expected to take {expected / GIB:.1f} of {room / GIB:.1f} GiB."
         )
+        return True
 
     def describe(self) -> list[tuple[str, str]]:
         """Return a row for the table at start: what was chosen; none if nothing was left open."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_megatron_rl.planner.moments import ACTIVATIONS, COMPUTING, MemoryPlan
+from lightning_megatron_rl.planner.moments import ACTIVATIONS, COMPUTING, PROCESS, MemoryPlan
 from lightning_megatron_rl.planner.run import Run
 
 MARGIN = 0.95  # of the free memory that a choice takes at most: allocators round up
@@ -83,23 +83,32 @@ def fits(plan: MemoryPlan) -> bool:
     return plan.needed <= MARGIN * plan.free
 
 
-def expected_peak(measured: float, tried: MemoryPlan, wanted: MemoryPlan) -> float:
+def expected_peak(measured: float, tried: MemoryPlan, wanted: MemoryPlan, *, whole: bool = False) -> float:
     """Return the bytes that a step will take with the budget of `wanted`, measured with that of `tried`.
 
-    What activations took more than planned, the larger budget is taken to take more in proportion; what they took less
-    is not counted on.
+    What activations took more than planned, the larger budget is taken to take more in proportion. What all took less
+    is counted on only if all was there.
+
+    Args:
+        measured: By torch: what the process takes besides is neither in it nor in the room.
+        tried: Plan of what was measured.
+        wanted: Plan of what may follow.
+        whole: Whether everything was there: the first step makes the optimizer's state at its end.
 
     Example:
-        Planned 10 of weights and 4 of activations, 8 for twice the tokens, measured 15: ``10 + 8 * 5 / 4 == 20``.
+        Planned 10 of weights and 4 of activations, 8 for twice the tokens, measured 15: ``10 + 8 * 5 / 4 == 20``. If it
+        was 13, all in all, it is 18 by the first step, and ``13 + 4 == 17`` by a later one.
     """
     there = tried.at(COMPUTING)
     activations = sum(size for part, size in there.items() if part.name == ACTIVATIONS)
     wanted_activations = sum(size for part, size in wanted.at(COMPUTING).items() if part.name == ACTIVATIONS)
-    rest = sum(part.size for part in tried.trainer if there[part]) - activations
+    rest = sum(part.size for part in tried.trainer if there[part] and part.name != PROCESS) - activations
     factor = max(1.0, (measured - rest) / activations)
+    if whole:
+        return measured + (wanted_activations - activations) * factor
     return max(measured, rest + wanted_activations * factor)
 
 
-def leaves_room(measured: float, tried: MemoryPlan, wanted: MemoryPlan, room: float) -> bool:
+def leaves_room(measured: float, tried: MemoryPlan, wanted: MemoryPlan, room: float, *, whole: bool = False) -> bool:
     """Whether a step with the budget of `wanted` leaves the margin of `room` bytes, by what `tried` took."""
-    return expected_peak(measured, tried, wanted) <= MARGIN * room
+    return expected_peak(measured, tried, wanted, whole=whole) <= MARGIN * room

@@ -12,6 +12,7 @@ from lightning_megatron_rl.planner.moments import (
     GIB,
     GRADIENTS,
     OPTIMIZER,
+    PROCESS,
     PUSH,
     SAMPLER_PROCESS,
     SECOND_WEIGHTS,
@@ -243,7 +244,7 @@ def trainer_parts(
     weights, gradients = state.weights, state.gradients
     text = f"{parameters / 1e9:.3f}e9 parameters"
     parts = [
-        Part("trainer: process", PROCESS_BYTES, "CUDA context and workspaces", ""),
+        Part(PROCESS, PROCESS_BYTES, "CUDA context and workspaces", ""),
         Part(WEIGHTS, parameters * weights, f"{text} x {weights:g} bytes", _SPLIT),
     ]
     if training and not adapters:

@@ -27,6 +27,7 @@ OPTIMIZER, EXPERT_OPTIMIZER = "trainer: optimizer state", "trainer: optimizer st
 SECOND_WEIGHTS = "trainer: weights, old and new"
 STEP_COPIES = "trainer: copies for the step"
 PUSH = "trainer: weight push"
+PROCESS = "trainer: process"
 SAMPLER_PROCESS = "sampler: process"
 # moments that may be the fullest
 COMPUTING, STEPPING, WRAPPING = "the trainer computes", "the optimizer steps", "Megatron wraps the model"

@@ -22,6 +22,7 @@ from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.budget import MARGIN
+from lightning_megatron_rl.planner.memory import PROCESS_BYTES
 from lightning_megatron_rl.planner.moments import COMPUTING, GIB, PUSHING, SAMPLING, WRAPPING, MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
@@ -422,14 +423,18 @@ class Chooses(pl.Callback):
         module.train_settings = kept
 
     def take(self, module: Any, budget: Budget, fits: int | None) -> int:
-        """Return what follows a first step as planned, where the second rank has room for one of what may, or none."""
+        """Return what follows two steps as planned, where the second rank has room for one of what may, or none."""
         assert budget._trial is not None
         trial, half = budget._trial, module.train_settings
-        needed = [plan.needed for _, plan in trial.wanted]
-        room = needed[0] / MARGIN
+        needed = [plan.needed - PROCESS_BYTES for _, plan in trial.wanted]  # torch does not see all of it
+        room, needs = needed[0] / MARGIN, int(trial.tried.needed) - PROCESS_BYTES
         if module.trainer.global_rank:
-            room = trial.tried.needed if fits is None else needed[fits] / MARGIN
-        budget._take(trial, int(trial.tried.needed), int(room) + 1)
+            room = needs if fits is None else needed[fits] / MARGIN
+        is_second = not budget._take(trial, needs, int(room) + 1)
+        assert is_second == (fits != 0)
+        if is_second:
+            assert module.train_settings is half
+            assert budget._take(replace(trial, is_second=True), needs, int(room) + 1)
         taken: int = module.train_settings.token_budget
         module.train_settings = half
         return taken

@@ -164,6 +164,28 @@ def test_what_was_measured_corrects_the_plan(measured: float, expected: float):
     assert expected_peak(measured * GIB, plan(4), plan(8)) == pytest.approx(expected * GIB)
 
 
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (14, 18),  # as planned
+        (15, 20),  # activations took 5 for 4
+        (12, 16),  # less than planned: 12 + 4
+    ],
+)
+def test_a_step_with_everything_corrects_the_plan_both_ways(measured: float, expected: float):
+    assert expected_peak(measured * GIB, plan(4), plan(8), whole=True) == pytest.approx(expected * GIB)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_torch_does_not_see_is_not_compared_with_what_it_measured(whole: bool):
+    tried, wanted = (with_process(plan(activations)) for activations in (4, 8))
+    assert expected_peak(15 * GIB, tried, wanted, whole=whole) == pytest.approx(20 * GIB)
+
+
+def with_process(alone: MemoryPlan) -> MemoryPlan:
+    return replace(alone, trainer=(*alone.trainer, Part("trainer: process", 3 * GIB, "", "")))
+
+
 def test_a_choice_leaves_a_margin():
     assert fits(plan(9))  # 19 of 20: the margin is 5 %
     assert not fits(plan(9.01))
