@@ -71,7 +71,7 @@ def main() -> None:
         nargs="+",
         default=["recomputed"],
         choices=get_args(OnUpdate),
-        help="of caches; servers' are not kept",
+        help="of caches",
     )
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
@@ -83,8 +83,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that the result has, measure the others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if any(options.servers) and set(options.on_update) == {"kept"}:
-        parser.error("--servers with --on-update kept alone: servers keep no caches; add recomputed")
     bounds = [int(bound) for bound in options.bounds.split(",")]
     if options.in_flight:
         limits = options.in_flight * len(bounds) if len(options.in_flight) == 1 else options.in_flight
@@ -177,8 +175,7 @@ def wanted(
         found.append(Side("shared", 0, 2))  # as many GPUs as trainer and sampler have
     for placement in placements:
         for servers, on_update in product(options.servers if placement == "separate" else [0], options.on_update):
-            if not servers or on_update != "kept":
-                found += [Side(placement, bound, 1, on_update, servers) for bound in bounds]
+            found += [Side(placement, bound, 1, on_update, servers) for bound in bounds]
     return [side for side in found if side not in there]
 
 

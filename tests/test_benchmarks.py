@@ -502,11 +502,11 @@ def test_rows_of_other_samplers_have_names_of_their_own():
     options = argparse.Namespace(device="cuda", servers=[0, 2], on_update=["recomputed", "kept"])
     rows = [{"max_staleness": 0, "placement": None, "devices": 2}, row]
     todo = long_tail.wanted(options, ["separate"], [2], rows)
-    assert [(side.on_update, side.servers) for side in todo] == [("kept", 0), ("recomputed", 2)]
+    assert [(side.on_update, side.servers) for side in todo] == [("kept", 0), ("recomputed", 2), ("kept", 2)]
     rows += [{**row, "on_update": side.on_update, "servers": side.servers} for side in todo]
     assert long_tail.wanted(options, ["separate"], [2], rows) == []
     more = long_tail.wanted(options, ["separate"], [4, 1], rows)
-    assert [side.bound for side in more] == [4, 1] * 3, "a sampler at all bounds, then the next"
+    assert [side.bound for side in more] == [4, 1] * 4, "a sampler at all bounds, then the next"
 
 
 @pytest.mark.slow

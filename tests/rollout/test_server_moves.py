@@ -1,5 +1,6 @@
 """Servers that move: a client asks at the other address, and samples there only with the newest weights."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from lightning_megatron_rl.rollout.servers.about import About, fingerprint
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+from lightning_megatron_rl.rollout.servers.flights import Flight
 from lightning_megatron_rl.weights.direct import DirectPush
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 from tests.rollout.server_process import TOKEN, guarded
@@ -98,6 +100,31 @@ def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_di
     until(lambda: server.load == 0 and engine.num_restarts == 1)
     until(lambda: server.load == 1)  # it is back
     assert list(engine.connections.board.flights) == ["a"]
+
+
+def test_a_response_whose_server_is_lost_in_an_update_waits_for_its_end(about, stack, qwen3_dir):
+    """Another server may have some of the new weights, and not be paused: nothing was under way there."""
+    url = stack.enter_context(guarded(about.to_plain()))
+    engine = VLLMServers([url], token=TOKEN, max_model_len=64)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    flight = Flight(StreamRequest("a", [5, 9], 3, 8), SamplingParams(max_tokens=8))
+    (server,) = engine.connections.servers
+    found = []
+
+    def update(source: object, version: int) -> None:
+        looking = asyncio.run_coroutine_threadsafe(engine._find_server(flight), engine.connections.loop)
+        found.append(looking)
+        with pytest.raises(TimeoutError):
+            looking.result(0.5)
+        server.state = STALE  # as one that is back in the middle
+        with pytest.raises(TimeoutError):
+            looking.result(0.5)
+        server.state = READY
+
+    with patch.object(engine, "_update", update):
+        engine.update_weights(WeightSource.of_views(WeightViews([])), 1)
+    assert found[0].result(10) is server
 
 
 def test_what_a_rank_holds_is_looked_at_again_if_it_is_other_memory(stack, qwen3_dir):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -24,9 +25,9 @@ from lightning_megatron_rl.rollout.protocol import (
     StreamRequest,
     WeightsLostError,
 )
-from lightning_megatron_rl.rollout.servers import push
+from lightning_megatron_rl.rollout.servers import pool, push
 from lightning_megatron_rl.rollout.servers.activity import PoolActivity
-from lightning_megatron_rl.rollout.servers.client import ServerClient
+from lightning_megatron_rl.rollout.servers.client import ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.server_process import STREAM_INTERVAL
 from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
@@ -35,9 +36,10 @@ from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
 from tests.rollout.conftest import Harness, is_running, make_requests, max_logprob_error, random_weights
 from tests.rollout.server_process import TOKEN, ServerProcess, ask
-from tests.rollout.test_streaming import EXACT, Collected, drawn, requests
+from tests.rollout.test_streaming import EXACT, Collected, drawn, drawn_with_mixed_cache, requests
 
 EIGHT = SamplingParams(max_tokens=40)
+LONG = 400  # tokens of responses that an update comes in the middle of
 
 
 def connect(*servers: ServerProcess, **settings: object) -> VLLMServers:
@@ -91,6 +93,13 @@ def remote(server, model_dir) -> Iterator[Harness]:
     harness.push_random_weights(1)
     yield harness
     engine.close()
+
+
+@pytest.fixture
+def keeping(remote) -> Harness:
+    """The same, and caches are kept at updates."""
+    remote.engine.stream_mode = StreamMode(background=True, keeps_cache=True)
+    return remote
 
 
 def test_samples_are_those_of_a_local_engine_after_each_update(harness, remote):
@@ -182,6 +191,88 @@ def test_a_cache_that_could_not_be_dropped_is_dropped_before_anything_samples(re
     called = [path for path in asked if path in ("/pause", "/reset_prefix_cache", "/resume")]
     assert called == ["/reset_prefix_cache", "/pause", "/reset_prefix_cache", "/resume"]
     assert max_logprob_error(remote.model, cached, remote.engine.generate(cached, EIGHT)) < EXACT
+
+
+def under_way(harness: Harness, asked: list[StreamRequest]) -> Collected:
+    """Responses of which each has some tokens, and none has ended."""
+    params = SamplingParams(max_tokens=LONG, ignore_eos=True)
+    for _ in range(5):  # on a busy machine all may have been drawn before this process has seen any
+        collected = Collected(harness)
+        harness.engine.submit(asked, params)
+        collected.until(lambda of=collected: of.shortest >= 10 and len(of.responses) == len(asked))
+        if not any(len(response.token_ids) > LONG // 2 for response in collected.responses.values()):
+            break
+        collected.until(lambda of=collected: of.are_complete)
+    return collected
+
+
+def test_a_kept_cache_is_the_old_weights(keeping, monkeypatch):
+    """Responses are frozen meanwhile, not asked for again. New ones find nothing of the old weights.
+
+    The first message behind the update, of which some tokens were drawn before it, counts with those before.
+    """
+    harness, asked = keeping, requests(6, LONG)
+    calls, ask = [], ServerClient._ask
+
+    async def spy(client: ServerClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        calls.append(path)
+        return await ask(client, method, path, *arguments, **options)
+
+    long = StreamRequest("long", [6 + number % 90 for number in range(100)], 5, LONG)  # whole blocks
+    collected, old = under_way(harness, [*asked, long]), copy.deepcopy(harness.model)
+    with monkeypatch.context() as patched, patch.object(ServerClient, "generate") as generated:
+        patched.setattr(ServerClient, "_ask", spy)
+        harness.push_random_weights(81)
+        assert not generated.called
+    assert [path for path in calls if "pause" in path or "cache" in path] == ["/pause?mode=keep&clear_cache=false"]
+    harness.engine.submit([StreamRequest("new", long.token_ids, 6, 10)], EIGHT)
+    collected.until(lambda: collected.are_complete and len(collected.responses) == 8)
+    for request in [*asked, long]:
+        response = collected.responses[request.name]
+        (first, num_old), (second, _) = response.segments
+        assert (first, second, len(response.token_ids)) == (harness.version - 1, harness.version, LONG)
+        found, errors = torch.tensor(response.logprobs), []
+        under_old = drawn(old, request.token_ids, response.token_ids)
+        for boundary in range(num_old - STREAM_INTERVAL, num_old + 1):
+            mixed = drawn_with_mixed_cache(old, harness.model, request.token_ids, response.token_ids, boundary)
+            expected = torch.cat([under_old[:boundary], mixed])
+            errors.append((found - expected).abs().max().item())
+        assert min(errors) < EXACT
+        recomputed = drawn(harness.model, request.token_ids, response.token_ids)
+        assert (found - recomputed)[num_old:].abs().max() > 0.01
+    found = torch.tensor(collected.responses["new"].logprobs)
+    expected = drawn(harness.model, long.token_ids, collected.responses["new"].token_ids)
+    assert (found - expected).abs().max() < EXACT
+
+
+def test_frozen_responses_of_a_server_that_is_lost_go_on(keeping, monkeypatch):
+    """From their tokens, with the weights of the next update, when it is back."""
+    harness, asked = keeping, requests(4, LONG)
+    collected, old = under_way(harness, asked), copy.deepcopy(harness.model)
+    (server,) = harness.engine.connections.servers
+    meet = pool.meet
+
+    def lose(connections: Any, servers: list[ServerClient], timeout_s: float) -> list[ServerClient]:
+        found = meet(connections, servers, timeout_s)
+        connections.lose(server, ServerLostError("its host has gone"))
+        return [one for one in found if one is not server]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "meet", lose)
+        with pytest.raises(WeightsLostError):
+            harness.push_random_weights(82)
+    wait_without_weights(harness.engine, 0)
+    harness.push_random_weights(83)
+    collected.until(lambda: collected.are_complete)
+    for request in asked:
+        response = collected.responses[request.name]
+        assert len(response.token_ids) == LONG
+        (_, num_old), (last, _) = response.segments
+        assert last == harness.version
+        found = torch.tensor(response.logprobs)
+        assert (found - drawn(old, request.token_ids, response.token_ids))[:num_old].abs().max() < EXACT
+        new = drawn(harness.model, request.token_ids, response.token_ids)
+        assert (found - new)[num_old:].abs().max() < EXACT
 
 
 def test_a_message_brings_several_tokens(remote, monkeypatch):

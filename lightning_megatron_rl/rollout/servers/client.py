@@ -75,7 +75,7 @@ class ServerClient:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._streams: set[aiohttp.ClientResponse] = set()  # of responses under way
-        self._is_paused = False
+        self._is_paused = True  # for all that is known: a trainer that has died may have left it so
         self._was_cut = False  # whether a response has ended before its end since the last pause
         self._dropping: asyncio.Future[bool] | None = None  # of what was cached, beside a push
 
@@ -150,12 +150,19 @@ class ServerClient:
         """
         await self._ask("GET", "/health", PROBE_S)
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep: bool = False) -> None:
         """Stop sampling, drop what is under way, and what was cached by `resume` at the latest.
+
+        What is under way is frozen with its cache if it is to be kept. Nothing else finds that: new requests have
+        another salt.
 
         Where all responses have come to their ends, and nobody holds the cache, there is nothing to stop: vLLM's pause
         waits for 20 ms in any case. Then the cache is dropped while new weights come.
         """
+        if keep and self.load:
+            self._is_paused = True
+            await self._ask("POST", "/pause?mode=keep&clear_cache=false", self._timeout_s)
+            return
         if self.state == READY and self.pushed is not None and not self._is_paused and not self._was_cut:
             self._dropping = asyncio.ensure_future(self._drop_cache())
             self._dropping.add_done_callback(_look_at)

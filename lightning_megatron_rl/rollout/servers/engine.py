@@ -23,7 +23,7 @@ class VLLMServers(ServerPool):
 
     Weights go over the network to all servers at the same time: after a server's first update from each rank what it
     has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
-    cached for them is computed anew.
+    cached for them is computed anew, or kept (`streaming.on_update`).
 
     Args:
         urls: Of the servers, ``http://host:port``. Replicas of the model share them out, at least one for each.

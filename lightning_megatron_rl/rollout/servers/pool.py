@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ class ServerPool(StreamingEngine):
 
     Weights go over the network to all servers at the same time: after a server's first update from each rank what it
     has, and to each worker what it loads. Responses under way at an update go on with the new weights; what was
-    cached for them is computed anew.
+    cached for them is computed anew, or kept (`streaming.on_update`).
 
     Args:
         num_servers: Of the run, which its replicas share.
@@ -89,6 +90,7 @@ class ServerPool(StreamingEngine):
         self._spans = SpanLog(JOIN_S)
         self._connections: Connections | None = None
         self._activity: PoolActivity | None = None  # of these connections
+        self._is_updating = False  # servers have old weights, new ones, or some of both
 
     @property
     def connections(self) -> Connections:
@@ -124,17 +126,11 @@ class ServerPool(StreamingEngine):
             start_timeout_s: How long to wait for one that does not answer. # seconds
 
         Raises:
-            ValueError: The directory holds no model, the cache is to be kept at an update, or weights go over NCCL and
-                this process has no GPU.
+            ValueError: The directory holds no model, or weights go over NCCL and this process has no GPU.
             RuntimeError: The engine runs already.
         """
         if self._connections is not None:
             raise RuntimeError("the engine is already started; close() it before another start()")
-        if self.stream_mode is not None and self.stream_mode.keeps_cache:
-            raise ValueError(
-                f"streaming.on_update='kept' with {type(self).__name__}: what servers have cached is computed anew at"
-                " an update. Set on_update to recomputed."
-            )
         if self.weights_over == "nccl" and not torch.cuda.is_available():
             raise refuse_nccl("the trainer has no GPU")
         self.weight_version = 0  # of a start before this one, maybe
@@ -162,6 +158,12 @@ class ServerPool(StreamingEngine):
             task = asyncio.create_task(self._fly(flight))
             self.connections.tasks[flight.request.name] = task
 
+    async def _launch_the_rest(self) -> None:
+        """Send on their way what an update has stopped; on the event loop."""
+        connections = self.connections
+        flights = [flight for flight in connections.board.flights.values() if not flight.is_complete]
+        await self._launch([flight for flight in flights if flight.request.name not in connections.tasks])
+
     async def _fly(self, flight: Flight) -> None:
         """Bring a response to its end."""
         connections, activity, name = self.connections, self._activity, flight.request.name
@@ -183,6 +185,7 @@ class ServerPool(StreamingEngine):
                     ):
                         connections.board.land(flight, token_ids, logprobs, reason, version)
                         activity.note(len(token_ids))
+                        version = self.weight_version  # of what is drawn from here on
                 except (ServerLostError, ServerRefusedError) as error:
                     connections.lose(server, error)
                     connections.board.interrupt(flight)
@@ -205,10 +208,10 @@ class ServerPool(StreamingEngine):
         """
         connections, deadline = self.connections, time.monotonic() + self.call_timeout_s
         while True:
-            server = choose_server(connections.servers, flight.prompt)
+            server = None if self._is_updating else choose_server(connections.servers, flight.prompt)
             if server is not None:
                 return server
-            if any(server.state == STALE for server in connections.servers):
+            if not self._is_updating and any(server.state == STALE for server in connections.servers):
                 raise WeightsLostError(
                     f"no server has the weights of version {self.weight_version}, and some are back without: call"
                     " update_weights with a full set of weights"
@@ -319,7 +322,13 @@ class ServerPool(StreamingEngine):
         """
         self.wait_ready()
         with self._spans.during("update"):
-            return self._update(source, version)
+            self._is_updating = True
+            try:
+                report = self._update(source, version)
+            finally:
+                self._is_updating = False
+            self.connections.run(self._launch_the_rest())
+        return report
 
     def _update(self, source: WeightSource, version: int) -> SyncReport:
         began, connections = time.perf_counter(), self.connections
@@ -327,15 +336,18 @@ class ServerPool(StreamingEngine):
             raise refuse_nccl(f"the trainer's weights are on {source.device.type}")
         checked = connections.layout.check_source(source)
         there = self._wait_for_any()
-        connections.run(self._stop())
-        there = meet(connections, connections.on_each(there, ServerClient.pause), self.call_timeout_s)
+        keep = self.stream_mode is not None and self.stream_mode.keeps_cache
+        if not keep:
+            connections.run(self._stop())
+        there = connections.on_each(there, partial(ServerClient.pause, keep=keep))
+        there = meet(connections, there, self.call_timeout_s)
         direct = deliver(connections, checked, there, self.bucket_mb * _MIB)
         loaded, num_bytes, largest = send(
             connections, checked, direct.others, self.bucket_mb * _MIB, record=direct.is_possible
         )
         loaded = [server for server in direct.done + loaded if server.state != LOST]
+        self.weight_version = connections.version = version  # of tokens that come from now on
         there = connections.on_each(loaded, ServerClient.resume)
-        self.weight_version = connections.version = version
         for server in there:
             assert server.about is not None
             server.state, server.pushed = READY, (server.about.instance, version)
@@ -345,8 +357,6 @@ class ServerPool(StreamingEngine):
         connections.board.error = None
         if not there:
             raise WeightsLostError(f"every server was lost during the update to version {version}: update again")
-        flights = list(connections.board.flights.values())
-        connections.run(self._launch([flight for flight in flights if not flight.is_complete]))
         seconds = time.perf_counter() - began
         num_bytes = max(num_bytes, direct.num_bytes)
         rate = num_bytes / 1e6 / seconds
