@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -62,6 +63,19 @@ def test_a_server_that_moved_waits_for_weights(about, stack, qwen3_dir):
     connections.run(client.move(second))
     until(lambda: client.state == STALE)
     assert (client.url, client.host, connections.vocab_size) == (second, "127.0.0.1", 100)
+
+
+def test_a_server_that_its_last_trainer_left_paused_goes_on(about, stack, qwen3_dir, monkeypatch):
+    """A trainer may die in a push; a request to a server that is paused would wait for ever."""
+    calls, ask = [], ServerClient._ask
+
+    async def spy(client: ServerClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        calls.append(path)
+        return await ask(client, method, path, *arguments, **options)
+
+    monkeypatch.setattr(ServerClient, "_ask", spy)
+    connect(stack, qwen3_dir, stack.enter_context(guarded(about.to_plain()))).admit()
+    assert calls.count("/resume") == 1
 
 
 def test_a_server_without_an_address_is_waited_for(about, stack, qwen3_dir):

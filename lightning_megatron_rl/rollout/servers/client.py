@@ -153,7 +153,7 @@ class ServerClient:
     async def pause(self, *, keep: bool = False) -> None:
         """Stop sampling, drop what is under way, and what was cached by `resume` at the latest.
 
-        What is under way is frozen with its cache if it is to be kept. Nothing else finds that: new requests have
+        What is under way is frozen with its cache if that is to be kept. New requests do not find the cache: they have
         another salt.
 
         Where all responses have come to their ends, and nobody holds the cache, there is nothing to stop: vLLM's pause

@@ -59,7 +59,7 @@ class Connections:
         self.tasks: dict[str, asyncio.Task[None]] = {}  # of flights, by name; the event loop's own
         self.senders: dict[ServerClient, NetworkSender] = {}
         self._views: list[WeightView] = []  # of this update's weights, which are whole
-        self._whole: dict[str, HeldTensor] = {}  # the same
+        self._whole: dict[str, HeldTensor] = {}  # what they show, by name
         self._ranks: DirectRanks | None = None  # this rank alone, which has the whole model
         self.version = 0  # of the weights that sample
         self.num_lost = 0
@@ -102,6 +102,7 @@ class Connections:
         """Return what sends the weights straight to workers; None if they come one by one, or lie scattered."""
         if source.direct is not None or source.whole is None:
             return source.direct
+        # the same views show the same memory: looking at all of them takes milliseconds
         if [id(view) for view in source.whole.views] != [id(view) for view in self._views]:
             held = held_views(source.whole)
             if held is None:

@@ -101,6 +101,7 @@ class DirectMeeting:
             lengths,
             lambda: NCCLGroup(self._store(f"{self.key}/nccl"), number, self._size, device),
             self.timeout_s,
+            queues=self.num_ranks == 1,
         )
 
     @property

@@ -169,10 +169,10 @@ class NCCLLines:
     """Data over NCCL between devices, with gloo beside it; see `Lines`.
 
     Messages are noted and go at once: a rank's to all workers, or a worker's of all ranks. So they take the one
-    communicator of the group; single messages of NCCL make one for each pair of processes. They stand behind those
-    before them on the device, whose end the host does not have to see first; the next ones can be put together
-    meanwhile. NCCL waits for a process that is gone. So each process waits for a byte of its peers over gloo, which
-    fails when a connection closes.
+    communicator of the group; single messages of NCCL make one for each pair of processes. The next ones can be put
+    together meanwhile. With `queues` they are begun then, too, and wait on the device for those before them. NCCL waits
+    for a process that is gone. So each process waits for a byte of its peers over gloo, which fails when a connection
+    closes.
 
     Args:
         control: Connections to the same processes.
@@ -181,6 +181,9 @@ class NCCLLines:
         device: This process's.
         staged: What comes from each process lies here, or lies here first. # [bytes] uint8 on the device
         timeout_s: Deadline of each message. # seconds
+        queues: Whether messages are begun while those before them are under way. Only where one rank sends: with
+            CUDA_DEVICE_MAX_CONNECTIONS=1 what waits on the device holds up all behind it, messages to other servers
+            too, and two ranks may so wait for each other.
     """
 
     def __init__(
@@ -191,6 +194,8 @@ class NCCLLines:
         device: torch.device,
         staged: Mapping[int, Tensor],
         timeout_s: float,
+        *,
+        queues: bool,
     ) -> None:
         self.device = device
         self._control = control
@@ -198,6 +203,7 @@ class NCCLLines:
         self._peers = peers
         self._staged = staged
         self._timeout_s = timeout_s
+        self._queues = queues
         self._sends: list[Pair] = []
         self._receives: list[Pair] = []
         self._under_way: deque[_Exchange] = deque()  # two at most
@@ -222,8 +228,10 @@ class NCCLLines:
 
     def go(self) -> None:
         """See `Lines`."""
-        if not self._sends and not self._receives:
+        is_new = bool(self._sends or self._receives)
+        if not is_new or not self._queues:
             self.wait()
+        if not is_new:
             return
         try:
             assert self._group is not None, "these lines are closed"
@@ -387,6 +395,8 @@ def open_nccl(
     lengths: Mapping[int, int],
     make: Callable[[], DataGroup],
     timeout_s: float,
+    *,
+    queues: bool,
 ) -> tuple[Lines, str]:
     """Make a group for the data with all others, or find together that it cannot be.
 
@@ -399,6 +409,7 @@ def open_nccl(
         lengths: Of the memory that is staged for what comes from each. # bytes
         make: Makes this process's group, without waiting for others.
         timeout_s: Deadline of each message; the group's first one has half of it, and at most `FORMING_S`. # seconds
+        queues: See `NCCLLines`.
 
     Returns:
         The lines, and ""; or `control`, and why it is that. The same on all.
@@ -424,7 +435,7 @@ def open_nccl(
         return control, reason
     assert group is not None
     named = {other: names[other] for other in peers}
-    return NCCLLines(control, group, named, device, staged, timeout_s), ""
+    return NCCLLines(control, group, named, device, staged, timeout_s, queues=queues), ""
 
 
 class _Forming:
