@@ -225,7 +225,7 @@ def test_saves_of_one_moment_share_their_files(worker_pool, qwen3_dir, tmp_path)
 
 
 class FillsTheDisk(pl.Callback):
-    """From the end of one step on, rank 1 can write files of at most 100 bytes."""
+    """From the end of one step on, rank 1 can write files of at most 100 bytes; what was saved before is complete."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -234,7 +234,10 @@ class FillsTheDisk(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.reached = trainer.global_step
-        if trainer.global_step == self.step and trainer.global_rank == 1:
+        if trainer.global_step != self.step:
+            return
+        trainer.strategy.checkpoints.keeper.finish()
+        if trainer.global_rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, self.hard))
 
 
