@@ -73,6 +73,9 @@ def main() -> None:
         choices=get_args(OnUpdate),
         help="of caches",
     )
+    parser.add_argument(
+        "--parts", type=int, nargs="+", default=[1], help="in which separate rows train on a batch, as they come"
+    )
     peers.add_arguments(parser)
     parser.add_argument("--trl-batch", type=int, default=4, help="sequences per TRL micro-batch")
     parser.add_argument(
@@ -147,12 +150,13 @@ class Side:
     devices: int  # of the trainer
     on_update: str = "recomputed"
     servers: int = 0  # that sample; 0: a process of the trainer's
+    parts: int = 1  # of a batch, each trained on when it is there
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """Return that of a row; rows of older results do not say all of it."""
         placement, *rest = row["placement"] or "shared", row["max_staleness"], row["devices"]
-        return cls(placement, *rest, row.get("on_update", "recomputed"), row.get("servers", 0))
+        return cls(placement, *rest, row.get("on_update", "recomputed"), row.get("servers", 0), row.get("parts", 1))
 
     @property
     def sampler(self) -> str:
@@ -162,7 +166,8 @@ class Side:
             ``Side("separate", 2, 1, "kept").sampler == ", caches kept"``
         """
         told = f", {self.servers} server{'s' if self.servers > 1 else ''}" if self.servers else ""
-        return told + ("" if self.on_update == "recomputed" else f", caches {self.on_update}")
+        told += "" if self.on_update == "recomputed" else f", caches {self.on_update}"
+        return told + ("" if self.parts == 1 else f", batches in {self.parts} parts")
 
 
 def wanted(
@@ -174,8 +179,9 @@ def wanted(
     if options.device == "cuda" and "separate" in placements:
         found.append(Side("shared", 0, 2))  # as many GPUs as trainer and sampler have
     for placement in placements:
-        for servers, on_update in product(options.servers if placement == "separate" else [0], options.on_update):
-            found += [Side(placement, bound, 1, on_update, servers) for bound in bounds]
+        servers, parts = (options.servers, options.parts) if placement == "separate" else ([0], [1])
+        for number, on_update, count in product(servers, options.on_update, parts):
+            found += [Side(placement, bound, 1, on_update, number, count) for bound in bounds]
     return [side for side in found if side not in there]
 
 
@@ -185,6 +191,7 @@ def start_row(
     """Start a side of ours; `most` groups are in flight in any of them, and `more` is what this one has besides."""
     arguments = [*passed_on(options), f"--devices={side.devices}", f"--bound={side.bound}"]
     arguments += [f"--placement={side.placement}", f"--on-update={side.on_update}", f"--servers={side.servers}"]
+    arguments.append(f"--parts={side.parts}")
     arguments += [f"--in-flight={in_flight(options, side.bound)}", f"--most-in-flight={most}"]
     arguments += more
     needed = 2 if side.placement == "separate" else side.devices
@@ -344,7 +351,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         separate = side.placement == "separate"
         seconds = None
         if side.devices == 1 and rows[0]["rates"] and not side.servers and side.on_update != "finished":
-            plan = StreamPlan(options.groups, row["max_staleness"], row["in_flight"], options.generations)
+            plan = StreamPlan(options.groups, side.bound, row["in_flight"], options.generations, side.parts)
             rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
             if side.on_update == "kept":
                 rates = replace(rates, prefill_tokens_per_s=math.inf)

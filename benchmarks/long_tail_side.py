@@ -272,6 +272,7 @@ def run_epoch(options: argparse.Namespace, directory: Path, engine: LongTailEngi
         in_flight=options.in_flight if options.bound else None,
         on_update=options.on_update,
         placement=cast("Any", options.placement) if options.bound else "auto",
+        batch_parts=options.parts,
     )
     module = GRPOModule(
         str(directory),
@@ -317,6 +318,7 @@ def run_epoch(options: argparse.Namespace, directory: Path, engine: LongTailEngi
         "placement": options.placement if options.bound else None,
         "on_update": options.on_update,
         "servers": options.servers,
+        "parts": options.parts,
         "devices": options.devices,
         "in_flight": options.in_flight if options.bound else options.groups,
         "samples_per_s": samples * options.steps / sum(seconds[kept]),
@@ -391,6 +393,7 @@ if __name__ == "__main__":
     arguments.add_argument("--devices", type=int, default=1, help="of the trainer")
     arguments.add_argument("--servers", type=int, default=0, help="that sample, behind the trainer's device; 0: none")
     arguments.add_argument("--on-update", default="recomputed", help="what becomes of caches")
+    arguments.add_argument("--parts", type=int, default=1, help="in which a batch is trained on")
     arguments.add_argument("--rates", type=int, nargs="*", help="numbers of sequences for the simulation's rates")
     result = measure(arguments.parse_args())
     if rank_zero_only.rank == 0:

@@ -21,7 +21,7 @@ class Rates:
         token_s: Seconds in which each of so many sequences gets a token, with nothing in the cache.
         context_token_s: Seconds that such a step takes longer for each token that it has in the cache.
         prefill_tokens_per_s: At which the cache of tokens is computed that were drawn before an update.
-        train_s: Of a step, everything but the rollout.
+        train_s: Of a step, everything but the rollout; of a part of the batch, its share.
     """
 
     sequences: list[int]
@@ -101,12 +101,13 @@ def simulate(
             start = ahead + (version - 1) * plan.batch_size
             plan.admit(prompts[start : start + plan.batch_size])
             sampler.recompute()
-        while not plan.can_take(version):
-            sampler.advance(version)
-        plan.take(version)
-        trained = sampler.clock + rates.train_s
-        while separate and sampler.clock < trained - _NOTHING * rates.token_s[0]:
-            sampler.advance(version, until=trained)
-        sampler.clock = trained
-        ends.append(trained)
+        for _ in range(plan.batch_size // plan.part_size):
+            while not plan.can_take(version):
+                sampler.advance(version)
+            plan.take(version)
+            trained = sampler.clock + rates.train_s * plan.part_size / plan.batch_size
+            while separate and sampler.clock < trained - _NOTHING * rates.token_s[0]:
+                sampler.advance(version, until=trained)
+            sampler.clock = trained
+        ends.append(sampler.clock)
     return [later - earlier for earlier, later in pairwise(ends)]

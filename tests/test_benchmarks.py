@@ -445,12 +445,14 @@ class Given:
         return self.lengths[prompt[0]]
 
 
-def simulated(lengths: Given, batch: int, bound: int, *, separate: bool, prefill: float = 1e9) -> list[float]:
+def simulated(
+    lengths: Given, batch: int, bound: int, *, separate: bool, prefill: float = 1e9, parts: int = 1
+) -> list[float]:
     """Seconds of each step of groups of one response, of which a token takes a second and 0.5 more for each other."""
     simulation: Any = importlib.import_module("stream_simulation")
     rates = simulation.Rates([1, 3], [1.0, 2.0], prefill, train_s=10.0)
     prompts = [Prompt([index], "", index=index) for index in range(len(lengths.lengths))]
-    plan = StreamPlan(batch, bound, batch * (bound + 1), 1)
+    plan = StreamPlan(batch, bound, batch * (bound + 1), 1, parts)
     return simulation.simulate(plan, prompts, lengths, rates, separate=separate)
 
 
@@ -470,6 +472,9 @@ def test_simulation_by_hand():
     # a prompt and what was drawn before an update are computed again: three tokens, at two seconds each
     again = simulated(lengths, 1, 1, separate=False, prefill=0.5)
     assert again[1] == pytest.approx(shared[1] + 6)
+    # half of a batch is trained on while the other one has 28 tokens before it
+    assert simulated(Given(2, 30), 2, 1, separate=True) == pytest.approx([2 * 1.5 + 28 + 10])
+    assert simulated(Given(2, 30), 2, 1, separate=True, parts=2) == pytest.approx([2 * 1.5 + 28 + 5])
 
 
 def test_goals_of_a_long_tail_by_hand():
@@ -499,7 +504,7 @@ def test_rows_of_other_samplers_have_names_of_their_own():
     assert long_tail.name({**row, **told}) == "separate, bound 2, 2 servers, caches kept"
     assert long_tail.name({**row, "max_staleness": 0, "devices": 2}) == "synchronous on 2 devices"
 
-    options = argparse.Namespace(device="cuda", servers=[0, 2], on_update=["recomputed", "kept"])
+    options = argparse.Namespace(device="cuda", servers=[0, 2], on_update=["recomputed", "kept"], parts=[1])
     rows = [{"max_staleness": 0, "placement": None, "devices": 2}, row]
     todo = long_tail.wanted(options, ["separate"], [2], rows)
     assert [(side.on_update, side.servers) for side in todo] == [("kept", 0), ("recomputed", 2), ("kept", 2)]
@@ -507,6 +512,10 @@ def test_rows_of_other_samplers_have_names_of_their_own():
     assert long_tail.wanted(options, ["separate"], [2], rows) == []
     more = long_tail.wanted(options, ["separate"], [4, 1], rows)
     assert [side.bound for side in more] == [4, 1] * 4, "a sampler at all bounds, then the next"
+    options.servers, options.on_update, options.parts = [0], ["kept"], [1, 8]
+    in_parts = {**row, "on_update": "kept", "parts": 8}
+    assert [side.parts for side in long_tail.wanted(options, ["separate"], [2], [rows[0], in_parts])] == [1]
+    assert long_tail.name(in_parts) == "separate, bound 2, caches kept, batches in 8 parts"
 
 
 @pytest.mark.slow

@@ -305,7 +305,7 @@ def test_trl_on_two_processes_does_the_work_of_one(tmp_path: Path):
 
 def test_a_run_of_two_gpus_needs_no_row_of_one():
     def todo(device: str, placement: str) -> list[tuple[str, int, int]]:
-        options = argparse.Namespace(device=device, servers=[0], on_update=["recomputed"])
+        options = argparse.Namespace(device=device, servers=[0], on_update=["recomputed"], parts=[1])
         found = long_tail.wanted(options, [placement], [2], [])
         return [(side.placement, side.bound, side.devices) for side in found]
 

@@ -22,6 +22,7 @@ from lightning_megatron_rl.modules.failures import FailureWatch
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.grpo_loss import GRPOLoss
 from lightning_megatron_rl.modules.pace import idle_shares, sampling_rate, stream_counts
+from lightning_megatron_rl.modules.parts import BY_TOKENS, UpdateParts, check_parts
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.modules.reference import Reference, ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import (
@@ -31,6 +32,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
     add_staleness_metrics,
     check_batch_arithmetic,
     check_split,
+    join_rollouts,
     to_sequence,
 )
 from lightning_megatron_rl.modules.sampling import Sampler, check_engine, check_episodes
@@ -136,6 +138,7 @@ class GRPOModule(PolicyModule):
         self.engine = engine if engine is not None else VLLMEngine()
         streams = streaming is not None and streaming.is_on and not self.engine.replays_run
         self.streamed = StreamedRollouts(streaming) if streaming is not None and streams else None
+        self.batch_parts = 1 if streaming is None else streaming.batch_parts
         self.backlog = Backlog()
         self.sampler = Sampler(self, self.engine, self.streamed)
         self.environment = environment
@@ -189,6 +192,8 @@ class GRPOModule(PolicyModule):
             self.backlog.load([])
             if self.streamed is not None:
                 self.streamed.prepare(self)
+            if self.batch_parts > 1:
+                check_parts(self, self.batch_parts)
         self.sampler.start(self.rewards, self.reward_weights, environment, self._most_tokens())
 
     def open_record(self, engine: ReplayEngine, stage: str) -> None:
@@ -253,16 +258,22 @@ class GRPOModule(PolicyModule):
         them before the update (KL in rewards, weights of a user's own correction, entropies, routing to replay), where
         the update's are other ones (dropout), or of fewer tokens (`overlong.filter`).
         """
+        return not self.loss_config.bypass and bool(self.scored_first_for())
+
+    def scored_first_for(self) -> list[str]:
+        """Return the settings for which something has to be known of a whole rollout before the first update on it."""
         config, train = self.loss_config, self.train_settings
-        if config.bypass:
-            return False
-        made_before = (config.kl_coef and config.kl_in == "reward") or config.top_entropy_quantile < 1
-        replays = train.moe is not None and train.moe.router_replay != "none"
         dropout = train.lora is not None and train.lora.dropout
-        dropout = dropout or any(train.model_config.get(name) for name in _RANDOM)
-        filters = self.overlong is not None and self.overlong.filter
-        needed = made_before or config.corrects_rows or replays or dropout or filters
-        return self.updates_per_rollout > 1 or bool(needed)
+        reasons = {
+            f"updates_per_rollout={self.updates_per_rollout}": self.updates_per_rollout > 1,
+            "loss.kl_in=reward": config.kl_coef and config.kl_in == "reward",
+            f"loss.top_entropy_quantile={config.top_entropy_quantile:g}": config.top_entropy_quantile < 1,
+            "a loss.correction of your own": config.corrects_rows,
+            "train.moe.router_replay": train.moe is not None and train.moe.router_replay != "none",
+            "dropout": dropout or any(train.model_config.get(name) for name in _RANDOM),
+            "overlong.filter": self.overlong is not None and self.overlong.filter,
+        }
+        return [name for name, holds in reasons.items() if holds]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Forget what the engine has: the weights are about to be others."""
@@ -298,7 +309,7 @@ class GRPOModule(PolicyModule):
         self.engine = ReplayEngine(samples)
         self.rewards, self.reward_weights = [RecordedReward(samples)], None
         self.environment = None  # the record holds its replies
-        self.streamed = None  # a record holds one batch
+        self.streamed, self.batch_parts = None, 1  # a record holds one batch
         self.dynamic_sampling = None  # it would draw other prompts than the recorded ones
         self.sampling = replace(self.sampling, max_tokens=max(longest, 1))
 
@@ -308,6 +319,8 @@ class GRPOModule(PolicyModule):
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
         self.loss.set_step(self.trainer.global_step)
         self.reference.refresh()
+        if self.batch_parts > 1:
+            return self.train_in_parts(prompts)
         rollout = self.rollout(prompts)
         *inner, last = rollout.split(self.updates_per_rollout)
         with self.phase("update"):
@@ -325,14 +338,33 @@ class GRPOModule(PolicyModule):
         if self.dynamic_sampling is not None and refills:
             samples = self.refill(samples, self.dynamic_sampling, tally)
         self.sampler.finish()
-        rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
-        self.score_rollout(rollout)
-        self.assign_advantages(rollout, tally)
-        rollout.set_correction_weights(self.loss)
+        rollout = self.prepare(samples, tally)
         self.log_rollout(rollout, tally)
         if self.overlong is not None and self.overlong.filter:
             rollout.filter_overlong()
         self.last_rollout = rollout
+        return rollout
+
+    def train_in_parts(self, prompts: list[Prompt]) -> Tensor:
+        """Compute the gradients of a batch part by part, each as soon as its samples are there; return its loss."""
+        tally, rollouts = Tally(), list[Rollout]()
+        config, count = self.loss.config, self.batch_parts
+        parts = UpdateParts(self.strategy.root_device, count, by_tokens=config.aggregation == BY_TOKENS)
+        for samples in self.sampler.sample_parts(self.backlog.take(prompts, self), self.num_generations, count):
+            rollouts.append(self.prepare(samples, tally))
+            with self.phase("update"):
+                loss = self.forward_backward(rollouts[-1], parts)
+        self.sampler.finish()
+        self.last_rollout = join_rollouts(rollouts)
+        self.log_rollout(self.last_rollout, tally)
+        return loss
+
+    def prepare(self, samples: list[Sample], tally: Tally) -> Rollout:
+        """Return rewarded samples as training data: with log-probs, if they are needed now, advantages and weights."""
+        rollout = Rollout(samples, [to_sequence(sample) for sample in samples], self.num_generations)
+        self.score_rollout(rollout)
+        self.assign_advantages(rollout, tally)
+        rollout.set_correction_weights(self.loss)
         return rollout
 
     def sample(self, prompts: list[Prompt]) -> list[Sample]:
@@ -378,13 +410,21 @@ class GRPOModule(PolicyModule):
         advantages = group_advantages(groups, self.loss.config.advantage, self.reduce_on_device)
         rollout.set_advantages(advantages.flatten())
 
-    def forward_backward(self, rollout: Rollout) -> Tensor:
-        """Compute the gradients of one part of a rollout; return its loss, equal on every rank."""
+    def forward_backward(self, rollout: Rollout, parts: UpdateParts | None = None) -> Tensor:
+        """Compute the gradients of one update; return its loss, equal on every rank.
+
+        Args:
+            rollout: What it trains on, or a part of that.
+            parts: What the parts of the update add up to, of which the loss is known with the last one, nan before.
+        """
         rollout.set_token_weights(self.loss, self.sampling.max_tokens, self.reduce_on_device)
         rollout.set_top_entropy(self.loss, self.reduce_on_device)
-        metrics = self.update(rollout.sequences, self.loss)
+        if parts is not None:
+            tokens = torch.tensor(float(rollout.num_targets), dtype=torch.float64)
+            rollout.scale_token_weights(parts.weigh(self.reduce_on_device(tokens).item()))
+        metrics = self.update(rollout.sequences, self.loss, parts=parts)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
-        return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
+        return torch.tensor(metrics.get("policy/loss", torch.nan), device=self.strategy.root_device)
 
     def describe_batch(self, batch: list[Prompt]) -> list[tuple[str, str]]:
         """Return the arithmetic of a rollout, for the table at start."""

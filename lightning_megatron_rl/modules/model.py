@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
 from lightning_megatron_rl.checkpoints.resuming import starting_checkpoint
@@ -24,6 +23,7 @@ from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_set
 from lightning_megatron_rl.modules.budget import Budget
 from lightning_megatron_rl.modules.exporting import PlannedViews, no_single_file, no_whole_model
 from lightning_megatron_rl.modules.monitors import check_monitors
+from lightning_megatron_rl.modules.parts import UpdateParts
 from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
@@ -36,6 +36,7 @@ from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.watch import Watched
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.schedule import GradientSum
 from lightning_megatron_rl.utilities.notices import finish
 from lightning_megatron_rl.utilities.text_files import user_path
 from lightning_megatron_rl.weights.source import WeightSource
@@ -472,6 +473,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         optimizer: MegatronOptimizer | None = None,
         processor: OutputProcessor | None = None,
         prefix: str | None = None,
+        parts: UpdateParts | None = None,
     ) -> dict[str, float]:
         """Compute gradients of the aggregated `token_loss` over all data-parallel ranks' sequences.
 
@@ -482,10 +484,12 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             optimizer: That of those, which will take the step.
             processor: What the last stage of those makes of hidden states.
             prefix: Of that model's metrics.
+            parts: What the parts of an update add up to, of which `sequences` are the next; None: they are all.
 
         Returns:
-            Metrics, equal on every rank; "policy/loss" among them.
+            Metrics, equal on every rank; "policy/loss" among them. None before the last part.
         """
+        parts = parts or UpdateParts(self.strategy.root_device)
         trained = list(self.model) if chunks is None else chunks
         for chunk in trained:
             chunk.train()
@@ -504,23 +508,25 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         share = self._share(sequences)
         replays = chunks is None and self.replays_routing
         with routed_pass(self.routers, share, "replay" if replays else "free", self.reduce_tokens):
-            tallies = self._run_schedule(share.microbatches, step, forward_only=False, chunks=trained)
+            tallies = self._run_schedule(
+                share.microbatches, step, forward_only=False, chunks=trained, gradients=parts.gradients
+            )
+        parts.add(share, tallies, token_losses)
+        if not parts.gradients.is_last:
+            return {}
         metrics: dict[str, float] = {}
-        if tallies:
-            total = Tally(self.strategy.root_device)
-            for tally in tallies:
-                total.merge(tally)
-            metrics = total.reduce(self.reduce_tokens).compute()
+        if parts.tally is not None:
+            metrics = parts.tally.reduce(self.reduce_tokens).compute()
+            metrics[name] *= parts.gradients.scale
         metrics = self.strategy.broadcast_from_last_stage(metrics)
         stepping = optimizer or self.strategy.optimizers[0]
-        stepping.trace = UpdateTrace(trained, name, metrics[name], share.describe_samples(), token_losses)  # type: ignore[attr-defined]
+        stepping.trace = UpdateTrace(trained, name, metrics[name], parts.samples, parts.token_losses)  # type: ignore[attr-defined]
         if chunks is not None:
             return metrics
         return {
             **metrics,
             **(self.routers.metrics() if self.routers is not None else {}),
-            "perf/padding_frac": share.padding_frac,
-            "perf/imbalance": share.imbalance,
+            **parts.metrics(),
         }
 
     def _share(self, sequences: list[TokenSequence]) -> Share:
@@ -539,7 +545,13 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         )
 
     def _run_schedule(
-        self, microbatches: list[MicroBatch], step: Any, *, forward_only: bool, chunks: list[nn.Module]
+        self,
+        microbatches: list[MicroBatch],
+        step: Any,
+        *,
+        forward_only: bool,
+        chunks: list[nn.Module],
+        gradients: GradientSum | None = None,
     ) -> list[Any]:
         longest = max(microbatch.tokens.shape[1] for microbatch in microbatches)
         return self.strategy.forward_backward(
@@ -549,4 +561,5 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             micro_batch_size=microbatches[0].tokens.shape[0],
             forward_only=forward_only,
             chunks=chunks,
+            gradients=gradients,
         )

@@ -46,6 +46,11 @@ class Rollout:
             for start in range(0, len(self.samples), size)
         ]
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens that the loss sums over."""
+        return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
+
     def set_field(self, name: str, values: Sequence[Tensor]) -> None:
         """Give each sequence a field, ``[tokens]``."""
         for sequence, value in zip(self.sequences, values, strict=True):
@@ -111,6 +116,18 @@ class Rollout:
         )
         for sequence, weight in zip(self.sequences, weights.float().tolist(), strict=True):
             sequence.fields[WEIGHT_FIELD] = torch.full((len(sequence.token_ids),), weight)
+
+    def scale_token_weights(self, factor: float) -> None:
+        """Multiply the weight of each token."""
+        for sequence in self.sequences:
+            sequence.fields[WEIGHT_FIELD] = sequence.fields[WEIGHT_FIELD] * factor
+
+
+def join_rollouts(rollouts: Sequence[Rollout]) -> Rollout:
+    """Return one rollout of the groups of several, in their order."""
+    samples = [sample for rollout in rollouts for sample in rollout.samples]
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    return Rollout(samples, sequences, rollouts[0].num_generations)
 
 
 def to_sequence(sample: Sample) -> TokenSequence:

@@ -1,7 +1,7 @@
 """`Sampler`: responses that an engine samples with a policy's weights, and the rewards that judge them."""
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -160,6 +160,17 @@ class Sampler:
             self.reward(samples)
         return samples
 
+    def sample_parts(self, prompts: list[Prompt], num_generations: int, count: int) -> Iterator[list[Sample]]:
+        """Yield the rewarded samples of a training step in so many parts, each as soon as the stream has it."""
+        if self.stream is not None:
+            for number in range(count):
+                yield self._next_batch([] if number else prompts, self.stream)
+            return
+        samples = self._recorded(num_generations)
+        size = len(samples) // count
+        for start in range(0, len(samples), size):
+            yield samples[start : start + size]
+
     def _recorded(self, num_generations: int) -> list[Sample]:
         """Return the samples that the recorded run trained on in this step."""
         engine, policy = cast("ReplayEngine", self.engine), self._policy
@@ -169,7 +180,7 @@ class Sampler:
             return self.memory.run(partial(engine.rollout, policy.trainer.global_step, count))
 
     def _next_batch(self, prompts: list[Prompt], stream: StreamedRollouts) -> list[Sample]:
-        """Return the samples that the stream has for this step, and give it the prompts."""
+        """Return the samples that the stream has for this step, or its next part, and give it the prompts."""
         while True:
             self.memory.prepare_sampling()
             with self._policy.phase("rollout"):

@@ -29,8 +29,9 @@ class Share:
     num_own: int  # sequences that this replica brought
     num_replicas: int
     device: torch.device
-    padding_frac: float  # share of all positions of all replicas that hold padding
-    imbalance: float  # work of the busiest replica over the mean
+    num_tokens: int  # of the sequences of all replicas
+    num_positions: int  # of all replicas' micro-batches, with padding
+    work: list[float]  # of each replica, see `SequenceCost`
 
     def describe_samples(self) -> list[dict[str, Any]]:
         """Return what this replica works on as plain data, each with its origin, for the report of a failure."""
@@ -125,7 +126,6 @@ def share_sequences(
             origins.append(owners[number])
     microbatches = make_microbatches(mine, local_plan, packed=packed, rules=rules, field_names=field_names)
     shapes = [shape for plan in plans for shape in microbatch_shapes(lengths, plan, packed=packed, rules=rules)]
-    positions = sum(rows * width for rows, width in shapes)
     work = [sum(cost(lengths[number]) for bin_ in plan for number in bin_) for plan in plans]
     return Share(
         sequences=mine,
@@ -137,6 +137,7 @@ def share_sequences(
         num_own=len(sequences),
         num_replicas=len(plans),
         device=device,
-        padding_frac=1 - sum(lengths) / positions,
-        imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
+        num_tokens=sum(lengths),
+        num_positions=sum(rows * width for rows, width in shapes),
+        work=work,
     )

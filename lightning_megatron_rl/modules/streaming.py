@@ -56,6 +56,8 @@ class StreamingSettings:
             weights and the cache of the old ones.
         placement: "separate" samples while the trainer works, which needs devices (or CPU cores) of the sampler's own;
             "shared" samples while the trainer waits; "auto" is separate for an engine on other GPUs than the trainer's.
+        batch_parts: Parts in which a batch is trained on, each as soon as its groups are complete. Their gradients add
+            up to those of the whole batch, for one optimizer step.
 
     Raises:
         ValueError: A number out of range, or an unknown word.
@@ -65,15 +67,25 @@ class StreamingSettings:
     in_flight: int | None = None
     on_update: OnUpdate = "recomputed"
     placement: Placement = "auto"
+    batch_parts: int = 1
 
     def __post_init__(self) -> None:
-        ranges = {"max_staleness": COUNT_OR_NONE.called("0 is the synchronous run"), "in_flight": COUNT}
+        ranges = {
+            "max_staleness": COUNT_OR_NONE.called("0 is the synchronous run"),
+            "in_flight": COUNT,
+            "batch_parts": COUNT.called("1 trains on whole batches"),
+        }
         check_ranges(ranges, vars(self), "streaming.")
         for name, choices in (("on_update", OnUpdate), ("placement", Placement)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(
                     f"streaming.{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
                 )
+        if self.batch_parts > 1 and not self.is_on:
+            raise ValueError(
+                f"streaming.batch_parts={self.batch_parts} with max_staleness=0: a synchronous run waits for its whole"
+                " batch. Set max_staleness to 1 or more, or batch_parts to 1."
+            )
 
     @property
     def is_on(self) -> bool:
@@ -146,6 +158,14 @@ class StreamedRollouts:
                 f"streaming.placement='separate' with engine.sleep_level={engine.sleep_level}: an engine that sleeps"
                 " cannot sample while the trainer works. Set sleep_level=0, or placement=shared."
             )
+        if settings.batch_parts > 1 and (not self._in_background or module.strategy.offloads):
+            why = "the sampler works while the trainer waits, and not beside it"
+            if self._in_background:
+                why = f"offload_while_sampling={list(module.strategy.offloads)} would move gradients between two parts"
+            raise ValueError(
+                f"streaming.batch_parts={settings.batch_parts}: {why}. Set batch_parts=1, or placement=separate and no"
+                " offload_while_sampling."
+            )
         self._check_cache(module, min(in_flight, (settings.max_staleness + 1) * batch_size))
         mode = StreamMode(background=self._in_background, keeps_cache=settings.on_update == "kept")
         if getattr(engine, "stream_mode", None) != mode:
@@ -190,6 +210,8 @@ class StreamedRollouts:
         placement = "beside training" if self._in_background else "between training steps"
         ahead = f"at most {settings.max_staleness} version(s) ahead"
         ahead += f", responses of {self._in_flight(batch_size)} groups in flight"
+        if settings.batch_parts > 1:
+            ahead += f", batches in {settings.batch_parts} parts"
         return f"{ahead}, {placement}; responses under way at an update are {settings.on_update}"
 
     # ---- what the leader of a replica does -------------------------------------------------------------------------
@@ -219,6 +241,7 @@ class StreamedRollouts:
             self.settings.max_staleness,
             self._in_flight(data.batch_size) // replicas,
             module.num_generations,
+            self.settings.batch_parts,
         )
         tokenizer, engine = module.hf_model.tokenizer, module.engine
         assert tokenizer is not None

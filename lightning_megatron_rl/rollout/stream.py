@@ -76,6 +76,8 @@ class StreamPlan:
     At most ``(max_staleness + 1) * batch_size`` groups are under way or ready. The oldest ready ones go first, and a
     batch waits while, for any k from 0 to `max_staleness`, more than k batches of the groups under way have their
     deadline (birth + `max_staleness`) within the next k versions: there would be no batch left that could take them.
+    A batch may be given out in parts, each as soon as its groups are ready and as the rest of the batch, too, has room
+    for those that are due.
 
     Args:
         batch_size: Groups of a batch.
@@ -83,13 +85,18 @@ class StreamPlan:
         in_flight: Most responses sampled at a time, counted as whole groups: a group whose last responses are long
             leaves room for others.
         num_generations: Responses of a group.
+        parts: Of equal size, in which a batch is given out.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, in_flight: int, num_generations: int) -> None:
+    def __init__(
+        self, batch_size: int, max_staleness: int, in_flight: int, num_generations: int, parts: int = 1
+    ) -> None:
         self.batch_size = batch_size
         self.max_staleness = max_staleness
         self.in_flight = in_flight
         self.num_generations = num_generations
+        self.part_size = batch_size // parts
+        self.num_taken = 0  # groups of the batch that is given out in parts
         self.waiting: deque[Prompt] = deque()  # admitted and not begun
         self.under_way: dict[int, Group] = {}  # by number
         self.ready: list[Group] = []
@@ -110,6 +117,7 @@ class StreamPlan:
         limit = (self.max_staleness + 1) * self.batch_size
         room = self.in_flight * self.num_generations - self.num_growing  # responses
         begun = []
+        limit -= self.num_taken  # they are trained on, and still of this version's batch
         while self.waiting and room >= self.num_generations and len(self.under_way) + len(self.ready) < limit:
             prompt = self.waiting.popleft()
             group = Group(self.num_born, prompt, version, [Response() for _ in range(self.num_generations)])
@@ -145,29 +153,31 @@ class StreamPlan:
         return stale
 
     def can_take(self, version: int) -> bool:
-        """Whether there is a batch for `version`, and whoever is not in it can still be in time."""
-        if len(self.ready) < self.batch_size:
+        """Whether there is a batch for `version`, or its next part, and whoever is not in it can still be in time."""
+        if len(self.ready) < self.part_size:
             return False
         deadlines = [group.born + self.max_staleness for group in self.under_way.values()]
+        room = self.batch_size - self.num_taken - self.part_size  # in the rest of the batch
         return all(
-            sum(deadline <= version + k for deadline in deadlines) <= k * self.batch_size
+            sum(deadline <= version + k for deadline in deadlines) <= room + k * self.batch_size
             for k in range(self.max_staleness + 1)
         )
 
     def take(self, version: int) -> list[Group]:
-        """Return the batch for `version`: the oldest ready groups, in the order of their birth.
+        """Return the batch for `version`, or its next part: the oldest ready groups, in the order of their birth.
 
         Raises:
             RuntimeError: There is none, or the bound would be broken.
         """
         if not self.can_take(version):
-            raise RuntimeError(f"no batch of {self.batch_size} groups for version {version}: {self.describe()}")
-        batch = sorted(self.ready, key=_number)[: self.batch_size]
+            raise RuntimeError(f"no batch of {self.part_size} groups for version {version}: {self.describe()}")
+        batch = sorted(self.ready, key=_number)[: self.part_size]
         oldest = max(group.age(version) for group in batch)
         if oldest > self.max_staleness:
             raise RuntimeError(f"a group is {oldest} versions old, max_staleness is {self.max_staleness}")
         taken = {group.number for group in batch}
         self.ready = [group for group in self.ready if group.number not in taken]
+        self.num_taken = (self.num_taken + self.part_size) % self.batch_size
         return batch
 
     def describe(self) -> str:

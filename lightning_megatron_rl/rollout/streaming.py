@@ -105,6 +105,8 @@ class RolloutStream:
     def next_batch(self, prompts: list[Prompt], version: int) -> list[Sample]:
         """Admit `prompts` and wait for the batch that `version` of the policy is trained on; its groups, rewarded.
 
+        If the plan has several parts it is the next one, and `prompts` come with the first.
+
         Raises:
             WeightsLostError: The engine's process was replaced and has no weights; call again, without prompts, when it
                 has some.
@@ -136,8 +138,9 @@ class RolloutStream:
                     self._changed.wait(POLL_S)
                 else:
                     self._turn(WAIT_S)
-            self.num_passed_over, self._passed_over = self._passed_over, 0
             groups = self.plan.take(version)
+            if not self.plan.num_taken:  # the batch is complete
+                self.num_passed_over, self._passed_over = self._passed_over, 0
             self._watch.note_batch(self.plan, version, groups)
             return [sample for group in groups for sample in group.samples]
 

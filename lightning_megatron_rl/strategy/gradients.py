@@ -43,11 +43,12 @@ class Gradients:
         self.state = "none"
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Mark gradients as computed when the body has computed them; see `begin`."""
+    def computing(self, *, in_full: bool = True) -> Iterator[None]:
+        """Mark gradients as computed when the body has computed them, `in_full`, not in part; see `begin`."""
         self.begin()
         yield
-        self.state = "computed"
+        if in_full:
+            self.state = "computed"
 
     def hold(self) -> None:
         """Keep computed gradients when Lightning zeroes gradients after `training_step`."""

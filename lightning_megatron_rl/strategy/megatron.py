@@ -47,7 +47,7 @@ from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.products import choose_products
 from lightning_megatron_rl.strategy.run_log import log_settings, seed_megatron
-from lightning_megatron_rl.strategy.schedule import ForwardStep, forward_backward
+from lightning_megatron_rl.strategy.schedule import ForwardStep, GradientSum, forward_backward
 from lightning_megatron_rl.strategy.stopping import RunStop, was_interrupted
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
@@ -429,13 +429,18 @@ class MegatronStrategy(ParallelStrategy):
         micro_batch_size: int = 1,
         forward_only: bool = False,
         chunks: Sequence[nn.Module] | None = None,
+        gradients: GradientSum | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over all micro-batches of a mini-batch; see `schedule.forward_backward`.
 
-        `chunks` are other ones than the module's own, e.g. a frozen reference policy.
+        `chunks` are other ones than the module's own, e.g. a frozen reference policy. With `gradients` it is a part of
+        the mini-batch.
         """
         passed = list(self.chunks) if chunks is None else list(chunks)
-        computing = nullcontext() if forward_only else gradients_of(passed, self.all_optimizers).computing()
+        computing: AbstractContextManager[None] = nullcontext()
+        if not forward_only:
+            in_full = gradients is None or gradients.is_last
+            computing = gradients_of(passed, self.all_optimizers).computing(in_full=in_full)
         with computing, torch.set_grad_enabled(not forward_only):
             return forward_backward(
                 passed,
@@ -444,6 +449,7 @@ class MegatronStrategy(ParallelStrategy):
                 sequence_length=sequence_length,
                 micro_batch_size=micro_batch_size,
                 forward_only=forward_only,
+                gradients=gradients,
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments import Action, Environment, Episode, EpisodeSettings, Reply
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.ppo import PPOModule
+from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.modules.streaming import STATE, StreamingSettings
 from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
@@ -271,12 +275,13 @@ def flat_thirds(samples: list[Any]) -> list[float]:
 # ---- replay ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp_path):
-    """Bit for bit, though what was sampled when depended on the clock."""
-    replicas, settings = 2, {"max_staleness": 2}
+@pytest.mark.parametrize("parts", by_default([2], [1, 2]))
+def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp_path, parts):
+    """Bit for bit, though what was sampled when depended on the clock; whole batches make the numbers of parts."""
+    replicas, settings = 2, {"max_staleness": 2, "placement": "separate", "batch_parts": parts}
     many = {"world_size": replicas, **ALONE}
     recorded = worker_pool.run(fit_stream, qwen3_dir, rows, {}, replicas, settings, record_to=tmp_path, **many)
-    assert max(recorded[0].extra["ages"]) > 0
+    check(recorded, 2)
     engine = {"path": str(tmp_path / "rollouts-dp0.jsonl")}
     again = worker_pool.run(fit_stream, qwen3_dir, rows, {}, replicas, settings, engine=engine, **many)
     for run, replay in zip(recorded, again, strict=True):
@@ -284,6 +289,17 @@ def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp
         assert replay.extra["rows"] == run.extra["rows"]
         for name in ("policy/loss", "rollout/staleness_mean", "mismatch/k3", "reward/mean"):
             assert [step[name] for step in replay.steps] == [step[name] for step in run.steps]
+    if parts == 1:
+        return
+    settings = {**settings, "batch_parts": 1}
+    (whole, _) = worker_pool.run(fit_stream, qwen3_dir, rows, {}, replicas, settings, engine=engine, **many)
+    for mine, theirs in zip(again[0].steps, whole.steps, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in ("reward/mean", "rollout/response_len_mean", "rollout/staleness_mean"):
+            assert mine[name] == theirs[name]
+        for name in ("policy/loss", "policy/grad_norm", "policy/kl_ref", "mismatch/k3"):
+            # sums in another order, and weights that grow apart by that over the steps
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
 
 
 @pytest.mark.slow
@@ -354,6 +370,12 @@ def test_a_sampler_stays_awake_where_both_fit(worker_pool, qwen3_dir, rows, free
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
+PARTS = {"placement": "separate", "batch_parts": 2}
+
+
+def even(counts: Any, lengths: Tensor, group_lengths: Tensor, max_length: int) -> Tensor:
+    return torch.ones_like(lengths) / counts.tokens
+
 
 @pytest.mark.parametrize(
     ("settings", "module", "message"),
@@ -364,6 +386,17 @@ def test_a_sampler_stays_awake_where_both_fit(worker_pool, qwen3_dir, rows, free
         ({"on_update": "kept"}, {"engine": "sleeps"}, "on_update='kept' with engine.sleep_level=1"),
         ({"placement": "separate"}, {"engine": "sleeps"}, "placement='separate' with engine.sleep_level=1"),
         ({"in_flight": 3}, {"engine": "vllm"}, r"streaming.in_flight=3 < data.batch_size=4"),
+        ({"batch_parts": 2}, {"engine": "vllm"},
+         r"batch_parts=2: the sampler works while the trainer waits, and not beside it. Set batch_parts=1, or pl"),
+        (PARTS | {"batch_parts": 3}, {"engine": "vllm"}, r"batch_parts=3 does not divide the 4 prompts .* 4 / 3 = 1.3"),
+        (PARTS, {"engine": "vllm", "updates_per_rollout": 2},
+         "batch_parts=2 with updates_per_rollout=2: the whole batch is scored before its update. Set batch_parts=1"),
+        (PARTS, {"engine": "vllm", "overlong": OverlongSettings(filter=True)}, "batch_parts=2 with overlong.filter: "),
+        (PARTS, {"engine": "vllm", "loss": GRPOLossConfig(advantage="reinforce_pp")},
+         "loss.advantage='reinforce_pp', which compares a group with the whole batch: choose one of grpo, dr_grpo, rl"),
+        (PARTS, {"engine": "vllm", "loss": GRPOLossConfig(aggregation=even)},
+         "loss.aggregation=<function even.*whose weights of a part are not known: choose one of token_mean, seq"),
+        (PARTS, {"engine": "vllm", "make_module": PPOModule}, "PPOModule, whose critic judges the whole batch first"),
     ],
 )  # fmt: skip
 def test_what_cannot_stream_is_refused_before_anything_starts(
@@ -373,7 +406,29 @@ def test_what_cannot_stream_is_refused_before_anything_starts(
         worker_pool.run(refuse, broken_model, qwen3_dir, rows, settings, module, world_size=1, **ALONE)
 
 
-def refuse(model: Path, tokenizer: Path, rows: Path, settings: dict[str, Any], module: dict[str, Any]) -> None:
+def test_parts_of_a_mixture_are_refused(worker_pool, qwen3_moe_dir, rows):
+    arguments = (qwen3_moe_dir, qwen3_moe_dir, rows, PARTS, {"engine": "vllm"})
+    with pytest.raises(
+        WorkerError, match="batch_parts=2 with a mixture of 4 experts, whose balance loss is weighed by"
+    ):
+        worker_pool.run(refuse, *arguments, world_size=1, **ALONE)
+
+
+def test_parts_whose_gradients_would_move_are_refused(worker_pool, broken_model, qwen3_dir, rows):
+    arguments = (broken_model, qwen3_dir, rows, PARTS, {"engine": "vllm"}, {"offload_while_sampling": ["gradients"]})
+    with pytest.raises(WorkerError, match=r"offload_while_sampling=\['gradients'\] would move gradients between two p"):
+        worker_pool.run(refuse, *arguments, world_size=1, **ALONE)
+
+
+def refuse(
+    model: Path,
+    tokenizer: Path,
+    rows: Path,
+    settings: dict[str, Any],
+    module: dict[str, Any],
+    strategy: dict[str, Any] | None = None,
+) -> None:
+    make_module = module.pop("make_module", None)
     engines = {
         "vllm": lambda: VLLMEngine(max_model_len=64),
         "sleeps": lambda: VLLMEngine(max_model_len=64, sleep_level=1),
@@ -381,8 +436,9 @@ def refuse(model: Path, tokenizer: Path, rows: Path, settings: dict[str, Any], m
     }
     fit_grpo(
         model,
-        {},
+        strategy or {},
         1,
+        make_module=make_module,
         module={
             "updates_per_rollout": 1,
             **module,
@@ -399,6 +455,8 @@ def refuse(model: Path, tokenizer: Path, rows: Path, settings: dict[str, Any], m
         ({"max_staleness": -1}, "streaming.max_staleness=-1 must be at least 0"),
         ({"in_flight": 0}, "streaming.in_flight=0 must be at least 1"),
         ({"on_update": "aborted"}, "streaming.on_update='aborted': choose one of finished, recomputed, kept"),
+        ({"batch_parts": 0}, "streaming.batch_parts=0 must be at least 1"),
+        ({"batch_parts": 2}, "streaming.batch_parts=2 with max_staleness=0: a synchronous run waits for its whole"),
         ({"placement": "elsewhere"}, "streaming.placement='elsewhere': choose one of auto, shared, separate"),
     ],
 )

@@ -21,36 +21,46 @@ def drive(plan: StreamPlan, steps: int, rng: random.Random) -> tuple[list[int], 
     ends: dict[int, list[float]] = {}  # of a group's responses
     now = 0.0
     for version in range(steps):
-        while True:
-            for group in plan.begin(version):
-                ends[group.number] = [now + rng.lognormvariate(0, 1.5) for _ in group.responses]
-            assert plan.num_growing <= plan.in_flight * plan.num_generations
-            assert len(plan.under_way) + len(plan.ready) <= (plan.max_staleness + 1) * plan.batch_size
-            if plan.can_take(version):
-                break
-            assert plan.under_way, f"nothing is under way and there is no batch: {plan.describe()}"
-            now = min(end for number in plan.under_way for end in ends[number] if end > now)
-            for group in list(plan.under_way.values()):
-                for response, end in zip(group.responses, ends[group.number], strict=True):
-                    response.finish_reason = "stop" if end <= now else None
-                if group.is_complete:
-                    plan.finish(group)
-        for group in plan.take(version):
-            rows.append(group.prompt.index)
-            ages.append(group.age(version))
+        for _ in range(plan.batch_size // plan.part_size):
+            now = wait(plan, version, now, ends, rng)
+            for group in plan.take(version):
+                rows.append(group.prompt.index)
+                ages.append(group.age(version))
+        assert plan.num_taken == 0
     return rows, ages
+
+
+def wait(plan: StreamPlan, version: int, now: float, ends: dict[int, list[float]], rng: random.Random) -> float:
+    """Go on until there is a batch, or its next part; return the time."""
+    while True:
+        for group in plan.begin(version):
+            ends[group.number] = [now + rng.lognormvariate(0, 1.5) for _ in group.responses]
+        assert plan.num_growing <= plan.in_flight * plan.num_generations
+        groups = len(plan.under_way) + len(plan.ready) + plan.num_taken
+        assert groups <= (plan.max_staleness + 1) * plan.batch_size
+        if plan.can_take(version):
+            return now
+        assert plan.under_way, f"nothing is under way and there is no batch: {plan.describe()}"
+        now = min(end for number in plan.under_way for end in ends[number] if end > now)
+        for group in list(plan.under_way.values()):
+            for response, end in zip(group.responses, ends[group.number], strict=True):
+                response.finish_reason = "stop" if end <= now else None
+            if group.is_complete:
+                plan.finish(group)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    batch_size=st.integers(1, 6),
+    part_size=st.integers(1, 6),
+    parts=st.integers(1, 4),
     max_staleness=st.integers(0, 5),
     more_in_flight=st.integers(0, 20),
     steps=st.integers(1, 12),
     seed=st.integers(0, 10_000),
 )
-def test_bound_holds_and_every_prompt_is_used_once(batch_size, max_staleness, more_in_flight, steps, seed):
-    plan = StreamPlan(batch_size, max_staleness, batch_size + more_in_flight, num_generations=2)
+def test_bound_holds_and_every_prompt_is_used_once(part_size, parts, max_staleness, more_in_flight, steps, seed):
+    batch_size = part_size * parts
+    plan = StreamPlan(batch_size, max_staleness, batch_size + more_in_flight, num_generations=2, parts=parts)
     plan.admit(prompts(batch_size * steps))
     rows, ages = drive(plan, steps, random.Random(seed))
     assert max(ages) <= max_staleness
@@ -81,6 +91,33 @@ def test_counting_alone_would_break_the_bound():
     plan.admit(prompts(40))
     with pytest.raises(RuntimeError, match="versions old, max_staleness is 1"):
         drive(plan, 20, random.Random(0))
+
+
+def test_parts_without_room_for_what_is_due_would_break_the_bound():
+    """A part is not just so many groups, either: the rest of the batch may be too small for those that are due."""
+
+    class Counted(StreamPlan):
+        def can_take(self, version: int) -> bool:
+            last = self.num_taken + self.part_size == self.batch_size
+            return super().can_take(version) if last else len(self.ready) >= self.part_size
+
+    plan = Counted(2, 1, 8, num_generations=1, parts=2)
+    plan.admit(prompts(40))
+    with pytest.raises(RuntimeError, match="versions old, max_staleness is 1"):
+        drive(plan, 20, random.Random(0))
+
+
+def test_a_part_is_given_out_before_the_batch_is_complete():
+    plan = StreamPlan(2, 1, 4, num_generations=1, parts=2)
+    plan.admit(prompts(4))
+    first, second, *_ = plan.begin(0)
+    assert not plan.can_take(0)
+    plan.finish(second)
+    assert plan.take(0) == [second]
+    assert (plan.num_taken, plan.can_take(0)) == (1, False)
+    plan.finish(first)
+    assert plan.take(0) == [first]
+    assert plan.num_taken == 0
 
 
 def test_without_staleness_a_batch_is_what_was_admitted():

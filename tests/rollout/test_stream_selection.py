@@ -37,14 +37,15 @@ def drive(plan: StreamPlan, rows: list[int], rng: random.Random) -> tuple[list[S
     for version in range(len(rows) // batch):
         if version:
             plan.admit(prompts(rows[ahead + (version - 1) * batch :][:batch]))
-        begin(version)
-        while not plan.can_take(version) and plan.under_way:
-            sample(min(left[number] for number in plan.under_way))
+        for _ in range(batch // plan.part_size):
             begin(version)
-        if not plan.can_take(version):
-            break  # nothing is left of which a batch could be made
-        used += [begun[group.number] for group in plan.take(version)]
-        sample(rng.choice((0.0, rng.lognormvariate(3, SIGMA))))  # separate devices: beside the update
+            while not plan.can_take(version) and plan.under_way:
+                sample(min(left[number] for number in plan.under_way))
+                begin(version)
+            if not plan.can_take(version):
+                return list(begun.values()), used  # nothing is left of which a batch could be made
+            used += [begun[group.number] for group in plan.take(version)]
+            sample(rng.choice((0.0, rng.lognormvariate(3, SIGMA))))  # separate devices: beside the update
     return list(begun.values()), used
 
 
@@ -66,17 +67,19 @@ def check(admitted: list[int], begun: list[Sampled], used: list[Sampled]) -> Non
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @settings(max_examples=150, deadline=None)
 @given(
-    batch_size=st.integers(1, 6),
+    part_size=st.integers(1, 6),
+    parts=st.integers(1, 3),
     more_in_flight=st.integers(0, 20),
     num_generations=st.integers(1, 4),
     steps=st.integers(1, 12),
     seed=st.integers(0, 10_000),
 )
 def test_what_is_trained_on_is_what_was_sampled(
-    max_staleness, batch_size, more_in_flight, num_generations, steps, seed
+    max_staleness, part_size, parts, more_in_flight, num_generations, steps, seed
 ):
+    batch_size = part_size * parts
     rows = list(range(batch_size * steps))
-    plan = StreamPlan(batch_size, max_staleness, batch_size + more_in_flight, num_generations)
+    plan = StreamPlan(batch_size, max_staleness, batch_size + more_in_flight, num_generations, parts)
     check(rows, *drive(plan, rows, random.Random(seed)))
     assert plan.num_dropped == 0
 

@@ -19,7 +19,7 @@ def sft(model: Path, layout: dict[str, Any], module: type[SFTModule] = SFTModule
     return Subject(module(model=str(model), **nested(options)), MegatronStrategy(**layout))
 
 
-def grpo(model: Path, layout: dict[str, Any], **options: Any) -> Subject:
+def grpo(model: Path, layout: dict[str, Any], module: Any = None, **options: Any) -> Subject:
     from lightning_megatron_rl.modules.grpo import GRPOModule
     from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
     from lightning_megatron_rl.rollout.protocol import SamplingParams
@@ -31,7 +31,8 @@ def grpo(model: Path, layout: dict[str, Any], **options: Any) -> Subject:
         "sampling": SamplingParams(temperature=0.8, max_tokens=10),
         "loss": GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation="seq_mean_token_mean"),
     }
-    return Subject(GRPOModule(model=str(model), **nested({**settings, **options})), MegatronStrategy(**layout))
+    make = module or GRPOModule
+    return Subject(make(model=str(model), **nested({**settings, **options})), MegatronStrategy(**layout))
 
 
 def never_called(samples: list[Any]) -> list[float]:
