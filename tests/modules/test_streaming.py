@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import time
 from hashlib import sha256
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments import Action, Environment, Episode, EpisodeSettings, Reply
@@ -19,11 +22,13 @@ from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
 from lightning_megatron_rl.modules.ppo import PPOModule
+from lightning_megatron_rl.modules.rollout_batch import Rollout
 from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.modules.streaming import STATE, StreamingSettings
 from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
 from lightning_megatron_rl.rollout.replay import ReplayEngine
+from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.verify.pool import WorkerError
 from tests.modules.kept_engine import kept_engine
 from tests.modules.runs import fit_grpo, length, recorded_samples
@@ -95,6 +100,7 @@ def fit_stream(
     module: dict[str, Any] | None = None,
     record_to: Path | None = None,
     callbacks: list[pl.Callback] | None = None,
+    make_module: type[GRPOModule] | None = None,
 ) -> Run:
     used = Used(stop_after)
     callbacks = [used, *(callbacks or [])]
@@ -130,6 +136,7 @@ def fit_stream(
             trainer={"enable_checkpointing": save_to is not None, "logger": False, "max_epochs": 1, **(trainer or {})},
             data=PromptDataModule(str(rows), str(model), batch_size=BATCH, **sets),
             ckpt_path=ckpt_path,
+            make_module=make_module,
         )
     finally:
         logging.getLogger("lightning_megatron_rl.modules.streaming").removeHandler(log)
@@ -300,6 +307,30 @@ def test_a_replay_makes_the_weights_of_the_run(worker_pool, qwen3_dir, rows, tmp
         for name in ("policy/loss", "policy/grad_norm", "policy/kl_ref", "mismatch/k3"):
             # sums in another order, and weights that grow apart by that over the steps
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
+
+
+class LosesItsSampler(GRPOModule):
+    """Its sampler dies in the third step, when the first part of the batch has come."""
+
+    def prepare(self, samples: list[Sample], tally: Tally) -> Rollout:
+        if self.trainer.global_step == 2 and self.engine.num_restarts == 0:
+            assert isinstance(self.engine, VLLMEngine)
+            assert self.engine.pid is not None
+            os.kill(self.engine.pid, signal.SIGKILL)
+        return super().prepare(samples, tally)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_dies_between_two_parts_loses_nothing(worker_pool, qwen3_dir, rows, tmp_path):
+    """The next one gets the weights in the middle of an update, whose gradients stay: its replay makes the same."""
+    settings = {"max_staleness": 2, "placement": "separate", "batch_parts": 2}
+    options = {"engine": {"max_restarts": 1}, "make_module": LosesItsSampler, "record_to": tmp_path}
+    (run,) = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, world_size=1, **options, **ALONE)
+    check([run], 2)
+    assert [step["perf/engine_restarts"] for step in run.steps] == [0, 0, 1, 1, 1, 1]
+    engine = {"path": str(tmp_path / "rollouts-dp0.jsonl")}
+    (again,) = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, engine=engine, world_size=1, **ALONE)
+    assert again.extra["checksum"] == run.extra["checksum"]
 
 
 @pytest.mark.slow
