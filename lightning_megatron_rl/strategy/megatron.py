@@ -437,11 +437,9 @@ class MegatronStrategy(ParallelStrategy):
         the mini-batch.
         """
         passed = list(self.chunks) if chunks is None else list(chunks)
-        computing: AbstractContextManager[None] = nullcontext()
-        if not forward_only:
-            in_full = gradients is None or gradients.is_last
-            computing = gradients_of(passed, self.all_optimizers).computing(in_full=in_full)
-        with computing, torch.set_grad_enabled(not forward_only):
+        in_full = gradients is None or gradients.is_last
+        found = None if forward_only else gradients_of(passed, self.all_optimizers)
+        with found.computing(in_full=in_full) if found else nullcontext(), torch.set_grad_enabled(not forward_only):
             return forward_backward(
                 passed,
                 microbatches,
