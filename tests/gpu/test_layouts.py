@@ -14,6 +14,7 @@ from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.gpu.machine import by_processes, needs_processes
 from tests.gpu.test_backends import EXPERTS_RELATIVE
 from tests.gpu.test_training import BF16_RELATIVE, backend, relative_steps
+from tests.modules import test_parts
 from tests.strategy.test_invariance import BUDGETS, LENGTHS, ragged_batch
 from tests.strategy.test_megatron import LAYOUTS
 from tests.tiny_models import save_tiny_model
@@ -54,6 +55,13 @@ def test_layout_gives_the_numbers_of_one_gpu(gpu_pool, qwen3_dir, layout):
     assert row.verdict == "same", row.reason
     assert row.peak_memory_gb is not None
     assert row.peak_memory_gb > 0
+
+
+@pytest.mark.parametrize("layout", by_size("single@56", "dp2@56"))
+def test_parts_add_up_to_the_whole(gpu_pool, qwen3_dir, layout):
+    test_parts.verify(
+        gpu_pool, qwen3_dir, "prompt_mean", [layout], device="cuda", tolerance=RELATIVE, layer_backend="torch"
+    )
 
 
 @pytest.mark.parametrize("layout", by_size("ep2@96", "tp2_ep2_etp1_sp@96", "pp2_ep2@96", "cp2_ep2@96"))

@@ -44,7 +44,7 @@ class AgeLog(pl.Callback):
                 off = off[count:]
 
 
-def fit_stream(model: Path, rows: Path, placement: str, devices: list[int] | None) -> Ages:
+def fit_stream(model: Path, rows: Path, placement: str, parts: int, devices: list[int] | None) -> Ages:
     """GRPO on a stream, whose sampler has room for five groups of four at a time."""
     from megatron.core.optimizer import OptimizerConfig
 
@@ -59,7 +59,7 @@ def fit_stream(model: Path, rows: Path, placement: str, devices: list[int] | Non
     class ScoresFirst(GRPOModule):
         scores_first = True  # so that the log keeps the trainer's log-probs
 
-    settings: Any = {"max_staleness": BOUND, "placement": placement}
+    settings: Any = {"max_staleness": BOUND, "placement": placement, "batch_parts": parts}
     policy = ScoresFirst(
         str(model),
         rewards=[parity],
@@ -80,14 +80,17 @@ def fit_stream(model: Path, rows: Path, placement: str, devices: list[int] | Non
     return log.ages
 
 
-@pytest.mark.parametrize("placement", ["shared", pytest.param("separate", marks=needs_gpus(2))])
-def test_tokens_are_drawn_with_the_weights_that_are_named(gpu_pool, models, tmp_path, placement):
+@pytest.mark.parametrize(
+    ("placement", "parts"),
+    [("shared", 1), *(pytest.param("separate", parts, marks=needs_gpus(2)) for parts in (1, 2))],
+)
+def test_tokens_are_drawn_with_the_weights_that_are_named(gpu_pool, models, tmp_path, placement, parts):
     """Weights come by IPC or NCCL while responses are under way; those of this step give the trainer's log-probs."""
     rows = tmp_path / "rows.jsonl"
     texts = [chr(ord("a") + row) * (2 + row % 9) for row in range(BATCH * STEPS)]
     rows.write_text("".join(json.dumps({"prompt": text, "answer": "7"}) + "\n" for text in texts))
     devices = [1] if placement == "separate" else None
-    ages = gpu_pool.run(fit_stream, models["dense"], rows, placement, devices, **ONE)[0]
+    ages = gpu_pool.run(fit_stream, models["dense"], rows, placement, parts, devices, **ONE)[0]
     assert sorted(ages.rows) == list(range(BATCH * STEPS))
     assert ages.partial > 0 or placement == "separate"  # where all may be complete when weights come
     assert max(ages.off) <= BOUND

@@ -25,7 +25,7 @@ class Part:
     placements: list[Placement] | None  # None: those of this part in the last update
     memory: int = PASSING  # number of the memory; PASSING: it is closed when the update ends, or when others come
     handles: list[list[Handle]] | None = None  # of CUDA IPC, by worker and block; None: what is open under the number
-    num_bytes: int | None = None  # of a broadcast by NCCL
+    sizes: list[int] | None = None  # bytes of broadcasts by NCCL, each a part, of which this is the first
     blocks: list[Tensor] | None = None  # in the same process: the memory itself
     keep: bool = False  # whether the memory stays as it is until the update ends
     stays: bool = False  # whether it stays where it is, and is held, until `let_go`

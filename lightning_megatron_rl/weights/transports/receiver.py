@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from lightning_megatron_rl.weights.loader import WeightLoader
 from lightning_megatron_rl.weights.placement import Placement
 from lightning_megatron_rl.weights.transports.base import BACKEND, LENT, PASSING, Part
 from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
-from lightning_megatron_rl.weights.transports.nccl import join_group
+from lightning_megatron_rl.weights.transports.nccl import Broadcasts, join_group
 
 log = logging.getLogger(__name__)
 
@@ -87,20 +87,21 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         if update_info.borrowed:
             self.loader.load_borrowed()
             return
-        number = update_info.number
-        blocks = self._receive(update_info)
         if update_info.placements is not None:
-            self._placements[number] = update_info.placements
-        self.loader.load(blocks, self._placements[number], keep=update_info.keep, stays=update_info.stays)
+            self._placements[update_info.number] = update_info.placements
+        for number, blocks in enumerate(self._receive(update_info), start=update_info.number):
+            self.loader.load(blocks, self._placements[number], keep=update_info.keep, stays=update_info.stays)
 
-    def _receive(self, info: PartInfo) -> list[Tensor]:
-        if info.blocks is not None:
-            return info.blocks
-        if info.num_bytes is not None:
-            assert self._group is not None, "the trainer sends no part before the group is there"
-            block = torch.empty(info.num_bytes, dtype=torch.uint8, device=self.device)
-            self._group.broadcast([block], dist.BroadcastOptions()).wait()
-            return [block]
+    def _receive(self, info: PartInfo) -> Iterator[list[Tensor]]:
+        """Yield the blocks of this part, and of those that follow in the same message."""
+        if info.sizes is None:
+            yield info.blocks if info.blocks is not None else self._open(info)
+            return
+        assert self._group is not None, "the trainer sends no part before the group is there"
+        for block in Broadcasts(self._group, info.sizes, self.device).receive():
+            yield [block]
+
+    def _open(self, info: PartInfo) -> list[Tensor]:
         if info.handles is not None:
             self._close([info.memory])  # before others are opened: torch counts readers of each
             self._lent[info.memory] = [
