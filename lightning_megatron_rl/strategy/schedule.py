@@ -49,10 +49,11 @@ class GradientSum:
         from megatron.core.utils import get_model_config
 
         configs = [get_model_config(chunk) for chunk in chunks]
+        for config in configs:
+            # its default None means: gradients never leave the rank (data parallel, sequence parallel, tied embeddings)
+            assert config.finalize_model_grads_func is not None
         before = [(config.finalize_model_grads_func, config.no_sync_func) for config in configs]
         finalize = before[0][0]
-        # its default None means: gradients never leave the rank (data parallel, sequence parallel, tied embeddings)
-        assert all(function is not None for function, _ in before)
 
         def keep(model: Any, num_tokens: Tensor, **_: Any) -> None:
             self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens

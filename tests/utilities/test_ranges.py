@@ -62,11 +62,12 @@ FOLDERS = (
 # records and machinery that no config names: they are made by the package out of what was checked
 INNER = {
     "Action", "AtBatch", "BoundedCalls", "Ending", "GenerationRequest", "GlobalBatches", "GuardedEnvironment",
-    "Lengths", "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule", "NCCLTransport",
+    "GradientSum", "Lengths", "IPCTransport", "Lending", "LimitedChild", "MicroBatchRules", "ModelModule",
+    "NCCLTransport",
     "Offloader", "Origin", "PairModule", "PipelineSplit", "Placement", "PolicyModule", "Progress", "RankTrace", "Reply",
-    "Response", "SequenceCost", "ShardedViews",
+    "Response", "SequenceCost", "ShardedViews", "StreamPlan",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
-    "TorchSelfAttention", "Transcript", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
+    "TorchSelfAttention", "Transcript", "UpdateParts", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
     "Deliveries", "Delivery", "Flight", "HostFacts", "News", "Place", "Server",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
