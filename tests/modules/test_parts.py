@@ -19,9 +19,10 @@ from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.verify.batch import make_batch
 from lightning_megatron_rl.verify.job import Subject
+from lightning_megatron_rl.verify.layouts import parse_layout
 from lightning_megatron_rl.verify.runner import verify_layouts
 from tests.selection import by_default
-from tests.strategy.test_megatron import LAYOUTS, RELATIVE
+from tests.strategy.test_megatron import RELATIVE
 from tests.strategy.test_overlap import BOTH
 from tests.verify import subjects
 
@@ -65,7 +66,7 @@ def verify(
     loss = GRPOLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation=aggregation)
     build = partial(subject, model, loss=loss, max_tokens_per_microbatch=WHOLE, **options)
     batch = make_batch(build({}).module, None, processes=4)
-    world = max(LAYOUTS.get(name.partition("@")[0], (1, {}))[0] for name in layouts)
+    world = max(parse_layout(name).world_size for name in layouts)
     report = verify_layouts(
         build, layouts, batch=batch, pool=pool, processes=world, steps=2, device=device, tolerance=tolerance
     )
@@ -73,14 +74,18 @@ def verify(
     assert {row.verdict for row in report.rows} == {"reference", "same"}, report
 
 
+QUICK = [(BY_TOKENS, "single@56"), ("prompt_mean", "dp2@56 pp2_vpp2@56")]
+ALL = "single@56 single@160 dp2@56 pp2@56 pp2_vpp2@56 cp2_dp2@80 tp2_sp@160"
+
+
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("aggregation", by_default([BY_TOKENS, "prompt_mean"], [BY_TOKENS, *BY_PARTS]))
-def test_parts_add_up_to_the_whole(worker_pool, qwen3_dir, aggregation):
+@pytest.mark.parametrize(
+    ("aggregation", "layouts"),
+    by_default(QUICK, [*QUICK, *((name, ALL) for name in (BY_TOKENS, *BY_PARTS))], several=True),
+)
+def test_parts_add_up_to_the_whole(worker_pool, qwen3_dir, aggregation, layouts):
     """A part has one micro-batch, or several, of which the last is not the last of the update."""
-    layouts = ["single@56", "single@160", "dp2@56"]
-    if aggregation == "prompt_mean":
-        layouts += ["pp2@56", "pp2_vpp2@56", "cp2_dp2@80", "tp2_sp@160"]
-    verify(worker_pool, qwen3_dir, aggregation, layouts)
+    verify(worker_pool, qwen3_dir, aggregation, layouts.split())
 
 
 @pytest.mark.deadline(300)
