@@ -60,7 +60,7 @@ class StreamingSettings:
             up to those of the whole batch, for one optimizer step.
 
     Raises:
-        ValueError: A number out of range, or an unknown word.
+        ValueError: A number out of range, an unknown word, or parts of a synchronous run.
     """
 
     max_staleness: int = 0

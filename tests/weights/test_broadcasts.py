@@ -46,7 +46,7 @@ def exchange(rounds: int, slow: int, sent: str) -> list[str]:
         expected = dict(weights(number))
         found = {}
         for bucket, block in zip(known, broadcasts.receive(), strict=True):
-            slowly_(slow == 1)
+            pause(slow == 1)
             found |= {place.name: place.view([block]).clone() for place in bucket}
         if sent == "as known":
             assert found.keys() == expected.keys()
@@ -56,11 +56,11 @@ def exchange(rounds: int, slow: int, sent: str) -> list[str]:
 
 def slowly(tensors: Iterator[tuple[str, Tensor]], is_slow: bool) -> Iterator[tuple[str, Tensor]]:
     for pair in tensors:
-        slowly_(is_slow)
+        pause(is_slow)
         yield pair
 
 
-def slowly_(is_slow: bool) -> None:
+def pause(is_slow: bool) -> None:
     time.sleep(0.02 if is_slow else 0.0)
 
 

@@ -42,7 +42,8 @@ class NCCLTransport(Transport):
     Args:
         num_workers: vLLM's workers.
         timeout_s: Deadline of each broadcast.
-        bucket_bytes: Size of two buckets, which exist once here and once in each worker.
+        bucket_bytes: Size of two buckets, which exist once here and once in each worker; a tensor that is larger than
+            half of it has a bucket of its own size.
     """
 
     name = "NCCL"
@@ -86,7 +87,7 @@ class NCCLTransport(Transport):
         is_replayed = ask(("end", version))
         self._buckets = buckets
         sizes = [bucket[-1].end for bucket in buckets]
-        extra = max(sizes[::2]) + max(sizes[1::2], default=0)
+        extra = max(sizes[::2], default=0) + max(sizes[1::2], default=0)
         return Sent(sum(total_bytes(bucket) for bucket in buckets), extra, is_replayed)
 
     def _are_others(self, weights: WeightViews | None) -> bool:
