@@ -3,8 +3,9 @@
 16 groups of 8 responses a step, of lognormal lengths (mean 884 tokens, longest 3,900; on a CPU a tiny model and 24 and
 104): lengths belong to prompts, so every side draws the same tokens in the end, which is checked. The sampler works
 between training steps ("shared") or beside them ("separate": on GPUs its own, on a CPU one core for the trainer and one
-for the sampler, against the synchronous run on both). Peers run in the same run on one GPU: TRL's synchronous trainer,
-and verl's synchronous one and its asynchronous one at the same bounds.
+for the sampler, against the synchronous run on both), or two replicas do both on a device each ("replicas"). Peers run
+in the same run on one GPU: TRL's synchronous trainer, and verl's synchronous one and its asynchronous one at the same
+bounds.
 
 A rate is that of the measured steps together, not of the median one: steps of a stream differ. The simulation has the
 engine's measured speed, and sampling and training alone take time in it.
@@ -43,12 +44,15 @@ GOALS = {  # as many times as fast as the synchronous run
         ("separate", 1): 1.6,  # of a synchronous run on both GPUs
         ("separate", 2): 2.0,
         ("separate", 4): 2.4,
+        ("replicas", 1): 1.6,  # on the same GPUs
+        ("replicas", 2): 2.0,
+        ("replicas", 4): 2.4,
     },
     "cpu": {("separate", 1): 1.3, ("separate", 2): 1.3, ("separate", 4): 1.3},
 }
-OVER_TRL = {"shared": (2, 1.8), "separate": (2, 2.6)}  # at this bound, with as many GPUs
+OVER_TRL = {"shared": (2, 1.8), "separate": (2, 2.6), "replicas": (2, 2.6)}  # at this bound, with as many GPUs
 OVER_VERL = (1.4, 1.3)  # synchronous both; at equal bounds
-TRL_SIDES = {"shared": "trl", "separate": "trl, two GPUs"}  # synchronous both
+TRL_SIDES = {"shared": "trl", "separate": "trl, two GPUs", "replicas": "trl, two GPUs"}  # synchronous all
 VERL_MODES = {"shared": "colocate_async", "separate": "separate_async"}
 
 
@@ -56,7 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--bounds", default="1,2,4", help="of max_staleness")
-    parser.add_argument("--placements", help="shared, separate (on CUDA it needs a second GPU); all that can be")
+    placements = "shared, separate, replicas (on CUDA these need a second GPU); default: the first two, if they can be"
+    parser.add_argument("--placements", help=placements)
     parser.add_argument(
         "--in-flight",
         type=int,
@@ -145,7 +150,7 @@ def main() -> None:
 class Side:
     """What a row of ours is measured with."""
 
-    placement: str  # of the sampler
+    placement: str  # of the sampler: "shared" or "separate"
     bound: int  # of staleness; 0: synchronous
     devices: int  # of the trainer
     on_update: str = "recomputed"
@@ -175,10 +180,14 @@ def wanted(
 ) -> list[Side]:
     """Return the rows to measure; the synchronous run is the first."""
     there = {Side.of(row) for row in rows}
-    found = [Side("shared", 0, 1)] if options.device == "cpu" or "shared" in placements else []
-    if options.device == "cuda" and "separate" in placements:
+    on_cuda = options.device == "cuda"
+    found = [Side("shared", 0, 1)] if not on_cuda or "shared" in placements else []
+    if "replicas" in placements or (on_cuda and "separate" in placements):
         found.append(Side("shared", 0, 2))  # as many GPUs as trainer and sampler have
     for placement in placements:
+        if placement == "replicas":
+            found += [Side("shared", bound, 2, on_update) for on_update, bound in product(options.on_update, bounds)]
+            continue
         servers, parts = (options.servers, options.parts) if placement == "separate" else ([0], [1])
         for number, on_update, count in product(servers, options.on_update, parts):
             found += [Side(placement, bound, 1, on_update, number, count) for bound in bounds]
@@ -249,6 +258,7 @@ def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence
     sides: dict[str, list[str]] = {}
     if "trl" in names:
         sides = {TRL_SIDES[placement]: [] for placement in placements}
+    placements = [placement for placement in placements if placement in VERL_MODES]
     if "verl" in names:
         if "shared" in placements:  # it has one GPU
             sides["verl, synchronous"] = ["--mode=sync"]
@@ -357,14 +367,19 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
                 rates = replace(rates, prefill_tokens_per_s=math.inf)
             seconds = simulate(plan, prompts, lengths, rates, separate=separate)[kept]
         row["simulated_step_s"] = None if seconds is None else sum(seconds) / options.steps
-        # separate devices are compared with a synchronous run on as many
-        alone = [other for other in rows if not other["max_staleness"]]
-        base = alone[-1] if separate else alone[0]
+        base = synchronous(rows, side, on_cuda=options.device == "cuda")
         row["speedup"] = row["samples_per_s"] / base["samples_per_s"]
         row["epoch_speedup"] = base["epoch_s"] / row["epoch_s"]
         measured = options.groups * options.generations / base["samples_per_s"]
         compared = measured if base["simulated_step_s"] is None else base["simulated_step_s"]
         row["simulated_speedup"] = None if seconds is None else compared / row["simulated_step_s"]
+
+
+def synchronous(rows: Sequence[dict[str, Any]], side: Side, *, on_cuda: bool) -> dict[str, Any]:
+    """Return the synchronous run on as many devices; on a CPU separate cores are those of a trainer alone."""
+    needed = 2 if side.devices == 2 or (on_cuda and side.placement == "separate") else 1
+    alone = [row for row in rows if not row["max_staleness"]]
+    return next((row for row in alone if row["devices"] == needed), alone[0])
 
 
 def epoch(options: argparse.Namespace) -> list[Prompt]:
@@ -378,20 +393,24 @@ def epoch(options: argparse.Namespace) -> list[Prompt]:
 
 
 def goals(rows: list[dict[str, Any]], device: str, others: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what rows are held to, and whether they reach it."""
+    """Return what rows are held to, and whether they reach it; those whose sampler is not servers, a variant."""
     found = []
 
     def hold(side: str, goal: float, reached: float) -> None:
         found.append({"side": side, "goal": goal, "reached": reached, "ok": reached >= goal})
 
     for row in rows:
+        if row.get("servers"):
+            continue
         bound, ours = row["max_staleness"], row["samples_per_s"]
-        if (goal := GOALS[device].get((row["placement"], bound))) is not None:
-            hold(name(row), goal, row["speedup"])
-        if row["devices"] > 1:
-            continue  # synchronous peers have one
-        wanted = {verl_side(row["placement"], bound): OVER_VERL[bool(bound)]}
         placement = row["placement"] or "shared"
+        if row["devices"] > 1:
+            if not bound:
+                continue  # synchronous peers have one
+            placement = "replicas"
+        if bound and (goal := GOALS[device].get((placement, bound))) is not None:
+            hold(name(row), goal, row["speedup"])
+        wanted = {} if placement == "replicas" else {verl_side(row["placement"], bound): OVER_VERL[bool(bound)]}
         if bound == OVER_TRL[placement][0]:
             wanted[TRL_SIDES[placement]] = OVER_TRL[placement][1]
         for peer, goal in wanted.items():
@@ -409,7 +428,7 @@ def name(row: dict[str, Any]) -> str:
     devices = "" if row["devices"] == 1 else f" on {row['devices']} devices"
     if not row["max_staleness"]:
         return f"synchronous{devices}"
-    return f"{row['placement']}, bound {row['max_staleness']}{Side.of(row).sampler}"
+    return f"{row['placement']}{devices}, bound {row['max_staleness']}{Side.of(row).sampler}"
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -444,7 +463,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = result["rows"][::-1]
-    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.35 * len(rows)))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.35 * len(rows)))
     places = range(len(rows))
     axes.barh(places, [row["speedup"] for row in rows], color="tab:blue", label="measured")
     axes.plot([row["simulated_speedup"] for row in rows], places, "o", color="tab:orange", label="simulated")
@@ -453,7 +472,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     if marks:
         axes.plot(*zip(*marks, strict=True), "|", markersize=16, color="black", label="goal")
     axes.set_yticks(places, [name(row) for row in rows])
-    axes.set(xlabel="samples/s, as a multiple of the synchronous run's", title=f"B4: long tail, {result['device']}")
+    axes.set(xlabel="samples/s, times the synchronous run's", title=f"B4: long tail, {result['device']}")
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

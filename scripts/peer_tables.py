@@ -59,7 +59,7 @@ def _long_tail(results: Path) -> Iterator[Row]:
             verl = f"verl, {'separate, ' if apart else ''}bound {bound}" if bound else "verl, synchronous"
             theirs = {
                 "trl": None if bound else _rate(result["peers"].get("trl, two GPUs" if two else "trl")),
-                "verl": None if two and not bound else _rate(result["peers"].get(verl)),
+                "verl": _rate(result["peers"].get(verl)) if apart or not two else None,
             }
             if two and not any(theirs.values()):
                 continue

@@ -16,8 +16,9 @@ def long_tail(results: Path = RESULTS) -> str:
     rows = []
     for _, result in load("long_tail_*.json", results):
         for row in result["rows"]:
-            synchronous = "synchronous" if row["devices"] == 1 else f"synchronous on {row['devices']} GPUs"
-            side = f"{row['placement'] or synchronous}, {row['max_staleness']}{row.get('sampler', '')}"
+            devices = "" if row["devices"] == 1 else f" on {row['devices']} {'GPUs' if result['cuda'] else 'cores'}"
+            placement = row["placement"] or "synchronous"
+            side = f"{placement}{devices}, {row['max_staleness']}{row.get('sampler', '')}"
             sampler = "–" if row["sampler_idle"] is None else f"{row['sampler_idle']:.0%}"
             simulated = "–" if row["simulated_speedup"] is None else f"{row['simulated_speedup']:.2f}"
             others = "–" if row["others_cpus"] is None else f"{row['others_cpus']:.1f}"

@@ -148,13 +148,20 @@ def test_what_is_said_of_a_missing_correction_was_measured():
 def test_rows_of_two_gpus_stand_beside_peers_on_two(tmp_path: Path):
     """A synchronous run beside TRL's, a sampler of its own beside verl's."""
     rates = {"trl": 2.0, "verl, synchronous": 4.0, "trl, two GPUs": 3.0, "verl, separate, bound 2": 5.0}
+    rates["verl, bound 2"] = 5.5
     result = {
         "device": "NVIDIA H200",
         "date": "2026-11-26",
         "shape": "1.7b",
         "rows": [
             {"placement": placement, "devices": devices, "max_staleness": bound, "samples_per_s": 6.0}
-            for placement, devices, bound in ((None, 1, 0), (None, 2, 0), ("separate", 1, 1), ("separate", 1, 2))
+            for placement, devices, bound in (
+                (None, 1, 0),
+                (None, 2, 0),
+                ("separate", 1, 1),
+                ("separate", 1, 2),
+                ("shared", 2, 2),  # verl has no such side on two GPUs
+            )
         ],
         "peers": {name: {"samples_per_s": rate} for name, rate in rates.items()},
     }

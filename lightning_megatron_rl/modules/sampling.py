@@ -181,14 +181,13 @@ class Sampler:
 
     def _next_batch(self, prompts: list[Prompt], stream: StreamedRollouts) -> list[Sample]:
         """Return the samples that the stream has for this step, or its next part, and give it the prompts."""
+        samples: list[Sample] | None = None
         while True:
-            self.memory.prepare_sampling()
-            with self._policy.phase("rollout"):
-                samples: list[Sample] | None = self.memory.run(
-                    partial(
-                        stream.next_batch, prompts, self._policy.trainer.global_step, self._judge, self._environment
-                    )
-                )
+            if samples is None:
+                self.memory.prepare_sampling()
+                step = self._policy.trainer.global_step
+                with self._policy.phase("rollout"):
+                    samples = self.memory.run(partial(stream.next_batch, prompts, step, self._judge, self._environment))
             if not self._lost_anywhere(samples is None):
                 return samples or []
             self.version, prompts = None, []  # they were admitted

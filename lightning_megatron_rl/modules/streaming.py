@@ -55,7 +55,8 @@ class StreamingSettings:
             first, "recomputed" goes on with the new weights and computes their cache anew, "kept" goes on with the new
             weights and the cache of the old ones.
         placement: "separate" samples while the trainer works, which needs devices (or CPU cores) of the sampler's own;
-            "shared" samples while the trainer waits; "auto" is separate for an engine on other GPUs than the trainer's.
+            "shared" samples until every replica has its batch; "auto" is separate for an engine on other GPUs than the
+            trainer's.
         batch_parts: Parts in which a batch is trained on, each as soon as its groups are complete. Their gradients add
             up to those of the whole batch, for one optimizer step.
 
@@ -229,6 +230,7 @@ class StreamedRollouts:
         try:
             return self._stream.next_batch(prompts, version)
         except WeightsLostError:
+            self._stream.have_all_come()  # the others need not wait for new weights here
             return None
 
     def _open(self, judge: Callable[[list[Sample]], None], environment: GuardedEnvironment | None) -> RolloutStream:
@@ -243,8 +245,9 @@ class StreamedRollouts:
             module.num_generations,
             self.settings.batch_parts,
         )
-        tokenizer, engine = module.hf_model.tokenizer, module.engine
+        tokenizer, engine, replica = module.hf_model.tokenizer, module.engine, module.strategy.replica
         assert tokenizer is not None
+        assert replica is not None
         stream = RolloutStream(
             engine,  # type: ignore[arg-type]
             plan,
@@ -256,6 +259,7 @@ class StreamedRollouts:
             environment=environment,
             spares=self._spares(data, plan.batch_size, replicas),
             watch=self.watch,
+            arrive=None if self._in_background else replica.arrive,
         )
         if self._saved:
             mine = divide_states(self._saved, replicas)[data_parallel_rank()]

@@ -45,6 +45,11 @@ class ReplicaGroup:
                 self._group, self.ranks = group, ranks
         self.leaders = [replicas.index(replica) for replica in sorted(set(replicas))]  # of all replicas
         self.is_leader = rank == self.ranks[0]
+        self._of_leaders: dist.ProcessGroup | None = None
+        if len(self.leaders) > 1:
+            options: dict[str, Any] = {"backend": "gloo", "group_desc": "LEADERS_GROUP_GLOO"}
+            group = dist.new_group(self.leaders, timeout=timedelta(seconds=timeout_s), **options)
+            self._of_leaders = group if self.is_leader else None
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:
         """Return the object of global rank `source` (default: the leader) on every rank of the replica."""
@@ -65,6 +70,25 @@ class ReplicaGroup:
         """Wait for every rank of the replica."""
         if len(self.ranks) > 1:
             dist.barrier(group=self._group)
+
+    def arrive(self) -> Callable[[], bool]:
+        """Say that this replica has come where all will, as its leader, and go on.
+
+        Returns:
+            Tells whether all replicas have come by now; it waits for nobody.
+        """
+        if self._of_leaders is None:
+            return lambda: True
+        work = dist.barrier(group=self._of_leaders, async_op=True)
+        assert work is not None
+
+        def have_all_come() -> bool:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises what has failed
+            return True
+
+        return have_all_come
 
     def run_on_leader(self, function: Callable[[], T], others: Callable[[], None] | None = None) -> T:
         """Call `function` on the leader and return its result on every rank of the replica.

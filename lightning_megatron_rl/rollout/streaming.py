@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05  # between two looks at an engine that samples in the background, while a batch is waited for
 BESIDE_S = 0.2  # the same while the trainer works, whose time each look takes
 WAIT_S = 1.0  # longest wait within an engine that samples only then
+LOOK_S = 0.1  # the same while other replicas are waited for
 END_S = 5.0  # that `close` waits for the thread
 TELL_S = 2.0  # so old is what is known of unfinished responses at most, which go on from there if the engine dies
 
@@ -55,6 +56,8 @@ class RolloutStream:
         environment: Replies to what the policy writes; None: a response is one turn.
         spares: Prompts that take the place of groups without spread; None: such groups are trained on.
         watch: Follows the number of groups, and the rewards.
+        arrive: Says that this replica has a batch; what it returns tells whether all replicas have one. Until then it
+            samples on, for later batches. None: nobody is waited for.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class RolloutStream:
         environment: GuardedEnvironment | None = None,
         spares: SparePrompts | None = None,
         watch: StreamWatch | None = None,
+        arrive: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         self.plan = plan
         self.num_passed_over = 0  # groups without spread, since the last batch but one
@@ -87,6 +91,8 @@ class RolloutStream:
         )
         self._spares = spares
         self._passed_over = 0  # since the last batch
+        self._arrive = arrive
+        self._have_all_come: Callable[[], bool] | None = None  # since this replica has, for the batch that comes next
         self._version = 0
         self._names: dict[str, Response] = {}  # what the engine has
         self._judged: dict[int, Future[None]] = {}  # groups whose rewards are computed, by number
@@ -128,21 +134,33 @@ class RolloutStream:
 
     def _wait_for_batch(self, version: int) -> list[Sample]:
         with self._changed:
-            while not self.plan.can_take(version):
+            while not (has_batch := self.plan.can_take(version)) or not self.have_all_come():
                 if self._error is not None:
                     error, self._error = self._error, None
                     raise error
-                if not self.plan.under_way and not self.plan.waiting:
+                is_idle = not self.plan.under_way and not self.plan.waiting
+                if is_idle and not has_batch:
                     raise RuntimeError(f"version {version} has no batch: {self.plan.describe()}")
                 if self._background:
                     self._changed.wait(POLL_S)
+                elif is_idle:
+                    time.sleep(LOOK_S)
                 else:
-                    self._turn(WAIT_S)
+                    self._turn(LOOK_S if has_batch else WAIT_S)
+            self._have_all_come = None
             groups = self.plan.take(version)
             if not self.plan.num_taken:  # the batch is complete
                 self.num_passed_over, self._passed_over = self._passed_over, 0
             self._watch.note_batch(self.plan, version, groups)
             return [sample for group in groups for sample in group.samples]
+
+    def have_all_come(self) -> bool:
+        """Say, once for each batch, that no replica has to wait for this one; return whether that is so of all."""
+        if self._arrive is None:
+            return True
+        if self._have_all_come is None:
+            self._have_all_come = self._arrive()
+        return self._have_all_come()
 
     def _turn(self, wait_s: float, *, begins: bool = True) -> None:
         """Give the engine what may begin, take what it has sampled, and reward what is complete."""

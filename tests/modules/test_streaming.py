@@ -27,8 +27,9 @@ from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.modules.streaming import STATE, StreamingSettings
 from lightning_megatron_rl.planner.moments import GIB, MemoryPlan, Part
 from lightning_megatron_rl.rollout import SamplingParams, VLLMEngine
+from lightning_megatron_rl.rollout.protocol import WeightsLostError
 from lightning_megatron_rl.rollout.replay import ReplayEngine
-from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.verify.pool import WorkerError
 from tests.modules.kept_engine import kept_engine
 from tests.modules.runs import fit_grpo, length, recorded_samples
@@ -226,6 +227,70 @@ def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
     settings = {"max_staleness": 1}
     runs = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 2, settings, world_size=2, **ALONE)
     check(runs, 1)
+
+
+class Late(pl.Callback):
+    """The second replica comes late to the first step; what is ready on each of them when that is over."""
+
+    def __init__(self) -> None:
+        self.ready: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 0:
+            time.sleep(4)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        checkpoint: dict[str, Any] = {}
+        module.on_save_checkpoint(checkpoint)
+        if not self.ready:
+            states = [json.loads(state) for state in checkpoint[STATE]]
+            self.ready = [sum(group["rewards"] is not None for group in state["groups"]) for state in states]
+
+
+def fit_late(*arguments: Any, **options: Any) -> Run:
+    late = Late()
+    run = fit_stream(*arguments, callbacks=[late], **options)
+    run.extra["ready"] = late.ready
+    return run
+
+
+def test_replicas_that_wait_for_others_sample_on(worker_pool, qwen3_dir, rows):
+    """A batch has two groups of each replica: in flight are no more, so two others are begun in the wait at first."""
+    settings = {"max_staleness": 2, "in_flight": BATCH}
+    runs = worker_pool.run(fit_late, qwen3_dir, rows, {}, 2, settings, world_size=2, **ALONE)
+    check(runs, 2)
+    ready, others = runs[0].extra["ready"]
+    assert ready >= 2
+    assert ready > others
+
+
+class LosesWeights(GRPOModule):
+    """The first replica's sampler has no weights in the first step, as if a process had ended that had the only ones.
+
+    On a CPU the trainer keeps a copy for that.
+    """
+
+    def rollout(self, prompts: list[Prompt]) -> Rollout:
+        engine: Any = self.engine
+        if self.trainer.global_step == 0 and self.trainer.global_rank == 0:
+
+            def lose(*_: Any, **__: Any) -> None:
+                del engine.collect
+                raise WeightsLostError("gone")
+
+            engine.collect = lose
+        rollout = super().rollout(prompts)
+        assert "collect" not in vars(engine), "nothing was lost"
+        return rollout
+
+
+@pytest.mark.slow  # two samplers of a mixture start
+def test_weights_that_are_lost_cost_no_replica_its_batch(worker_pool, qwen3_moe_dir, rows):
+    """Replicas that share experts push together: those that have batches keep them while another gets its weights."""
+    settings = {"max_staleness": 1, "placement": "shared"}
+    options = {"make_module": LosesWeights, **ALONE}
+    strategy = {"expert_model_parallel_size": 2}
+    check(worker_pool.run(fit_stream, qwen3_moe_dir, rows, strategy, 2, settings, world_size=2, **options), 1)
 
 
 @pytest.mark.parametrize("replicas", by_default(["2 to 1"], ["2 to 1", "1 to 2"]))

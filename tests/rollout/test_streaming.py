@@ -1,6 +1,7 @@
 """Responses one by one in a real vLLM, with weights that change in the middle; and the stream that is made of them."""
 
 import copy
+import itertools
 import os
 import signal
 import time
@@ -292,6 +293,25 @@ def test_a_stream_keeps_its_bound_and_loses_nothing(streaming, tokenizer, backgr
         used += [sample.prompt.index for sample in samples[::2]]
     assert sorted(used) == list(range(8))
     assert (len(stream.plan.waiting), len(stream.plan.under_way), len(stream.plan.ready)) == (0, 0, 0)
+    stream.close()
+
+
+def test_a_replica_that_others_keep_waiting_samples_on(keeping, tokenizer):
+    """For later batches; when nothing is left to sample it waits, and it says once for each batch that it has come."""
+    harness, looks, arrivals = keeping, itertools.count(), 0
+    harness.push_random_weights(55)
+
+    def arrive() -> Callable[[], bool]:
+        nonlocal arrivals
+        arrivals += 1
+        return lambda: len(stream.plan.ready) == 4 or (arrivals == 2 and next(looks) > 2)
+
+    stream = make_stream(harness, tokenizer, 1, background=False, in_flight=2, arrive=arrive)
+    first = stream.next_batch(rows(4), harness.version)
+    assert (len(stream.plan.ready), arrivals) == (2, 1)
+    second = stream.next_batch([], harness.version)
+    assert (len(stream.plan.ready), arrivals, next(looks)) == (0, 2, 4)
+    assert sorted(sample.prompt.index for sample in (first + second)[::2]) == [0, 1, 2, 3]
     stream.close()
 
 
