@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model; default: all that the shape has")
     parser.add_argument("--prompts", type=int, default=32 if on_cuda else 4)
     parser.add_argument("--response-tokens", type=int, default=256 if on_cuda else 16)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs, on a CPU processes, that share the model")
     parser.add_argument("--cache-gb", type=float, default=12.0 if on_cuda else 0.25, help="key/value cache. GiB")
     parser.add_argument("--repeats", type=int, default=4, help="after one that is not counted")
     parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS), help="on CUDA")
@@ -51,7 +52,7 @@ def main() -> None:
 
 def report(options: argparse.Namespace, model: Path) -> None:
     """Measure each runner in a process of its own; write and print."""
-    names = ("shape", "layers", "prompts", "response_tokens", "cache_gb", "repeats")
+    names = ("shape", "layers", "prompts", "response_tokens", "tensor_parallel", "cache_gb", "repeats")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     passed = [f"--{name.replace('_', '-')}={value}" for name, value in {**given, "device": options.device}.items()]
     result: dict[str, Any] = {**facts(options.device), "benchmark": "decoding", **given}
@@ -81,6 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
         max_num_seqs=options.prompts * GENERATIONS,
         kv_cache_memory_gb=options.cache_gb,
+        tensor_parallel_size=options.tensor_parallel,
     )
     engine.start(options.measure)
     engine.wait_ready()
@@ -133,6 +135,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
         max_num_seqs=options.prompts * GENERATIONS,
         kv_cache_memory_gb=options.cache_gb,
+        tensor_parallel_size=options.tensor_parallel,
     )
     path = str(options.measure)
     worker.start(llm_arguments(engine, path, options.device, stored_dtype=engine.dtype, eager=not on_cuda))

@@ -46,6 +46,7 @@ NUMBERS = ("device", "shape", "precision", "steps", "warmup", "drain", "groups",
 NUMBERS += ("longest", "max_tokens", "cache_gb")
 PHASES = ("rollout", "weight_sync", "reward", "old_logp", "update")
 START_S = 600  # deadline of a sampler's start
+CORES = "LIGHTNING_MEGATRON_RL_BENCHMARK_CORES"  # variable with the CPU cores of all ranks
 
 
 class LengthsByPrompt:
@@ -211,15 +212,20 @@ class Steps(pl.Callback):
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run an epoch, on servers if there are to be some, and return its times and the work that was done."""
-    on_cuda, cores = options.device == "cuda", sorted(os.sched_getaffinity(0))
-    own = cores[:1] if options.placement == "separate" and not on_cuda else cores  # before torch starts threads
+    on_cuda, cores = options.device == "cuda", cores_of_all_ranks()
+    own = cores  # before torch starts threads
+    if not on_cuda and options.placement == "separate":
+        own = cores[:1]
+    elif not on_cuda and options.devices > 1:  # of a replica's trainer and sampler
+        place = int(os.environ.get("LOCAL_RANK", 0))
+        own = cores[place :: options.devices]
     os.sched_setaffinity(0, own)
     prepare(options.device, options.shape)
     directory = model_directory(options.model, Path(tempfile.mkdtemp()))
     write_model(directory, options.shape)
     if on_cuda:
         torch.cuda.empty_cache()
-    samplers = None if own == cores else cores[1:]
+    samplers = cores[1:] if not on_cuda and options.placement == "separate" else None
     if not options.servers:
         return run_epoch(options, directory, make_engine(options, [], samplers))
     sizes = [f"--device={options.device}", f"--max-model-len={longest(options)}"]
@@ -230,6 +236,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, own)
         os.environ.update(found.environment)
         return run_epoch(options, directory, make_engine(options, found.urls, samplers))
+
+
+def cores_of_all_ranks() -> list[int]:
+    """Return the CPU cores that the first process was given; those that it starts inherit its own."""
+    given = os.environ.setdefault(CORES, ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+    return [int(core) for core in given.split(",")]
 
 
 def longest(options: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05  # between two looks at an engine that samples in the background, while a batch is waited for
 BESIDE_S = 0.2  # the same while the trainer works, whose time each look takes
 WAIT_S = 1.0  # longest wait within an engine that samples only then
-LOOK_S = 0.1  # the same while other replicas are waited for
+LOOK_S = 0.05  # the same while other replicas are waited for
 END_S = 5.0  # that `close` waits for the thread
 TELL_S = 2.0  # so old is what is known of unfinished responses at most, which go on from there if the engine dies
 
