@@ -341,8 +341,8 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Add to each row its sampler, and what follows from the first, a synchronous run: speed-ups, the simulation's.
 
     The simulation has the first row's speed of the engine, and each row's own seconds of training. It knows one
-    sampler, which is interrupted by updates: a synchronous run on two GPUs has none, nor have rows with servers, or
-    whose responses are finished first. Rows of separate devices are held to what the synchronous one measured.
+    sampler, which is interrupted by updates, for each replica: rows with servers have none, nor those whose responses
+    are finished first. Rows of two devices are held to what the synchronous one on both measured.
 
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.
@@ -360,12 +360,15 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         row["sampler"] = side.sampler
         separate = side.placement == "separate"
         seconds = None
-        if side.devices == 1 and rows[0]["rates"] and not side.servers and side.on_update != "finished":
-            plan = StreamPlan(options.groups, side.bound, row["in_flight"], options.generations, side.parts)
+        replicas = side.devices
+        told = side.bound or replicas == 1
+        if told and rows[0]["rates"] and not side.servers and side.on_update != "finished":
+            sizes = options.groups // replicas, side.bound, row["in_flight"] // replicas, options.generations
+            plans = [StreamPlan(*sizes, side.parts) for _ in range(replicas)]
             rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
             if side.on_update == "kept":
                 rates = replace(rates, prefill_tokens_per_s=math.inf)
-            seconds = simulate(plan, prompts, lengths, rates, separate=separate)[kept]
+            seconds = simulate(plans, prompts, lengths, rates, separate=separate)[kept]
         row["simulated_step_s"] = None if seconds is None else sum(seconds) / options.steps
         base = synchronous(rows, side, on_cuda=options.device == "cuda")
         row["speedup"] = row["samples_per_s"] / base["samples_per_s"]

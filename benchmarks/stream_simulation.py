@@ -1,5 +1,6 @@
 """What streaming would give if nothing but sampling and training took time: `StreamPlan` on a simulated engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 
@@ -71,6 +72,11 @@ class _Sampler:
                 del self._left[number], self._drawn[number], self._prompts[number]
                 self._plan.finish(group)
 
+    def advance_to(self, until: float, version: int) -> None:
+        """Sample until a time."""
+        while self.clock < until - _NOTHING * self._rates.token_s[0]:
+            self.advance(version, until=until)
+
     def recompute(self) -> None:
         """Compute the cache of everything under way anew."""
         self.clock += self._context() / self._rates.prefill_tokens_per_s
@@ -82,32 +88,43 @@ class _Sampler:
 
 
 def simulate(
-    plan: StreamPlan, prompts: list[Prompt], lengths: LongTail, rates: Rates, *, separate: bool
+    plans: Sequence[StreamPlan], prompts: list[Prompt], lengths: LongTail, rates: Rates, *, separate: bool
 ) -> list[float]:
     """Return the seconds of each step of an epoch.
 
     Args:
-        plan: Has nothing yet; with a `max_staleness` of 0 it is the synchronous run.
-        prompts: Of the epoch, in their order.
+        plans: One for each replica, alike and with nothing yet; with a `max_staleness` of 0 of the synchronous run.
+        prompts: Of the epoch, in their order; replicas take turns.
         lengths: Of responses.
-        rates: Of the engine and the trainer.
-        separate: The sampler works while the trainer does.
+        rates: Of an engine, of which each replica has one, and of the trainer.
+        separate: The samplers work while the trainer does.
     """
-    sampler, ends = _Sampler(plan, lengths, rates), [0.0]
-    ahead = (plan.max_staleness + 1) * plan.batch_size
-    plan.admit(prompts[:ahead])
-    for version in range(len(prompts) // plan.batch_size):
+    samplers, ends = [_Sampler(plan, lengths, rates) for plan in plans], [0.0]
+    batch_size, parts = plans[0].batch_size * len(plans), plans[0].batch_size // plans[0].part_size
+
+    def admit(more: list[Prompt]) -> None:
+        for place, plan in enumerate(plans):
+            plan.admit(more[place :: len(plans)])
+
+    ahead = (plans[0].max_staleness + 1) * batch_size
+    admit(prompts[:ahead])
+    for version in range(len(prompts) // batch_size):
         if version:
-            start = ahead + (version - 1) * plan.batch_size
-            plan.admit(prompts[start : start + plan.batch_size])
-            sampler.recompute()
-        for _ in range(plan.batch_size // plan.part_size):
-            while not plan.can_take(version):
-                sampler.advance(version)
-            plan.take(version)
-            trained = sampler.clock + rates.train_s * plan.part_size / plan.batch_size
-            while separate and sampler.clock < trained - _NOTHING * rates.token_s[0]:
-                sampler.advance(version, until=trained)
-            sampler.clock = trained
-        ends.append(sampler.clock)
+            start = ahead + (version - 1) * batch_size
+            admit(prompts[start : start + batch_size])
+            for sampler in samplers:
+                sampler.recompute()
+        for _ in range(parts):
+            for plan, sampler in zip(plans, samplers, strict=True):
+                while not plan.can_take(version):
+                    sampler.advance(version)
+            together = max(sampler.clock for sampler in samplers)
+            trained = together + rates.train_s / parts
+            for plan, sampler in zip(plans, samplers, strict=True):
+                sampler.advance_to(together, version)
+                plan.take(version)
+                if separate:
+                    sampler.advance_to(trained, version)
+                sampler.clock = trained
+        ends.append(samplers[0].clock)
     return [later - earlier for earlier, later in pairwise(ends)]

@@ -446,14 +446,14 @@ class Given:
 
 
 def simulated(
-    lengths: Given, batch: int, bound: int, *, separate: bool, prefill: float = 1e9, parts: int = 1
+    lengths: Given, batch: int, bound: int, *, separate: bool, prefill: float = 1e9, parts: int = 1, replicas: int = 1
 ) -> list[float]:
     """Seconds of each step of groups of one response, of which a token takes a second and 0.5 more for each other."""
     simulation: Any = importlib.import_module("stream_simulation")
     rates = simulation.Rates([1, 3], [1.0, 2.0], prefill, train_s=10.0)
     prompts = [Prompt([index], "", index=index) for index in range(len(lengths.lengths))]
-    plan = StreamPlan(batch, bound, batch * (bound + 1), 1, parts)
-    return simulation.simulate(plan, prompts, lengths, rates, separate=separate)
+    plans = [StreamPlan(batch, bound, batch * (bound + 1), 1, parts) for _ in range(replicas)]
+    return simulation.simulate(plans, prompts, lengths, rates, separate=separate)
 
 
 def test_simulation_by_hand():
@@ -475,6 +475,9 @@ def test_simulation_by_hand():
     # half of a batch is trained on while the other one has 28 tokens before it
     assert simulated(Given(2, 30), 2, 1, separate=True) == pytest.approx([2 * 1.5 + 28 + 10])
     assert simulated(Given(2, 30), 2, 1, separate=True, parts=2) == pytest.approx([2 * 1.5 + 28 + 5])
+    # the first replica is ready after 3 seconds, the other after 18; meanwhile the first one draws 15 tokens more
+    both = simulated(Given(2, 12, 30, 20), 1, 1, separate=False, replicas=2)
+    assert both == pytest.approx([12 * 1.5 + 10, (30 - 2 - 15) + 10])
 
 
 def test_goals_of_a_long_tail_by_hand():
