@@ -138,15 +138,14 @@ class RolloutStream:
                 if self._error is not None:
                     error, self._error = self._error, None
                     raise error
-                is_idle = not self.plan.under_way and not self.plan.waiting
-                if is_idle and not has_batch:
+                if not has_batch and not self.plan.under_way and not self.plan.waiting:
                     raise RuntimeError(f"version {version} has no batch: {self.plan.describe()}")
                 if self._background:
                     self._changed.wait(POLL_S)
-                elif is_idle:
-                    time.sleep(LOOK_S)
                 else:
                     self._turn(LOOK_S if has_batch else WAIT_S)
+                    if has_batch and not self._names:
+                        time.sleep(LOOK_S)  # others are waited for, and there is nothing more to sample
             self._have_all_come = None
             groups = self.plan.take(version)
             if not self.plan.num_taken:  # the batch is complete
