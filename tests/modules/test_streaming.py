@@ -230,14 +230,19 @@ def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
 
 
 class Late(pl.Callback):
-    """The second replica comes late to the first step; what is ready on each of them when that is over."""
+    """The second replica begins when the first one has rewarded twice as many groups as its batch has.
 
-    def __init__(self) -> None:
+    `ready` is what each of them has ready when the first step is over.
+    """
+
+    def __init__(self, rewarded: Path) -> None:
+        self.rewarded = rewarded  # a line for each group of the first replica
         self.ready: list[int] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 0:
-            time.sleep(4)
+        patience = time.monotonic() + 60
+        while trainer.global_rank == 1 and len(self.rewarded.read_text()) < BATCH and time.monotonic() < patience:
+            time.sleep(0.1)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         checkpoint: dict[str, Any] = {}
@@ -247,21 +252,27 @@ class Late(pl.Callback):
             self.ready = [sum(group["rewards"] is not None for group in state["groups"]) for state in states]
 
 
-def fit_late(*arguments: Any, **options: Any) -> Run:
-    late = Late()
-    run = fit_stream(*arguments, callbacks=[late], **options)
+def fit_late(rewarded: Path, *arguments: Any, **options: Any) -> Run:
+    def reward(samples: list[Sample]) -> list[float]:
+        if os.environ["RANK"] == "0":
+            with rewarded.open("a") as file:
+                file.write("+")
+        return length(samples)
+
+    late = Late(rewarded)
+    run = fit_stream(*arguments, callbacks=[late], module={"rewards": [reward]}, **options)
     run.extra["ready"] = late.ready
     return run
 
 
-def test_replicas_that_wait_for_others_sample_on(worker_pool, qwen3_dir, rows):
+def test_replicas_that_wait_for_others_sample_on(worker_pool, qwen3_dir, rows, tmp_path):
     """A batch has two groups of each replica: in flight are no more, so two others are begun in the wait at first."""
     settings = {"max_staleness": 2, "in_flight": BATCH}
-    runs = worker_pool.run(fit_late, qwen3_dir, rows, {}, 2, settings, world_size=2, **ALONE)
+    (tmp_path / "rewarded").touch()
+    arguments = (tmp_path / "rewarded", qwen3_dir, rows, {}, 2, settings)
+    runs = worker_pool.run(fit_late, *arguments, world_size=2, **ALONE)
     check(runs, 2)
-    ready, others = runs[0].extra["ready"]
-    assert ready >= 2
-    assert ready > others
+    assert runs[0].extra["ready"][0] >= BATCH // 2
 
 
 class LosesWeights(GRPOModule):
