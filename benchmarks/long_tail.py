@@ -342,7 +342,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
     The simulation has the first row's speed of the engine, and each row's own seconds of training. It knows one
     sampler, which is interrupted by updates, for each replica: rows with servers have none, nor those whose responses
-    are finished first. Rows of two devices are held to what the synchronous one on both measured.
+    are finished first. The synchronous run on two devices has none either: the others are held to what it measured.
 
     Raises:
         RuntimeError: A side has not used every prompt once, with responses of their lengths.
@@ -361,8 +361,8 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         separate = side.placement == "separate"
         seconds = None
         replicas = side.devices
-        told = side.bound or replicas == 1
-        if told and rows[0]["rates"] and not side.servers and side.on_update != "finished":
+        is_held = replicas == 1 or side.bound > 0
+        if is_held and rows[0]["rates"] and not side.servers and side.on_update != "finished":
             sizes = options.groups // replicas, side.bound, row["in_flight"] // replicas, options.generations
             plans = [StreamPlan(*sizes, side.parts) for _ in range(replicas)]
             rates = Rates(**rows[0]["rates"], train_s=row["train_s"])

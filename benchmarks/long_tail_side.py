@@ -218,7 +218,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         own = cores[:1]
     elif not on_cuda and options.devices > 1:  # of a replica's trainer and sampler
         place = int(os.environ.get("LOCAL_RANK", 0))
-        own = cores[place :: options.devices]
+        own = cores[place :: options.devices] or cores
     os.sched_setaffinity(0, own)
     prepare(options.device, options.shape)
     directory = model_directory(options.model, Path(tempfile.mkdtemp()))

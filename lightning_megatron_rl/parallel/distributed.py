@@ -37,9 +37,9 @@ class ReplicaGroup:
         replicas: list[int] = [0] * world
         dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
         self._group: dist.ProcessGroup | None = None
+        timeout = timedelta(seconds=timeout_s)
         for replica in sorted(set(replicas)):
             ranks = [r for r in range(world) if replicas[r] == replica]
-            timeout = timedelta(seconds=timeout_s)
             group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="REPLICA_GROUP_GLOO")
             if rank in ranks:
                 self._group, self.ranks = group, ranks
@@ -47,8 +47,7 @@ class ReplicaGroup:
         self.is_leader = rank == self.ranks[0]
         self._of_leaders: dist.ProcessGroup | None = None
         if len(self.leaders) > 1:
-            options: dict[str, Any] = {"backend": "gloo", "group_desc": "LEADERS_GROUP_GLOO"}
-            group = dist.new_group(self.leaders, timeout=timedelta(seconds=timeout_s), **options)
+            group = dist.new_group(self.leaders, timeout=timeout, backend="gloo", group_desc="LEADERS_GROUP_GLOO")
             self._of_leaders = group if self.is_leader else None
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:

@@ -230,24 +230,24 @@ def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
 
 
 class Late(pl.Callback):
-    """The second replica begins when the first one has rewarded twice as many groups as its batch has.
+    """The second replica begins the second step when the first one has rewarded as many groups as three batches have.
 
-    `ready` is what each of them has ready when the first step is over.
+    `ready` is what each of them has ready when that step is over.
     """
 
     def __init__(self, rewarded: Path) -> None:
-        self.rewarded = rewarded  # a line for each group of the first replica
+        self.rewarded = rewarded  # a sign for each group of the first replica
         self.ready: list[int] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        patience = time.monotonic() + 60
-        while trainer.global_rank == 1 and len(self.rewarded.read_text()) < BATCH and time.monotonic() < patience:
+        is_late, patience = (trainer.global_rank, trainer.global_step) == (1, 1), time.monotonic() + 60
+        while is_late and len(self.rewarded.read_text()) < 3 * BATCH // 2 and time.monotonic() < patience:
             time.sleep(0.1)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         checkpoint: dict[str, Any] = {}
         module.on_save_checkpoint(checkpoint)
-        if not self.ready:
+        if trainer.global_step == 2:
             states = [json.loads(state) for state in checkpoint[STATE]]
             self.ready = [sum(group["rewards"] is not None for group in state["groups"]) for state in states]
 
@@ -266,7 +266,7 @@ def fit_late(rewarded: Path, *arguments: Any, **options: Any) -> Run:
 
 
 def test_replicas_that_wait_for_others_sample_on(worker_pool, qwen3_dir, rows, tmp_path):
-    """A batch has two groups of each replica: in flight are no more, so two others are begun in the wait at first."""
+    """A batch has two groups of each replica, and no more are in flight: those behind them are begun in the wait."""
     settings = {"max_staleness": 2, "in_flight": BATCH}
     (tmp_path / "rewarded").touch()
     arguments = (tmp_path / "rewarded", qwen3_dir, rows, {}, 2, settings)
