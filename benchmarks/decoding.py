@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, default_device, facts, result_path, run_child, summary, write_json, write_model
+from common import SHAPES, default_device, facts, model_directory, result_path, run_child, summary, write_json, write_model
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 RUNNERS = {"older": "0", "newer": "1"}
@@ -47,7 +47,7 @@ def main() -> None:
         print(json.dumps(profile(options) if options.profile else measure(options)))
         return
     with tempfile.TemporaryDirectory() as work:
-        report(options, Path(work) / "model")
+        report(options, model_directory(None, Path(work)))
 
 
 def report(options: argparse.Namespace, model: Path) -> None:

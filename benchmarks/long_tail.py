@@ -53,7 +53,7 @@ GOALS = {  # as many times as fast as the synchronous run
 OVER_TRL = {"shared": (2, 1.8), "separate": (2, 2.6), "replicas": (2, 2.6)}  # at this bound, with as many GPUs
 OVER_VERL = (1.4, 1.3)  # synchronous both; at equal bounds
 TRL_SIDES = {"shared": "trl", "separate": "trl, two GPUs", "replicas": "trl, two GPUs"}  # synchronous all
-VERL_MODES = {"shared": "colocate_async", "separate": "separate_async"}
+VERL_MODES = {"shared": "colocate_async", "separate": "separate_async", "replicas": "separate_async"}  # on as many GPUs
 
 
 def main() -> None:
@@ -258,7 +258,6 @@ def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence
     sides: dict[str, list[str]] = {}
     if "trl" in names:
         sides = {TRL_SIDES[placement]: [] for placement in placements}
-    placements = [placement for placement in placements if placement in VERL_MODES]
     if "verl" in names:
         if "shared" in placements:  # it has one GPU
             sides["verl, synchronous"] = ["--mode=sync"]
@@ -277,7 +276,7 @@ def verl_side(placement: str, bound: int) -> str:
     """
     if not bound:
         return "verl, synchronous"
-    return f"verl, separate, bound {bound}" if placement == "separate" else f"verl, bound {bound}"
+    return f"verl, bound {bound}" if placement == "shared" else f"verl, separate, bound {bound}"
 
 
 def start_side(pool: Sides, options: argparse.Namespace, side: str, more: list[str]) -> Started:
@@ -413,7 +412,7 @@ def goals(rows: list[dict[str, Any]], device: str, others: dict[str, Any]) -> li
             placement = "replicas"
         if bound and (goal := GOALS[device].get((placement, bound))) is not None:
             hold(name(row), goal, row["speedup"])
-        wanted = {} if placement == "replicas" else {verl_side(row["placement"], bound): OVER_VERL[bool(bound)]}
+        wanted = {verl_side(placement, bound): OVER_VERL[bool(bound)]}
         if bound == OVER_TRL[placement][0]:
             wanted[TRL_SIDES[placement]] = OVER_TRL[placement][1]
         for peer, goal in wanted.items():
