@@ -1,7 +1,8 @@
 """How fast the sampler decodes: ``python benchmarks/decoding.py --shape 30b-a3b --layers 6``.
 
 On CUDA 256 sequences, on a CPU 32: prompts of 128 random tokens, 8 responses each, every prompt with a seed of its own,
-EOS ignored: milliseconds for one more token of each. Prompts are in the prefix cache: the first rollout is not counted.
+EOS ignored: milliseconds for one more token of each, by vLLM's own steps and without what they do for nothing
+(`compat/vllm_steps.py`). Prompts are in the prefix cache: the first rollout is not counted.
 On CUDA with both of vLLM's model runners, which draw in different ways: the older one has a kernel for each sequence
 with a seed, the newer one for all of them. With --profile one more rollout runs under Python's profiler: what vLLM's
 own Python takes of a step.
@@ -17,9 +18,20 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from common import SHAPES, default_device, facts, model_directory, result_path, run_child, summary, write_json, write_model
+from common import (
+    SHAPES,
+    default_device,
+    facts,
+    model_directory,
+    result_path,
+    run_child,
+    summary,
+    write_json,
+    write_model,
+)
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 RUNNERS = {"older": "0", "newer": "1"}
@@ -62,7 +74,9 @@ def report(options: argparse.Namespace, model: Path) -> None:
             os.environ[RUNNER] = value
         result[name] = run_child("decoding.py", [*passed, f"--measure={model}"], options.timeout)
         found = result[name]["ms_per_token"]
-        print(f"{name:6s} {found['median']:8.3f} ms per token, {found['min']:.3f} to {found['max']:.3f}", flush=True)
+        own = result[name]["vllms_own_ms_per_token"]["median"]
+        told = f"{found['min']:.3f} to {found['max']:.3f}, by vLLM's own steps {own:.3f}"
+        print(f"{name:6s} {found['median']:8.3f} ms per token, {told}", flush=True)
     write_json(result_path("decoding", options.device, options.out), result)
     if options.profile:
         os.environ.pop(RUNNER, None)
@@ -73,36 +87,29 @@ def report(options: argparse.Namespace, model: Path) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Sample the same requests several times."""
-    from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
-
-    requests, params = prepare(options)
-    engine = VLLMEngine(
-        device=options.device,
-        max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
-        max_num_seqs=options.prompts * GENERATIONS,
-        kv_cache_memory_gb=options.cache_gb,
-        tensor_parallel_size=options.tensor_parallel,
+    """Sample the same requests several times, by vLLM's own steps and by those that are used."""
+    requests, params, worker = start(options)
+    seconds: dict[bool, list[float]] = {}
+    answers: list[list[list[int]]] = []
+    for is_quick in (False, True):
+        if is_quick:
+            vllm_steps().quicken(worker._llm)
+        seconds[is_quick] = []
+        for _ in range(options.repeats + 1):
+            started = time.perf_counter()
+            _, found = worker.generate(requests, params)
+            seconds[is_quick].append(time.perf_counter() - started)
+            answers.append([sample.token_ids for group in found for sample in group])
+    own, quick = (
+        summary([1000 * value / options.response_tokens for value in seconds[is_quick][1:]]) for is_quick in seconds
     )
-    engine.start(options.measure)
-    engine.wait_ready()
-    seconds, answers = [], []
-    for _ in range(options.repeats + 1):
-        started = time.perf_counter()
-        found = engine.generate(requests, params)
-        seconds.append(time.perf_counter() - started)
-        answers.append([sample.token_ids for group in found for sample in group])
-    engine.close()
     # with the prompts' keys and values in the cache, and other kernels for fewer new tokens, a few may differ
     again = [sum(map(list.__eq__, answers[0], answer)) / len(answer) for answer in answers[1:]]
-    return {
-        "ms_per_token": summary([1000 * value / options.response_tokens for value in seconds[1:]]),
-        "same_responses_again": min(again),
-    }
+    return {"ms_per_token": quick, "vllms_own_ms_per_token": own, "same_responses_again": min(again)}
 
 
-def prepare(options: argparse.Namespace) -> tuple[list[Any], Any]:
-    """Write the model; return requests, and how to sample."""
+def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:
+    """Write the model; return requests, how to sample, and vLLM in this process, whose steps are its own."""
     from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, derive_seed
 
     if options.layers:
@@ -116,17 +123,13 @@ def prepare(options: argparse.Namespace) -> tuple[list[Any], Any]:
     requests = [
         GenerationRequest(prompt, derive_seed(0, 0, index), GENERATIONS) for index, prompt in enumerate(prompts)
     ]
-    return requests, SamplingParams(max_tokens=options.response_tokens, ignore_eos=True)
-
-
-def profile(options: argparse.Namespace) -> dict[str, Any]:
-    """Write what one rollout spends in vLLM's functions, by vLLM in this process."""
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
     from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
 
-    requests, params = prepare(options)
     on_cuda = options.device == "cuda"
-    os.environ.update(engine_environment(options.device, eager=not on_cuda))
+    config = json.loads((options.measure / "config.json").read_text())
+    architectures, width = config["architectures"], options.tensor_parallel
+    os.environ.update(engine_environment(options.device, architectures, eager=not on_cuda, tensor_parallel_size=width))
     from lightning_megatron_rl.rollout.vllm.worker import Worker
 
     worker = Worker(None)
@@ -135,10 +138,26 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=PROMPT_TOKENS + options.response_tokens + 1,
         max_num_seqs=options.prompts * GENERATIONS,
         kv_cache_memory_gb=options.cache_gb,
-        tensor_parallel_size=options.tensor_parallel,
+        tensor_parallel_size=width,
     )
     path = str(options.measure)
-    worker.start(llm_arguments(engine, path, options.device, stored_dtype=engine.dtype, eager=not on_cuda))
+    arguments = llm_arguments(engine, path, options.device, stored_dtype=engine.dtype, eager=not on_cuda)
+    with mock.patch.object(vllm_steps(), "quicken"):
+        worker.start(arguments)
+    return requests, SamplingParams(max_tokens=options.response_tokens, ignore_eos=True), worker
+
+
+def vllm_steps() -> Any:
+    """Return the module, which imports vLLM, and that reads its environment."""
+    from lightning_megatron_rl.compat import vllm_steps as module
+
+    return module
+
+
+def profile(options: argparse.Namespace) -> dict[str, Any]:
+    """Write what one rollout spends in vLLM's functions, by vLLM in this process."""
+    requests, params, worker = start(options)
+    vllm_steps().quicken(worker._llm)
     worker.generate(requests, params)
     started = time.perf_counter()
     worker.generate(requests, params)

@@ -182,7 +182,7 @@ class Steps(pl.Callback):
     def __init__(self, lengths: LongTail, device: torch.device) -> None:
         self.lengths, self.device = lengths, device
         self.ends: list[float] = []
-        self.response_tokens: list[int] = []  # of this replica, by step
+        self.response_tokens: list[int] = []  # by step; of all replicas in the end
         self.groups: list[Group] = []  # of all replicas in the end
 
     def on_train_start(self, *_: Any) -> None:
@@ -202,8 +202,9 @@ class Steps(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         parts: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(parts, self.groups)
-        self.groups = [group for part in parts for group in part]
+        torch.distributed.all_gather_object(parts, (self.groups, self.response_tokens))
+        self.groups = [group for groups, _ in parts for group in groups]
+        self.response_tokens = [sum(tokens) for tokens in zip(*(tokens for _, tokens in parts), strict=True)]
 
     def _take_time(self) -> None:
         synchronize(self.device)

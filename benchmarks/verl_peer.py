@@ -35,6 +35,13 @@ VARIANTS: dict[str, list[str]] = {
     "awake": ["actor_rollout_ref.rollout.free_cache_engine=False"],  # the sampler keeps its memory
     "fused": ["actor_rollout_ref.model.use_fused_kernels=True"],  # log-probs without logits
     "workers": ["actor_rollout_ref.rollout.agent.num_workers=8"],
+    "bypass": [  # no log-probs before the update, as in ours; of one update for a batch the loss is the same
+        "algorithm.rollout_correction.bypass_mode=True",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
+        "+actor_rollout_ref.actor.policy_loss.rollout_correction.loss_type=reinforce",
+        "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is=token",
+        "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold=2.0",
+    ],
     "polling": [],  # its buffer is looked at every 0.1 s in place of every 2 s, which no setting does: see verl_worker
 }
 POLL_S = 0.1

@@ -257,7 +257,7 @@ def in_peers(code: str, directory: Path, *arguments: str) -> subprocess.Complete
 @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 def test_verl_composes_what_it_is_told(mode, tmp_path: Path):
     script = str(ROOT / "benchmarks" / "verl_peer.py")
-    asked = ["--device=cpu", f"--mode={mode}", "--bound=2", "--verl-variant=awake+fused", "--config-only"]
+    asked = ["--device=cpu", f"--mode={mode}", "--bound=2", "--verl-variant=awake+fused+bypass", "--config-only"]
     done = in_peers("", tmp_path, script, *asked)
     assert done.returncode == 0, done.stderr[-2000:]
     found = yaml.safe_load(done.stdout)
@@ -269,6 +269,8 @@ def test_verl_composes_what_it_is_told(mode, tmp_path: Path):
     assert found["trainer"]["v1"]["sampler"]["max_off_policy_threshold"] == 3
     assert found["actor_rollout_ref"]["model"]["use_fused_kernels"]
     assert not found["actor_rollout_ref"]["rollout"]["free_cache_engine"]
+    correction = found["actor_rollout_ref"]["actor"]["policy_loss"]["rollout_correction"]
+    assert correction == {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}
     assert found["algorithm"]["rollout_correction"]["rollout_is"] == "token"
 
 

@@ -1,6 +1,9 @@
 """vLLM on CUDA: sleep and wake, weights by every way, parity with the trainer, no growth in memory, restarts."""
 
+import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -39,6 +42,20 @@ def test_offloading_changes_no_number(gpu_pool, models):
     for mine, theirs in zip(moved.steps, stayed.steps, strict=True):
         for name in ("policy/loss", "policy/grad_norm", "mismatch/abs_logp_diff", "reward/mean"):
             assert mine[name] == theirs[name], name
+
+
+@pytest.mark.smoke
+def test_quick_steps_are_vllms_own(models):
+    """By its asynchronous scheduler and graphs, and in the order in which a GPU has its results."""
+    command = [sys.executable, "-m", "tests.rollout.quick_steps", str(models["dense"]), "cuda", "[{}]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert found["scheduler"] == "AsyncScheduler"
+    assert found["quick"]
+    assert found["different_plan"] is None
+    assert found["different_responses"] == 0
+    assert found["same_cache"]
 
 
 @pytest.mark.smoke

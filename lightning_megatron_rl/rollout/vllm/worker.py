@@ -76,7 +76,10 @@ class Worker:
         with self.activity.during("start"):
             from vllm import LLM
 
+            from lightning_megatron_rl.compat.vllm_steps import quicken
+
             self._llm = LLM(**arguments)
+            quicken(self._llm)
         collect_as_usual()
         if stream is not None:
             self._stream = StepLoop(self._llm, keeps_cache=stream.keeps_cache, activity=self.activity)

@@ -1,0 +1,45 @@
+"""What is left out of vLLM's steps changes nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # a GPU's
+
+
+@pytest.fixture(scope="module")
+def found(model_dir):
+    """What both schedulers do, and what is not known to `quicken`."""
+    settings = [{}, {"scheduler_cls": ASYNC, "ahead": True}, {"enable_prefix_caching": False}]
+    command = [sys.executable, "-m", "tests.rollout.quick_steps", str(model_dir), "cpu", json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("place", "name"), enumerate(["Scheduler", "AsyncScheduler"]))
+def test_plans_responses_and_cache_are_those_of_vllms_own_steps(found, place, name):
+    """Also where responses are put off because the cache is full, and where log-probs are kept with texts."""
+    run = found[place]
+    assert run["scheduler"] == name
+    assert run["quick"]
+    assert run["different_plan"] is None
+    assert run["same_number_of_plans"]
+    assert run["plans"] > 100
+    assert run["different_responses"] == 0
+    assert run["same_cache"]
+    assert run["cached"] > 20
+    assert run["preempted"] > 0
+    assert run["tokens"] == 3 * sum(1 + 9 * k for k in range(12))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_most_questions_are_left_out(found, place):
+    assert found[place]["asked"] < 0.6 * found[place]["asked_before"]
+
+
+def test_vllm_stays_as_it_is_where_its_steps_are_others(found):
+    assert not found[2]["quick"]
+    assert found[2]["asked"] == found[2]["asked_before"]
