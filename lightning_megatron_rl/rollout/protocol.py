@@ -133,7 +133,7 @@ class StreamMode:
     """How an engine samples a stream of responses.
 
     Args:
-        background: Go on sampling while nobody asks; else only within `collect`.
+        background: Go on sampling while nobody asks; else only from a `collect` that waits until `hold`.
         keeps_cache: Responses under way keep their cache at an update of the weights; else it is computed anew.
     """
 
@@ -254,6 +254,15 @@ class StreamingEngine(RolloutEngine, Protocol):
 
     def collect(self, wait_s: float, *, everything: bool = False) -> list[Progress]:
         """Wait until a response is complete, at most `wait_s` seconds; return what is new of complete ones, or of all.
+
+        An engine that has waited goes on sampling until `hold`.
+
+        Raises:
+            ResponsesLostError: The process that had them is gone.
+        """
+
+    def hold(self) -> None:
+        """Sample nothing before the next `collect` that waits, unless the mode is to sample in the background.
 
         Raises:
             ResponsesLostError: The process that had them is gone.

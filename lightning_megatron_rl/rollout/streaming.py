@@ -134,24 +134,39 @@ class RolloutStream:
 
     def _wait_for_batch(self, version: int) -> list[Sample]:
         with self._changed:
-            while not (has_batch := self.plan.can_take(version)) or not self.have_all_come():
-                if self._error is not None:
-                    error, self._error = self._error, None
-                    raise error
-                if not has_batch and not self.plan.under_way and not self.plan.waiting:
-                    raise RuntimeError(f"version {version} has no batch: {self.plan.describe()}")
-                if self._background:
-                    self._changed.wait(POLL_S)
-                else:
-                    self._turn(LOOK_S if has_batch else WAIT_S)
-                    if has_batch and not self._names:
-                        time.sleep(LOOK_S)  # others are waited for, and there is nothing more to sample
+            try:
+                self._wait_for_all(version)
+            finally:
+                self._hold()
             self._have_all_come = None
             groups = self.plan.take(version)
             if not self.plan.num_taken:  # the batch is complete
                 self.num_passed_over, self._passed_over = self._passed_over, 0
             self._watch.note_batch(self.plan, version, groups)
             return [sample for group in groups for sample in group.samples]
+
+    def _wait_for_all(self, version: int) -> None:
+        """Sample until every replica has its batch."""
+        while not (has_batch := self.plan.can_take(version)) or not self.have_all_come():
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if not has_batch and not self.plan.under_way and not self.plan.waiting:
+                raise RuntimeError(f"version {version} has no batch: {self.plan.describe()}")
+            if self._background:
+                self._changed.wait(POLL_S)
+            else:
+                self._turn(LOOK_S if has_batch else WAIT_S)
+                if has_batch and not self._names:
+                    time.sleep(LOOK_S)  # others are waited for, and there is nothing more to sample
+
+    def _hold(self) -> None:
+        """Let the engine sample nothing while the trainer works, unless it is to do that, too."""
+        if not self._background:
+            with suppress(ResponsesLostError):
+                self._engine.hold()
+                return
+            self._names.clear()  # they go on from what is known of them
 
     def have_all_come(self) -> bool:
         """Say, once for each batch, that no replica has to wait for this one; return whether that is so of all."""
@@ -296,6 +311,7 @@ class RolloutStream:
         with self._lock:
             while not all(group.is_complete for group in self.plan.under_way.values()):
                 self._turn(WAIT_S, begins=False)
+            self._hold()
 
     def put_away(self) -> None:
         """Take everything out of the engine, which may sleep or do other things then; `next_batch` goes on with it."""

@@ -233,6 +233,20 @@ def test_only_who_is_asked_samples(keeping):
     collected.until(lambda: collected.are_complete, wait_s=5.0)
 
 
+def test_who_was_asked_samples_until_it_is_held(keeping):
+    """Whoever waits is busy with what came now and then, and the sampler does not wait for that."""
+    engine, collected = keeping.engine, Collected(keeping)
+    engine.submit(requests(1, start=90), PARAMS)
+    collected.add(engine.collect(0.001, everything=True))
+    collected.until(lambda: collected.shortest > 20, wait_s=0.0)
+    engine.hold()
+    collected.add(engine.collect(0.0, everything=True))
+    assert not collected.are_complete
+    time.sleep(0.5)
+    assert engine.collect(0.0, everything=True) == []
+    collected.until(lambda: collected.are_complete, wait_s=5.0)
+
+
 # ---- the stream ------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +326,20 @@ def test_a_replica_that_others_keep_waiting_samples_on(keeping, tokenizer):
     second = stream.next_batch([], harness.version)
     assert (len(stream.plan.ready), arrivals, next(looks)) == (0, 2, 4)
     assert sorted(sample.prompt.index for sample in (first + second)[::2]) == [0, 1, 2, 3]
+    stream.close()
+
+
+def test_nothing_is_sampled_when_a_batch_was_given_out(keeping, tokenizer):
+    """Its trainer has the same device."""
+    harness = keeping
+    harness.push_random_weights(56)
+    stream = make_stream(harness, tokenizer, 1, background=False)
+    harness.engine.submit(requests(1, start=97), PARAMS)  # which the stream does not know of, and which takes longer
+    stream.next_batch(rows(4), harness.version)
+    assert all(news.finish_reason is None for news in harness.engine.collect(0.0, everything=True))
+    time.sleep(0.5)
+    assert harness.engine.collect(0.0, everything=True) == []
+    harness.engine.withdraw()
     stream.close()
 
 

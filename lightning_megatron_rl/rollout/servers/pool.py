@@ -298,6 +298,9 @@ class ServerPool(StreamingEngine):
         board.raise_error()
         return board.take_news(everything=everything)
 
+    def hold(self) -> None:
+        """Do nothing: servers sample all the time."""
+
     @one_at_a_time
     def withdraw(self) -> list[Progress]:
         """Stop all responses under way and return what is new of them."""

@@ -158,6 +158,11 @@ class SupervisedEngine(StreamingEngine):
         return self._ask_stream("collect", wait_s, everything)
 
     @one_at_a_time
+    def hold(self) -> None:
+        """Sample nothing before the next `collect` that waits, unless the mode is to sample in the background."""
+        self._ask_stream("hold")
+
+    @one_at_a_time
     def withdraw(self) -> list[Progress]:
         """Stop all responses under way and return what is new of them."""
         news = self._ask_stream("withdraw")

@@ -66,6 +66,7 @@ class Worker:
         self._version = 0
         self._stream: StepLoop | None = None
         self._in_background = False
+        self._is_awaited = False  # somebody waits for responses, and is busy with others now and then
         self._failure: Exception | None = None  # of a step in the background, until somebody asks
         self._update_began: float | None = None  # of one that comes in parts, between which no step may be taken
         self.activity = SpanLog(JOIN_S)
@@ -162,6 +163,7 @@ class Worker:
 
     def _settle(self) -> None:
         """End what was begun with the weights that are there: an update comes."""
+        self._is_awaited = False
         if self._stream is not None:
             self._stream.settle(self._version)
 
@@ -215,16 +217,24 @@ class Worker:
 
     def collect(self, wait_s: float, everything: bool) -> list[Progress]:
         """Sample until a response is complete, at most `wait_s` seconds; return what is new."""
+        self._is_awaited |= wait_s > 0
         return self._open_stream().collect(wait_s, self._version, everything=everything)
+
+    def hold(self) -> None:
+        """Nobody waits for responses any more."""
+        self._is_awaited = False
 
     def withdraw(self) -> list[Progress]:
         """Stop what is under way; return what is new of it."""
+        self._is_awaited = False
         return self._open_stream().withdraw(self._version)
 
     def work_in_background(self) -> bool:
         """Take a step of the stream while nobody asks for anything; return whether there is more to do."""
         updates = self._update_began is not None
-        if not self._in_background or updates or self._failure or not self._open_stream().is_busy:
+        if not (self._in_background or self._is_awaited) or updates or self._failure:
+            return False
+        if not self._open_stream().is_busy:
             return False
         try:
             self._open_stream().step(self._version)
@@ -330,6 +340,7 @@ def main(arguments: list[str]) -> None:
         "generate",
         "submit",
         "collect",
+        "hold",
         "withdraw",
     ]
     serve(connection, {name: getattr(worker, name) for name in names}, worker.work_in_background, worker.news)
