@@ -4,8 +4,8 @@ On CUDA 256 sequences, on a CPU 32: prompts of 128 random tokens, 8 responses ea
 EOS ignored: milliseconds for one more token of each, by vLLM's own steps and without what they do for nothing
 (`compat/vllm_steps.py`). Prompts are in the prefix cache: the first rollout is not counted.
 On CUDA with both of vLLM's model runners, which draw in different ways: the older one has a kernel for each sequence
-with a seed, the newer one for all of them. With --profile one more rollout runs under Python's profiler: what vLLM's
-own Python takes of a step.
+with a seed, the newer one for all of them. With --profile one more rollout runs under Python's profiler, and a short
+one under torch's: what vLLM's own Python takes of a step, and what the GPU waits for.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import os
 import pstats
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,10 +33,12 @@ from common import (
     write_json,
     write_model,
 )
+from profiles import Profile
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 RUNNERS = {"older": "0", "newer": "1"}
 PROMPT_TOKENS, GENERATIONS = 128, 8
+PROFILED_TOKENS = 32  # of torch's profile, which keeps every kernel
 
 
 def main() -> None:
@@ -169,6 +172,8 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     for order in ("cumulative", "tottime"):
         stats.sort_stats(order).print_stats(40)
     options.profile.write_text(f"# {seconds:.4f} s without the profiler\n{text.getvalue()}")
+    few = replace(params, max_tokens=min(PROFILED_TOKENS, options.response_tokens))
+    Profile(0, options.profile).record(f"rollout of {few.max_tokens} tokens", lambda: worker.generate(requests, few))
     return {"seconds": seconds}
 
 
