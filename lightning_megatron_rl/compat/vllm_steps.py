@@ -36,14 +36,23 @@ def quicken(llm: "LLM") -> bool:
     process. Otherwise vLLM stays as it is.
     """
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    if core is None or not _is_known(core.scheduler):
+    if core is None or not quicken_scheduler(core.scheduler):
         return False
-    scheduler = core.scheduler
+    LogprobsProcessor._update_sample_logprobs = _append  # type: ignore[method-assign]
+    return True
+
+
+def quicken_scheduler(scheduler: Any) -> bool:
+    """Make a scheduler plan and take tokens quickly, if it is of a known kind; return whether it is.
+
+    What it hands on is for `quicken`, or whoever reads log-probs as rows of token, log-prob and rank.
+    """
+    if not _is_known(scheduler):
+        return False
     cache = _Cache(scheduler.kv_cache_manager)
     scheduler.schedule = _Decoding(scheduler, cache).schedule
     _take_tokens_quickly(scheduler, cache)
     _hand_on_numbers(scheduler)
-    LogprobsProcessor._update_sample_logprobs = _append  # type: ignore[method-assign]
     return True
 
 

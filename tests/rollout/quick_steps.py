@@ -1,7 +1,6 @@
 """Run by test_quick_steps and tests/gpu: vLLM's own steps, and those of the same vLLM with `quicken`, compared."""
 
 import copy
-import dataclasses
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 from lightning_megatron_rl.compat.vllm_steps import quicken
 from lightning_megatron_rl.rollout.vllm.settings import engine_environment
 from lightning_megatron_rl.rollout.vllm.step_loop import vllm_params
+from tests.rollout.quick_plans import compare, told
 
 PROMPTS = 12
 GENERATIONS = 3
@@ -20,19 +20,27 @@ BLOCK = 16
 def main(model: str, device: str, more: dict[str, Any]) -> None:
     """Print what is the same with some settings more, and how often what was done.
 
-    "ahead" makes vLLM begin a step before it has the tokens of the last one, as it does on a GPU of itself.
+    "ahead" makes vLLM begin a step before it has the tokens of the last one, as it does on a GPU of itself; "fuzzed"
+    compares schedulers alone, so many times.
     """
     import vllm
 
     own: dict[str, Any] = {"dtype": "float32" if device == "cpu" else "bfloat16", "enforce_eager": device == "cpu"}
     own |= {"max_model_len": 160, "max_num_seqs": 16, "block_size": BLOCK, "num_gpu_blocks_override": 40}
     own |= {"kv_cache_memory_bytes": 2**26, "logprobs_mode": "processed_logprobs", "enable_prefix_caching": True}
-    is_ahead = more.pop("ahead", False)
+    is_ahead, fuzzed = more.pop("ahead", False), more.pop("fuzzed", 0)
     llm = vllm.LLM(model, **own | more)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     if is_ahead:
         core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
         core.step_fn = core.step_with_batch_queue
+    if fuzzed:
+        kinds = [(asynchronous, newer) for asynchronous in (False, True) for newer in (False, True)]
+        quick = [
+            compare(core, seed, asynchronous=one, newer_runner=two) for seed in range(fuzzed) for one, two in kinds
+        ]
+        print(json.dumps({"quick_plans": quick}))
+        return
     scheduler = core.scheduler
     done = Counter[str]()
     count_calls(scheduler, "_preempt_request", "preempted", done)
@@ -88,7 +96,7 @@ def responses(llm: Any, scheduler: Any) -> tuple[list[list[Any]], list[Any]]:
 
     def schedule(*values: Any) -> Any:
         planned = plain(*values)
-        plans.append(told(planned) | {"running": counts(scheduler)})
+        plans.append(copy.deepcopy(in_numbers(told(planned)) | {"running": counts(scheduler)}))
         return planned
 
     scheduler.schedule = schedule
@@ -111,15 +119,11 @@ def responses(llm: Any, scheduler: Any) -> tuple[list[list[Any]], list[Any]]:
     return sampled, in_order(plans)
 
 
-def told(planned: Any) -> dict[str, Any]:
-    """Return what a plan says, with numbers of blocks in place of the blocks, which depend on what was free."""
-    values = {field.name: getattr(planned, field.name) for field in dataclasses.fields(planned)}
-    cached = values.pop("scheduled_cached_reqs")
-    values |= {field.name: getattr(cached, field.name) for field in dataclasses.fields(cached)}
-    values["new_block_ids"] = [ids and [len(group) for group in ids] for ids in values["new_block_ids"]]
-    new = values.pop("scheduled_new_reqs")
-    values["new"] = [(one.req_id, len(one.block_ids[0]), one.num_computed_tokens, one.prompt_token_ids) for one in new]
-    return copy.deepcopy(values)  # vLLM goes on with some of it
+def in_numbers(plan: dict[str, Any]) -> dict[str, Any]:
+    """Put numbers of blocks in place of the blocks, which depend on what was free."""
+    new = [(name, len(blocks[0]), *more) for name, blocks, *more in plan["new"]]
+    given = [blocks and [len(group) for group in blocks] for blocks in plan["new_block_ids"]]
+    return plan | {"new": new, "new_block_ids": given}
 
 
 def counts(scheduler: Any) -> dict[str, list[int]]:

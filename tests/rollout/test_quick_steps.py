@@ -13,6 +13,7 @@ ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # a GPU's
 def found(model_dir):
     """What both schedulers do, and what is not known to `quicken`."""
     settings = [{}, {"scheduler_cls": ASYNC, "ahead": True}, {"enable_prefix_caching": False}]
+    settings.append({"fuzzed": 15, "max_num_batched_tokens": 160, "max_num_seqs": 12})
     command = [sys.executable, "-m", "tests.rollout.quick_steps", str(model_dir), "cpu", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -43,3 +44,10 @@ def test_most_questions_are_left_out(found, place):
 def test_vllm_stays_as_it_is_where_its_steps_are_others(found):
     assert not found[2]["quick"]
     assert found[2]["asked"] == found[2]["asked_before"]
+
+
+def test_whatever_happens_schedulers_say_the_same(found):
+    """Of both kinds, for both of vLLM's model runners: see quick_plans."""
+    quick = found[3]["quick_plans"]
+    assert len(quick) == 60
+    assert all(count > 50 for count in quick)  # of 400 steps each
