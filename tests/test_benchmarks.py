@@ -506,8 +506,15 @@ def test_replicas_are_held_to_what_runs_on_as_many_gpus():
     rows.append({"max_staleness": 2, "placement": "shared", "devices": 2, "samples_per_s": 21.0, "speedup": 2.1})
     others = {"trl": {"samples_per_s": 2.0}, "trl, two GPUs": {"samples_per_s": 7.0}}
     others["verl, bound 2"] = {"samples_per_s": 9.0}  # on one GPU
-    assert long_tail.goals(rows, "cuda", others)[-2:] == [
+    others["verl, separate, bound 2"] = {"samples_per_s": 17.5}
+    assert long_tail.goals(rows, "cuda", others)[-3:] == [
         {"side": "shared on 2 devices, bound 2", "goal": 2.0, "reached": 2.1, "ok": True},
+        {
+            "side": "shared on 2 devices, bound 2, against verl, separate, bound 2",
+            "goal": 1.3,
+            "reached": 1.2,
+            "ok": False,
+        },
         {"side": "shared on 2 devices, bound 2, against trl, two GPUs", "goal": 2.6, "reached": 3.0, "ok": True},
     ]
     side, apart = long_tail.Side("shared", 2, 2), long_tail.Side("separate", 2, 1)
@@ -518,7 +525,9 @@ def test_replicas_are_held_to_what_runs_on_as_many_gpus():
     options = argparse.Namespace(device="cuda", servers=[0], on_update=["kept"], parts=[8])
     todo = long_tail.wanted(options, ["replicas"], [2, 4], [])
     assert [(one.bound, one.devices, one.parts) for one in todo] == [(0, 2, 1), (2, 2, 1), (4, 2, 1)]
-    assert long_tail.peer_sides(["trl", "verl"], [2], ["replicas"]) == {"trl, two GPUs": []}
+    sides = long_tail.peer_sides(["trl", "verl"], [2], ["replicas"])
+    assert list(sides) == ["trl, two GPUs", "verl, separate, bound 2"]
+    assert "--mode=separate_async" in sides["verl, separate, bound 2"]
 
 
 def test_rows_of_other_samplers_have_names_of_their_own():
