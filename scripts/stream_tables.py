@@ -37,9 +37,10 @@ def _peers(result: Result) -> list[str]:
     lines = []
     for name, side in result.get("peers", {}).items():
         if "samples_per_s" in side:
+            called = name.replace("trl", "TRL, synchronous")
             oldest = (side.get("staleness") or {"max": 0.0})["max"]
             lines.append(
-                f"| {result['device']} | {result['shape']} | {'TRL, synchronous' if name == 'trl' else name}"
+                f"| {result['device']} | {result['shape']} | {called}"
                 f" | {side['samples_per_s']:.1f} | {spread(side['step_s'], 2)} | – | – | {oldest:.0f}"
                 f" | {side['samples_per_s'] / base:.2f} | – | – |"
             )

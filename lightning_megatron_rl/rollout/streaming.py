@@ -162,10 +162,11 @@ class RolloutStream:
 
     def _hold(self) -> None:
         """Let the engine sample nothing while the trainer works, unless it is to do that, too."""
-        if not self._background:
-            with suppress(ResponsesLostError):
-                self._engine.hold()
-                return
+        if self._background:
+            return
+        try:
+            self._engine.hold()
+        except ResponsesLostError:
             self._names.clear()  # they go on from what is known of them
 
     def have_all_come(self) -> bool:

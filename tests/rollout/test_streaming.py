@@ -339,7 +339,8 @@ def test_nothing_is_sampled_when_a_batch_was_given_out(keeping, tokenizer):
     assert all(news.finish_reason is None for news in harness.engine.collect(0.0, everything=True))
     time.sleep(0.5)
     assert harness.engine.collect(0.0, everything=True) == []
-    harness.engine.withdraw()
+    (rest,) = harness.engine.collect(60.0)  # so it was under way
+    assert (rest.name, rest.finish_reason) == ("97", "length")
     stream.close()
 
 

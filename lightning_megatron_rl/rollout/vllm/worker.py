@@ -66,7 +66,7 @@ class Worker:
         self._version = 0
         self._stream: StepLoop | None = None
         self._in_background = False
-        self._is_awaited = False  # somebody waits for responses, and is busy with others now and then
+        self._is_awaited = False  # a batch is waited for: sampling goes on also between two calls of `collect`
         self._failure: Exception | None = None  # of a step in the background, until somebody asks
         self._update_began: float | None = None  # of one that comes in parts, between which no step may be taken
         self.activity = SpanLog(JOIN_S)
