@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--response-tokens", type=int, default=256 if on_cuda else 16)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs, on a CPU processes, that share the model")
     parser.add_argument("--cache-gb", type=float, default=12.0 if on_cuda else 0.25, help="key/value cache. GiB")
+    parser.add_argument("--vllm-args", type=json.loads, help='of vLLM\'s own, as JSON: {"block_size": 64}')
     parser.add_argument("--repeats", type=int, default=4, help="after one that is not counted")
     parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS), help="on CUDA")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per runner")
@@ -67,9 +68,10 @@ def main() -> None:
 
 def report(options: argparse.Namespace, model: Path) -> None:
     """Measure each runner in a process of its own; write and print."""
-    names = ("shape", "layers", "prompts", "response_tokens", "tensor_parallel", "cache_gb", "repeats")
+    names = ("shape", "layers", "prompts", "response_tokens", "tensor_parallel", "cache_gb", "repeats", "vllm_args")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    passed = [f"--{name.replace('_', '-')}={value}" for name, value in {**given, "device": options.device}.items()]
+    told = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
+    passed = [f"--{name.replace('_', '-')}={value}" for name, value in {**told, "device": options.device}.items()]
     result: dict[str, Any] = {**facts(options.device), "benchmark": "decoding", **given}
     runs = {name: RUNNERS[name] for name in options.runners} if options.device == "cuda" else {"only": ""}
     for name, value in runs.items():
@@ -78,8 +80,8 @@ def report(options: argparse.Namespace, model: Path) -> None:
         result[name] = run_child("decoding.py", [*passed, f"--measure={model}"], options.timeout)
         found = result[name]["ms_per_token"]
         own = result[name]["vllms_own_ms_per_token"]["median"]
-        told = f"{found['min']:.3f} to {found['max']:.3f}, by vLLM's own steps {own:.3f}"
-        print(f"{name:6s} {found['median']:8.3f} ms per token, {told}", flush=True)
+        spread = f"{found['min']:.3f} to {found['max']:.3f}, by vLLM's own steps {own:.3f}"
+        print(f"{name:6s} {found['median']:8.3f} ms per token, {spread}", flush=True)
     write_json(result_path("decoding", options.device, options.out), result)
     if options.profile:
         os.environ.pop(RUNNER, None)
@@ -142,6 +144,7 @@ def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         max_num_seqs=options.prompts * GENERATIONS,
         kv_cache_memory_gb=options.cache_gb,
         tensor_parallel_size=width,
+        vllm_args=options.vllm_args,
     )
     path = str(options.measure)
     arguments = llm_arguments(engine, path, options.device, stored_dtype=engine.dtype, eager=not on_cuda)

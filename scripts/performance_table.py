@@ -181,6 +181,7 @@ def decoding(results: Path = RESULTS) -> str:
         for name in ("older", "newer", "only"):
             if name in result:
                 layers = f", {result['layers']} layers" if "layers" in result else ""
+                layers += "".join(f", `{name}={value}`" for name, value in result.get("vllm_args", {}).items())
                 sequences, runner = 8 * result["prompts"], "the CPU's" if name == "only" else name
                 times = [result[name].get(kind) for kind in ("ms_per_token", "vllms_own_ms_per_token")]
                 if times[1] is None:
@@ -366,17 +367,21 @@ def goals(results: Path = RESULTS) -> str:
 
 def _goals_of_streams(results: Path) -> dict[tuple[str, str], list[tuple[str, str, bool]]]:
     """Return what B4's rows are held to, those of all bounds together."""
-    aims: dict[str, list[str]] = {}
+    aims: dict[str, dict[str, str]] = {}  # by bound
     found: dict[str, list[tuple[str, str, bool]]] = {}
     for _, result in load("long_tail_*.json", results, gpus_only=True):
         for goal in result["goals"]:
             side, bound = re.sub(r", bound \d+", "", goal["side"]), re.search(r"bound \d+", goal["side"])
             name = f"B4 ({result['shape']}, {result['device'].removeprefix('NVIDIA ')}), {side}"
-            if (aim := f"{goal['goal']:g}") not in aims.setdefault(name, []):
-                aims[name].append(aim)
-            place = bound.group() if bound else "synchronous"
-            found.setdefault(name, []).append((place, f"{goal['reached']:.2f}", goal["ok"]))
-    return {(name, ", ".join(aims[name])): rows for name, rows in found.items()}
+            place, value = bound.group() if bound else "synchronous", f"{goal['reached']:.2f}"
+            aims.setdefault(name, {})[place] = f"{goal['goal']:g}"
+            if (float(value) >= goal["goal"]) != goal["ok"]:  # rounding would say otherwise
+                value = f"{goal['reached']:.3f}"
+            found.setdefault(name, []).append((place, value, goal["ok"]))
+    return {
+        (name, ", ".join(dict.fromkeys(aims[name][place] for place in sorted(aims[name])))): sorted(rows)
+        for name, rows in found.items()
+    }
 
 
 def _without_sampling(side: dict[str, Any]) -> float:

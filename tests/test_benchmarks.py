@@ -481,13 +481,14 @@ def test_waits_of_a_gpu(spans: list[Any], busy: float, idle: dict[str, float]):
 @pytest.mark.deadline(250)
 def test_decoding_runs_on_a_cpu(tmp_path: Path):
     out, profile = tmp_path / "decoding.json", tmp_path / "profile.txt"
-    sizes = ["--layers=2", "--prompts=2", "--response-tokens=4"]
+    sizes = ["--layers=2", "--prompts=2", "--response-tokens=4", '--vllm-args={"block_size": 32}']
     shown = run_benchmark("decoding.py", *sizes, "--out", str(out), "--profile", str(profile))
     result = json.loads(out.read_text())
     assert result["device"].startswith("CPU")
     found = result["only"]
     assert found["ms_per_token"]["count"] == found["vllms_own_ms_per_token"]["count"] == 4
     assert found["same_responses_again"] == 1  # seeds, and fp32
+    assert result["vllm_args"] == {"block_size": 32}
     assert "ms per token" in shown
     assert "update_from_output" in profile.read_text()
 

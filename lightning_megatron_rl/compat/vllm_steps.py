@@ -1,32 +1,34 @@
 """What vLLM does in Python for each token, without what it does for nothing.
 
 In every step vLLM plans for each response how many tokens it gets, asks whether the cache needs a block more and
-whether one is full, and hands its log-prob on as arrays of one number (vLLM 0.26). From some hundred responses on that
-takes longer than the GPU does. Here a step in which every response gets one token is planned at once, nothing is asked
-where the answer is known to be "nothing to do", and numbers stay numbers. Plans, tokens, log-probs and the cache are
-those of vLLM's own code, which everything else still goes through.
+whether one is full, and hands the token on through three objects and some ten functions (vLLM 0.26). From some hundred
+responses on that takes longer than the GPU does. Here a step in which every response gets one token is planned at once,
+the cache is asked where it has something to do, and a token that does not end its response is noted where it is to
+stay. Plans, tokens, log-probs and the cache are those of vLLM's own code, which everything else still goes through.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.outputs import ModelRunnerOutput
 
-_plain_update = LogprobsProcessor._update_sample_logprobs
+Note = Callable[[int, int, float, int], None]
+"""Notes a token of a response: itself, and the token, log-prob and rank of its row of log-probs."""
 
 
 def quicken(llm: "LLM") -> bool:
@@ -36,24 +38,54 @@ def quicken(llm: "LLM") -> bool:
     process. Otherwise vLLM stays as it is.
     """
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    if core is None or not quicken_scheduler(core.scheduler):
+    if core is None:
         return False
-    LogprobsProcessor._update_sample_logprobs = _append  # type: ignore[method-assign]
-    return True
+    states = llm.llm_engine.output_processor.request_states
+    return quicken_scheduler(core.scheduler, lambda name: notes_of(states.get(name)))
 
 
-def quicken_scheduler(scheduler: Any) -> bool:
+def quicken_scheduler(scheduler: Any, notes: Callable[[str], Note | None]) -> bool:
     """Make a scheduler plan and take tokens quickly, if it is of a known kind; return whether it is.
 
-    What it hands on is for `quicken`, or whoever reads log-probs as rows of token, log-prob and rank.
+    Args:
+        scheduler: Of vLLM.
+        notes: Returns by the name of a response that has a token where the next ones are noted; None: the scheduler
+            hands them on.
     """
     if not _is_known(scheduler):
         return False
     cache = _Cache(scheduler.kv_cache_manager)
     scheduler.schedule = _Decoding(scheduler, cache).schedule
-    _take_tokens_quickly(scheduler, cache)
-    _hand_on_numbers(scheduler)
+    scheduler.update_from_output = _Taking(scheduler, cache, notes).update_from_output
     return True
+
+
+def notes_of(state: RequestState | None) -> Note | None:
+    """Return what notes tokens in vLLM's state of a response; None if more has to be done with each than that."""
+    if state is None or type(state.detokenizer) is not IncrementalDetokenizer:  # others make texts of all tokens
+        return None
+    processor, tokens = state.logprobs_processor, state.detokenizer.token_ids
+    assert processor is not None
+    flat = processor.logprobs
+    is_told_at_end = state.output_kind is RequestOutputKind.FINAL_ONLY and state.queue is None
+    does_more = state.is_prefilling or state.streaming_input or state.stats is not None
+    if not isinstance(flat, FlatLogprobs) or not is_told_at_end or does_more:
+        return None
+    starts, ends, ids, values = flat.start_indices, flat.end_indices, flat.token_ids, flat.logprobs
+    ranks, texts = flat.ranks, flat.decoded_tokens
+
+    def note(token: int, of: int, value: float, rank: int) -> None:
+        tokens.append(token)
+        place = len(ids)
+        starts.append(place)
+        ends.append(place + 1)
+        ids.append(of)
+        values.append(value)
+        ranks.append(rank)
+        texts.append(None)
+        processor.cumulative_logprob += value
+
+    return note
 
 
 def _is_known(scheduler: Any) -> bool:
@@ -91,21 +123,23 @@ class _Cache:
         (single,) = manager.coordinator.single_type_managers
         self.manager = manager
         self.block_size: int = single.block_size
-        self._blocks = single.req_to_blocks
-        self._num_cached: dict[str, int] = single.num_cached_block  # full ones that are in the prefix cache
+        self.blocks: dict[str, Any] = single.req_to_blocks
+        self.num_cached: dict[str, int] = single.num_cached_block  # full ones that are in the prefix cache
         self._shared_tails = single._partial_hit_reqs
-
-    def room(self, name: str) -> int:
-        """Return the tokens that a response's blocks hold."""
-        return len(self._blocks.get(name, ())) * self.block_size
-
-    def end_of_uncached(self, name: str) -> int:
-        """Return the number of tokens with which a response's next block is full."""
-        return (self._num_cached.get(name, 0) + 1) * self.block_size
 
     def can_give(self, count: int) -> bool:
         """Whether so many blocks are free, and none has to be copied first."""
         return not self._shared_tails and bool(count <= self.manager.block_pool.get_num_free_blocks())
+
+
+class _Step(NamedTuple):
+    """What gets a token in a step; lists of one entry for each response."""
+
+    requests: list[Request]
+    names: list[str]
+    num_computed: list[int]
+    num_drawn: list[int]  # tokens of the response, with those that are not there yet
+    asking: list[int]  # places of those for which the cache has something to do
 
 
 class _Decoding:
@@ -118,11 +152,11 @@ class _Decoding:
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Plan a step, as vLLM's function of this name."""
-        requests = self._requests()
-        return self._plan(requests) if requests else self._plain(throttle_prefills)
+        step = self._look()
+        return self._plan(step) if step is not None else self._plain(throttle_prefills)
 
-    def _requests(self) -> list[tuple[Request, bool]] | None:
-        """Return what gets a token, and whether the cache has to do something for it; None for another kind of step."""
+    def _look(self) -> _Step | None:
+        """Return what gets a token; None for another kind of step."""
         scheduler, cache = self._scheduler, self._cache
         waits = scheduler.waiting or scheduler.skipped_waiting
         if (
@@ -132,8 +166,9 @@ class _Decoding:
             or len(scheduler.running) > scheduler.max_num_scheduled_tokens
         ):
             return None
-        found: list[tuple[Request, bool]] = []
-        count, longest = 0, scheduler.max_model_len
+        step = _Step([], [], [], [], [])
+        requests, names, num_computed, num_drawn, asking = step
+        longest, size, blocks, num_cached = scheduler.max_model_len, cache.block_size, cache.blocks, cache.num_cached
         for request in scheduler.running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             if ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
@@ -148,26 +183,29 @@ class _Decoding:
             ):
                 return None
             name = request.request_id
-            asks = end > cache.room(name) or min(end, known) >= cache.end_of_uncached(name)
-            count += asks
-            found.append((request, asks))
-        return found if cache.can_give(count) else None
+            if end > len(blocks.get(name, ())) * size or known >= (num_cached.get(name, 0) + 1) * size:
+                asking.append(len(names))
+            requests.append(request)
+            names.append(name)
+            num_computed.append(computed)
+            num_drawn.append(len(request._output_token_ids) + ahead)
+        return step if requests and cache.can_give(len(asking)) else None
 
-    def _plan(self, requests: list[tuple[Request, bool]]) -> SchedulerOutput:
+    def _plan(self, step: _Step) -> SchedulerOutput:
         scheduler, manager = self._scheduler, self._cache.manager
         scheduler.current_step += 1
         manager.new_step_starts()
-        names = [request.request_id for request, _ in requests]
-        blocks: list[Any] = []
-        for request, asks in requests:
-            given = manager.allocate_slots(request, 1) if asks else None
-            assert given is not None or not asks, "there were enough blocks"
-            blocks.append(None if given is None else given.get_block_ids(allow_none=True))
+        requests, names, num_computed, num_drawn, asking = step
+        blocks: list[Any] = [None] * len(names)
+        for place in asking:
+            given = manager.allocate_slots(requests[place], 1)
+            assert given is not None, "there were enough blocks"
+            blocks[place] = given.get_block_ids(allow_none=True)
         before = scheduler.prev_step_scheduled_req_ids
         tokens: dict[str, list[int]] = {}
         if not scheduler.use_v2_model_runner:
-            new = ((request.request_id, request) for request, _ in requests)
-            tokens = {name: request.all_token_ids.copy() for name, request in new if name not in before}
+            new = (request for request in requests if request.request_id not in before)
+            tokens = {request.request_id: request.all_token_ids.copy() for request in new}
             before.clear()
             before.update(names)
         cached = CachedRequestData(
@@ -176,10 +214,8 @@ class _Decoding:
             new_token_ids=[],
             all_token_ids=tokens,
             new_block_ids=blocks,
-            num_computed_tokens=[request.num_computed_tokens for request, _ in requests],
-            num_output_tokens=[
-                len(request._output_token_ids) + request.num_output_placeholders for request, _ in requests
-            ],
+            num_computed_tokens=num_computed,
+            num_output_tokens=num_drawn,
         )
         planned = SchedulerOutput(
             scheduled_new_reqs=[],
@@ -196,88 +232,102 @@ class _Decoding:
         )
         scheduler.finished_req_ids, scheduler.reset_preempted_req_ids = set(), set()
         scheduler.prefill_capacity_bound = bool(scheduler.waiting)
-        for request, _ in requests:
+        for request in requests:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += self._counts_ahead
         return planned
 
 
-def _take_tokens_quickly(scheduler: Scheduler, cache: _Cache) -> None:
-    """Ask for blocks to cache, and for hashes of them, only when a token makes one full."""
-    plain, longest = scheduler._update_request_with_output, scheduler.max_model_len
-    counts_ahead = type(scheduler) is AsyncScheduler  # tokens that are begun before those before them are there
+class _Growing(NamedTuple):
+    """A response whose tokens are noted where they are to stay, but for those that may end it."""
 
-    def take(request: Request, new_token_ids: list[int]) -> tuple[list[int], bool]:
-        if len(new_token_ids) != 1 or request.async_tokens_to_discard:
-            return plain(request, new_token_ids)
-        was_running = request.status is RequestStatus.RUNNING
-        request._output_token_ids.extend(new_token_ids)
-        request._all_token_ids.extend(new_token_ids)
-        if request.num_tokens >= (len(request.block_hashes) + 1) * cache.block_size:
-            request.update_block_hashes()
-        stopped = check_stop(request, longest)
-        if counts_ahead:
-            request.num_output_placeholders -= 1
-            done = request.num_computed_tokens - request.num_output_placeholders
-            if was_running and done >= cache.end_of_uncached(request.request_id):
-                cache.manager.cache_blocks(request, done)
-        return new_token_ids, stopped
-
-    scheduler._update_request_with_output = take  # type: ignore[method-assign]
+    ends: frozenset[int]  # tokens
+    longest: int  # number of tokens, with the prompt's, with which it ends
+    note: Note
 
 
-class _Drawn(NamedTuple):
-    """A sampled token."""
+class _Taking:
+    """Takes the tokens of a step: those that end nothing at once, the others as vLLM does."""
 
-    token_id: int
-    logprob: float
-    rank: int
+    def __init__(self, scheduler: Scheduler, cache: _Cache, notes: Callable[[str], Note | None]) -> None:
+        self._scheduler, self._cache, self._notes = scheduler, cache, notes
+        self._plain = scheduler.update_from_output
+        self._counts_ahead = type(scheduler) is AsyncScheduler
 
-
-class _Numbers:
-    """Log-probs of one sampled token of each response, taken out of their arrays all at once."""
-
-    def __init__(self, lists: LogprobsLists) -> None:
-        columns = lists.logprob_token_ids[:, 0], lists.logprobs[:, 0], lists.sampled_token_ranks
-        self._rows = list(map(_Drawn, *(column.tolist() for column in columns)))
-
-    def slice_request(self, index: int, count: int) -> list[_Drawn]:
-        """Return those of a response, as vLLM's arrays do."""
-        return self._rows[index : index + count]
-
-
-def _hand_on_numbers(scheduler: Scheduler) -> None:
-    plain = scheduler.update_from_output
-
-    def update_from_output(scheduled: SchedulerOutput, output: "ModelRunnerOutput") -> Any:
+    def update_from_output(self, scheduled: SchedulerOutput, output: "ModelRunnerOutput") -> Any:
+        """Note what was sampled, and return what ended or is to be handed on; as vLLM's function of this name."""
+        more = (
+            output.prompt_logprobs_dict,
+            output.pooler_output,
+            output.kv_connector_output,
+            output.num_nans_in_logits,
+            output.routed_experts,
+        )
         lists = output.logprobs
-        if lists is not None and lists.cu_num_generated_tokens is None and lists.logprobs.shape[1] == 1:
-            output.logprobs = cast("LogprobsLists", _Numbers(lists))
-        return plain(scheduled, output)
+        if lists is None or lists.cu_num_generated_tokens is not None or lists.logprobs.shape[1] != 1 or any(more):
+            return self._plain(scheduled, output)
+        rest = copy.copy(scheduled)
+        rest.num_scheduled_tokens = self._take(scheduled.num_scheduled_tokens, output)
+        return self._plain(rest, output)
 
-    scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    def _take(self, counts: dict[str, int], output: "ModelRunnerOutput") -> dict[str, int]:
+        """Take what can be taken at once; return what cannot, as in `counts`."""
+        requests, cache, counts_ahead = self._scheduler.requests, self._cache, self._counts_ahead
+        size, num_cached = cache.block_size, cache.num_cached
+        places, drawn, lists = output.req_id_to_index, output.sampled_token_ids, output.logprobs
+        assert lists is not None
+        columns = lists.logprob_token_ids[:, 0], lists.logprobs[:, 0], lists.sampled_token_ranks
+        ids, values, ranks = (column.tolist() for column in columns)
+        rest = {}
+        for name, count in counts.items():
+            request = requests.get(name)
+            if request is None or count != 1 or request.status is not RequestStatus.RUNNING:
+                rest[name] = count
+                continue
+            growing = request.__dict__.get("growing")
+            if growing is None:
+                growing = self._begin(request)
+            place = places[name]
+            tokens = drawn[place]
+            if growing is None or len(tokens) != 1 or request.async_tokens_to_discard:
+                rest[name] = count
+                continue
+            token, every = tokens[0], request._all_token_ids
+            known = len(every) + 1
+            if token in growing.ends or known >= growing.longest:
+                rest[name] = count
+                continue
+            request._output_token_ids.append(token)
+            every.append(token)
+            request.num_in_flight_tokens -= 1
+            if known >= (len(request.block_hashes) + 1) * size:
+                request.update_block_hashes()
+            if counts_ahead:
+                request.num_output_placeholders -= 1
+                done = request.num_computed_tokens - request.num_output_placeholders
+                if done >= (num_cached.get(name, 0) + 1) * size:
+                    cache.manager.cache_blocks(request, done)
+            growing.note(token, ids[place], values[place], ranks[place])
+        return rest
 
-
-def _append(processor: LogprobsProcessor, drawn: LogprobsLists | list[_Drawn]) -> None:
-    """Note the log-probs of a response's new tokens."""
-    if not isinstance(drawn, list):
-        _plain_update(processor, drawn)
-        return
-    if not drawn:
-        return
-    flat = processor.logprobs
-    if processor.tokenizer is not None or not isinstance(flat, FlatLogprobs):  # these keep the tokens' texts, too
-        ids, values, ranks = (np.array(column) for column in zip(*drawn, strict=True))
-        _plain_update(processor, LogprobsLists(ids[:, None], values[:, None], ranks))
-        return
-    assert processor.cumulative_logprob is not None
-    for token_id, logprob, rank in drawn:
-        place = len(flat.token_ids)
-        flat.start_indices.append(place)
-        flat.end_indices.append(place + 1)
-        flat.token_ids.append(token_id)
-        flat.logprobs.append(logprob)
-        flat.ranks.append(rank)
-        flat.decoded_tokens.append(None)
-        processor.cumulative_logprob += logprob
+    def _begin(self, request: Any) -> _Growing | None:
+        """Return how a response grows; None if that is not known, or not yet."""
+        params = request.sampling_params
+        if (
+            params is None
+            or params.repetition_detection is not None
+            or request.structured_output_request is not None
+            or request.prompt_token_ids is None
+            or request.prefill_stats is not None  # are handed on with the first token
+            or request.resumable
+            or request.mm_features
+        ):
+            return None
+        note = self._notes(request.request_id)
+        if note is None:
+            return None
+        ends = frozenset((params.eos_token_id, *(params.stop_token_ids or ())))
+        longest = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        request.growing = _Growing(ends, longest, note)
+        return request.growing

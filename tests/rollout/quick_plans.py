@@ -20,8 +20,8 @@ STOP = 7  # a token that ends a response
 VOCABULARY = 60
 
 
-def compare(core: Any, seed: int, *, asynchronous: bool, newer_runner: bool) -> int:
-    """Tell both the same for some hundred steps; return how many steps were planned quickly.
+def compare(core: Any, seed: int, *, asynchronous: bool, newer_runner: bool) -> tuple[int, int]:
+    """Tell both the same for some hundred steps; return how many were planned, and how many tokens taken, quickly.
 
     Args:
         core: vLLM's, whose settings the schedulers have.
@@ -33,7 +33,7 @@ def compare(core: Any, seed: int, *, asynchronous: bool, newer_runner: bool) -> 
         AssertionError: They differ.
     """
     both = [Told(core, asynchronous, newer_runner) for _ in range(2)]
-    assert quicken_scheduler(both[1].scheduler)
+    assert quicken_scheduler(both[1].scheduler, both[1].notes)
     plain_plans = count_plain_plans(both[1].scheduler)
     chance, quiet, happens = random.Random(seed), 0, None
     for step in range(STEPS):
@@ -51,7 +51,7 @@ def compare(core: Any, seed: int, *, asynchronous: bool, newer_runner: bool) -> 
         assert plans[0] == plans[1], (seed, step, happens, plans)
         assert outputs[0] == outputs[1], (seed, step, happens, outputs)
         assert both[0].state() == both[1].state(), (seed, step, happens)
-    return both[1].num_plans - plain_plans[0]
+    return both[1].num_plans - plain_plans[0], both[1].num_noted
 
 
 def count_plain_plans(scheduler: Any) -> list[int]:
@@ -88,7 +88,14 @@ class Told:
         self.hasher = core.request_block_hasher
         self.depth = 2 if asynchronous else 1
         self.begun: deque[tuple[Any, Any]] = deque()
-        self.num_requests = self.num_plans = 0
+        self.num_requests = self.num_plans = self.num_noted = 0
+        self.noted: list[Any] = []  # in a step
+
+    def notes(self, name: str) -> Any:
+        """Return what notes the tokens of a response; some are handed on instead."""
+        if int(name) % 5 == 0:
+            return None
+        return lambda token, *row: self.noted.append((name, [token], None, None, [row], False))
 
     def happen(self, what: str | None, number: int) -> Any:
         """Do something beside a step; return what came of it."""
@@ -113,7 +120,7 @@ class Told:
         from vllm.v1.request import Request
 
         self.num_requests += 1
-        start, length = chance.choice([0, 0, 1, 2]), chance.choice([1, 15, 16, 17, 40, 70])
+        start, length = chance.choice([0, 0, 1, 2]), chance.choice([1, 15, 16, 17, 40, 70, 120])
         params = vllm_params(SamplingParams(max_tokens=chance.randint(1, 80)), seed=1, stop_token_ids=[STOP])
         params.max_tokens = chance.randint(1, 80)
         return Request(
@@ -136,11 +143,21 @@ class Told:
         if not self.begun or (plan and plan["total_num_scheduled_tokens"] and len(self.begun) < self.depth):
             return plan, None
         outputs = self.scheduler.update_from_output(*self.begun.popleft())
-        return plan, [
-            (one.request_id, one.new_token_ids, one.finish_reason, one.stop_reason, rows(one.new_logprobs))
+        handed_on = [
+            (
+                one.request_id,
+                one.new_token_ids,
+                one.finish_reason,
+                one.stop_reason,
+                rows(one.new_logprobs),
+                one.prefill_stats is not None,
+            )
             for group in outputs.values()
             for one in group.outputs
         ]
+        self.num_noted += len(self.noted)
+        noted, self.noted = self.noted, []
+        return plan, sorted(handed_on + noted, key=lambda one: int(one[0]))
 
     def output(self, planned: Any) -> Any:
         """Return tokens of what is no part of a prompt: by the response's name and its length."""
@@ -199,10 +216,8 @@ def told(planned: Any) -> dict[str, Any]:
 
 
 def rows(logprobs: Any) -> list[tuple[int, float, int]] | None:
-    """Return log-probs as rows, whoever handed them on."""
-    if logprobs is None or isinstance(logprobs, list):
-        return logprobs and [tuple(row) for row in logprobs]
-    return [
+    """Return log-probs as rows of token, log-prob and rank."""
+    return logprobs and [
         (ids[0], values[0], rank)
         for ids, values, rank in zip(*(column.tolist() for column in logprobs[:3]), strict=True)
     ]

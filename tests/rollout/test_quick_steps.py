@@ -50,4 +50,4 @@ def test_whatever_happens_schedulers_say_the_same(found):
     """Of both kinds, for both of vLLM's model runners: see quick_plans."""
     quick = found[3]["quick_plans"]
     assert len(quick) == 60
-    assert all(count > 50 for count in quick)  # of 400 steps each
+    assert all(plans > 50 and tokens > 500 for plans, tokens in quick)  # of 400 steps each
