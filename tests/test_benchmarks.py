@@ -433,22 +433,29 @@ def test_another_engine_is_made_to_draw_the_same_lengths():
 
 
 @pytest.mark.slow
-@pytest.mark.deadline(500)  # three runs, each with a sampler of its own
-def test_long_tail_runs_on_a_cpu(tmp_path: Path):
+@pytest.mark.deadline(500)  # three runs, each with samplers of its own
+@pytest.mark.parametrize(
+    ("placements", "found", "last"),
+    [
+        ("shared,separate", [None, "shared", "separate"], "separate, bound 1"),
+        ("replicas", [None, None, "shared"], "shared on 2 devices, bound 1"),
+    ],
+)
+def test_long_tail_runs_on_a_cpu(tmp_path: Path, placements: str, found: list[str | None], last: str):
     out = tmp_path / "long_tail.json"
     sizes = ["--steps=3", "--warmup=1", "--drain=1", "--groups=2", "--generations=2", "--prompt-tokens=4"]
-    sizes += ["--longest=24", "--bounds=1", "--out", str(out)]
+    sizes += ["--longest=24", "--bounds=1", f"--placements={placements}", "--out", str(out)]
     shown = run_benchmark("long_tail.py", *sizes, timeout=480)
     result = json.loads(out.read_text())
-    assert [row["placement"] for row in result["rows"]] == [None, "shared", "separate"]
+    assert [row["placement"] for row in result["rows"]] == found
     assert len({row["work"]["groups_sha256"] for row in result["rows"]}) == 1
     for row in result["rows"]:
         assert sum(row["response_tokens_per_step"]) == row["work"]["response_tokens"]
         assert row["samples_per_s"] > 0
         assert row["staleness_max"] <= row["max_staleness"]
-        assert row["simulated_speedup"] > 0.9  # rates of an engine for some milliseconds
+        assert row["simulated_speedup"] is None or row["simulated_speedup"] > 0.9  # rates of some milliseconds
         assert max(row["mismatch"]) < 1e-3 or row["max_staleness"]  # the weights arrived
-    assert "separate, bound 1" in shown
+    assert last in shown
     assert out.with_suffix(".png").exists()
 
 
