@@ -57,9 +57,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per runner")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path, help="file for the profile, of vLLM's own choice of a runner")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the child's: where the model is
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # the child's: where the model is
     options = parser.parse_args()
-    if options.measure:
+    if options.model:
         print(json.dumps(profile(options) if options.profile else measure(options)))
         return
     with tempfile.TemporaryDirectory() as work:
@@ -77,7 +77,7 @@ def report(options: argparse.Namespace, model: Path) -> None:
     for name, value in runs.items():
         if value:
             os.environ[RUNNER] = value
-        result[name] = run_child("decoding.py", [*passed, f"--measure={model}"], options.timeout)
+        result[name] = run_child("decoding.py", [*passed, f"--model={model}"], options.timeout)
         found = result[name]["ms_per_token"]
         own = result[name]["vllms_own_ms_per_token"]["median"]
         spread = f"{found['min']:.3f} to {found['max']:.3f}, by vLLM's own steps {own:.3f}"
@@ -86,7 +86,7 @@ def report(options: argparse.Namespace, model: Path) -> None:
     if options.profile:
         os.environ.pop(RUNNER, None)
         target = options.profile.absolute()
-        run_child("decoding.py", [*passed, f"--measure={model}", f"--profile={target}"], options.timeout)
+        run_child("decoding.py", [*passed, f"--model={model}", f"--profile={target}"], options.timeout)
         start = "# One rollout under cProfile, which makes calls slower: {command}\n# {device}, {date}, {versions}\n"
         target.write_text(start.format(**result) + target.read_text())
 
@@ -119,7 +119,7 @@ def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:
 
     if options.layers:
         SHAPES[options.shape]["num_hidden_layers"] = options.layers
-    write_model(options.measure, options.shape)
+    write_model(options.model, options.shape)
     if options.device == "cuda":
         torch.cuda.empty_cache()
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
 
     on_cuda = options.device == "cuda"
-    config = json.loads((options.measure / "config.json").read_text())
+    config = json.loads((options.model / "config.json").read_text())
     architectures, width = config["architectures"], options.tensor_parallel
     os.environ.update(engine_environment(options.device, architectures, eager=not on_cuda, tensor_parallel_size=width))
     from lightning_megatron_rl.rollout.vllm.worker import Worker
@@ -146,7 +146,7 @@ def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         tensor_parallel_size=width,
         vllm_args=options.vllm_args,
     )
-    path = str(options.measure)
+    path = str(options.model)
     arguments = llm_arguments(engine, path, options.device, stored_dtype=engine.dtype, eager=not on_cuda)
     with mock.patch.object(vllm_steps(), "quicken"):
         worker.start(arguments)

@@ -285,7 +285,7 @@ class _Taking:
             if request is None or count != 1 or request.status is not RequestStatus.RUNNING:
                 rest[name] = count
                 continue
-            growing = request.__dict__.get("growing")
+            growing = request.__dict__.get("growing")  # by `_begin`; it goes when the request does
             if growing is None:
                 growing = self._begin(request)
             place = places[name]

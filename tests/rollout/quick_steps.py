@@ -49,6 +49,7 @@ def main(model: str, device: str, more: dict[str, Any]) -> None:
     cached, before = hashes(scheduler), dict(done)
     llm.reset_prefix_cache()
     is_quick = quicken(llm)
+    count_handed_on(scheduler, done)
     quick, quick_plans = responses(llm, scheduler)
     different = [step for step, plan in enumerate(plain_plans) if [plan] != quick_plans[step : step + 1]]
     found = {
@@ -64,6 +65,7 @@ def main(model: str, device: str, more: dict[str, Any]) -> None:
         "preempted": before.get("preempted", 0),
         "asked_before": before["asked"],
         "asked": done["asked"] - before["asked"],
+        "handed_on": done["handed_on"],
     }
     print(json.dumps(found))
 
@@ -77,6 +79,18 @@ def count_calls(owner: Any, name: str, kind: str, done: Counter[str]) -> None:
         return plain(*values, **named)
 
     setattr(owner, name, counted)
+
+
+def count_handed_on(scheduler: Any, done: Counter[str]) -> None:
+    """Count the tokens that the scheduler hands on, rather than to note them itself."""
+    update = scheduler.update_from_output
+
+    def counted(*values: Any) -> Any:
+        outputs = update(*values)
+        done["handed_on"] += sum(len(one.new_token_ids) for group in outputs.values() for one in group.outputs)
+        return outputs
+
+    scheduler.update_from_output = counted
 
 
 def responses(llm: Any, scheduler: Any) -> tuple[list[list[Any]], list[Any]]:

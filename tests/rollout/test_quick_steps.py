@@ -41,8 +41,19 @@ def test_most_questions_are_left_out(found, place):
     assert found[place]["asked"] < 0.6 * found[place]["asked_before"]
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_tokens_are_noted_that_end_nothing(found, place):
+    """Handed on are those of the three responses with texts, and of the others the first and the last."""
+    with_texts, others = 3 * 100, 3 * 11
+    one_token = 3  # the first is the last
+    handed_on = with_texts + 2 * others - one_token
+    # one that is put off may have a token under way, and its next comes when it is computed anew
+    assert handed_on <= found[place]["handed_on"] <= handed_on + 2 * found[place]["preempted"]
+
+
 def test_vllm_stays_as_it_is_where_its_steps_are_others(found):
     assert not found[2]["quick"]
+    assert found[2]["handed_on"] == found[2]["tokens"]
     assert found[2]["asked"] == found[2]["asked_before"]
 
 
