@@ -232,12 +232,13 @@ def test_each_replica_has_a_stream_of_its_own(worker_pool, qwen3_dir, rows):
 class Late(pl.Callback):
     """The second replica begins the second step when the first one has rewarded as many groups as three batches have.
 
-    `ready` is what each of them has ready when that step is over.
+    `complete` is how many groups each of them has sampled to their ends, and not trained on, when that step is over.
+    Whether they are ready as well is the scheduler's: the last ones may be in their rewards when the second one comes.
     """
 
     def __init__(self, rewarded: Path) -> None:
         self.rewarded = rewarded  # a sign for each group of the first replica
-        self.ready: list[int] = []
+        self.complete: list[int] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         is_late, patience = (trainer.global_rank, trainer.global_step) == (1, 1), time.monotonic() + 60
@@ -249,7 +250,11 @@ class Late(pl.Callback):
         module.on_save_checkpoint(checkpoint)
         if trainer.global_step == 2:
             states = [json.loads(state) for state in checkpoint[STATE]]
-            self.ready = [sum(group["rewards"] is not None for group in state["groups"]) for state in states]
+            self.complete = [sum(map(is_complete, state["groups"])) for state in states]
+
+
+def is_complete(group: dict[str, Any]) -> bool:
+    return all(response["finish_reason"] is not None for response in group["responses"])
 
 
 def fit_late(rewarded: Path, *arguments: Any, **options: Any) -> Run:
@@ -261,7 +266,7 @@ def fit_late(rewarded: Path, *arguments: Any, **options: Any) -> Run:
 
     late = Late(rewarded)
     run = fit_stream(*arguments, callbacks=[late], module={"rewards": [reward]}, **options)
-    run.extra["ready"] = late.ready
+    run.extra["complete"] = late.complete
     return run
 
 
@@ -272,7 +277,7 @@ def test_replicas_that_wait_for_others_sample_on(worker_pool, qwen3_dir, rows, t
     arguments = (tmp_path / "rewarded", qwen3_dir, rows, {}, 2, settings)
     runs = worker_pool.run(fit_late, *arguments, world_size=2, **ALONE)
     check(runs, 2)
-    assert runs[0].extra["ready"][0] >= BATCH // 2
+    assert runs[0].extra["complete"][0] >= BATCH // 2
 
 
 class LosesWeights(GRPOModule):
