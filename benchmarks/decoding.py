@@ -133,6 +133,11 @@ def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:
 
     on_cuda = options.device == "cuda"
     config = json.loads((options.model / "config.json").read_text())
+    if options.layers not in (None, config["num_hidden_layers"]):
+        raise ValueError(
+            f"--layers {options.layers} with the model in {options.model}, which has {config['num_hidden_layers']}"
+            " layers: leave --layers out, or the model"
+        )
     architectures, width = config["architectures"], options.tensor_parallel
     os.environ.update(engine_environment(options.device, architectures, eager=not on_cuda, tensor_parallel_size=width))
     from lightning_megatron_rl.rollout.vllm.worker import Worker

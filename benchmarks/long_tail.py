@@ -113,7 +113,7 @@ def main() -> None:
     others: dict[str, Any] = before.get("peers", {})
 
     todo = wanted(options, placements, bounds, rows)
-    rates = [] if rows else ["--rates", *map(str, sizes)]  # by the first row
+    rates = [] if known_rates(rows) else ["--rates", *map(str, sizes)]  # by the first row
     failed: list[str] = []
     with Sides(options.at_once) as pool:
         started = [start_row(pool, options, side, most, rates if side == todo[0] else []) for side in todo]
@@ -224,6 +224,11 @@ def saved(options: argparse.Namespace) -> dict[str, Any]:
     if any("train_s" not in row for row in result["rows"]):
         raise ValueError(f"{path} has rows of an older version of this benchmark: choose another --out")
     return result
+
+
+def known_rates(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the rates for the simulation, which one of the rows has measured."""
+    return next((row["rates"] for row in rows if row["rates"]), None)
 
 
 def epoch_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -352,6 +357,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         for prompt in prompts
     )
     kept = slice(options.warmup, options.warmup + options.steps)
+    measured_rates = known_rates(rows)
     for row in rows:
         if different := different_work(wanted, row["work"]):
             raise RuntimeError(f"{name(row)} did not do the work of the epoch: {'; '.join(different)}")
@@ -361,10 +367,10 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         seconds = None
         replicas = side.devices
         is_held = replicas == 1 or side.bound > 0
-        if is_held and rows[0]["rates"] and not side.servers and side.on_update != "finished":
+        if is_held and measured_rates and not side.servers and side.on_update != "finished":
             sizes = options.groups // replicas, side.bound, row["in_flight"] // replicas, options.generations
             plans = [StreamPlan(*sizes, side.parts) for _ in range(replicas)]
-            rates = Rates(**rows[0]["rates"], train_s=row["train_s"])
+            rates = Rates(**measured_rates, train_s=row["train_s"])
             if side.on_update == "kept":
                 rates = replace(rates, prefill_tokens_per_s=math.inf)
             seconds = simulate(plans, prompts, lengths, rates, separate=separate)[kept]

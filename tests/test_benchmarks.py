@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, that each runs on a CPU, and that the documents say what the results say."""
 
+import argparse
 import importlib
 import json
 import os
@@ -498,6 +499,16 @@ def test_decoding_runs_on_a_cpu(tmp_path: Path):
     assert result["vllm_args"] == {"block_size": 32}
     assert "ms per token" in shown
     assert "update_from_output" in profile.read_text()
+
+
+def test_decoding_refuses_layers_that_a_given_model_has_not(tmp_path: Path, monkeypatch):
+    (tmp_path / "tokenizer_config.json").touch()  # it is whole
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 99, "num_hidden_layers": 4}')
+    decoding: Any = importlib.import_module("decoding")
+    monkeypatch.setitem(decoding.SHAPES["tiny"], "num_hidden_layers", 4)  # it is set to what is asked for
+    options = argparse.Namespace(layers=2, shape="tiny", device="cpu", prompts=1, model=tmp_path)
+    with pytest.raises(ValueError, match=r"--layers 2 with the model in .*, which has 4 layers"):
+        decoding.start(options)
 
 
 @pytest.mark.slow

@@ -59,6 +59,14 @@ def test_simulation_by_hand():
     assert both == pytest.approx([12 * 1.5 + 10, (30 - 2 - 15) + 10])
 
 
+def test_the_row_that_measured_rates_need_not_be_the_first():
+    """Rows that are resumed are sorted in between those that are there."""
+    long_tail: Any = importlib.import_module("long_tail")
+    assert long_tail.known_rates([{"rates": None}, {"rates": {"sizes": [1]}}]) == {"sizes": [1]}
+    assert long_tail.known_rates([{"rates": None}]) is None
+    assert long_tail.known_rates([]) is None
+
+
 def test_goals_of_a_long_tail_by_hand():
     long_tail: Any = importlib.import_module("long_tail")
     rows = [

@@ -12,7 +12,7 @@ from lightning_megatron_rl.planner.report import as_data, as_text, scaled_as_dat
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.planner.scaling import scale
 from lightning_megatron_rl.planner.search import search
-from lightning_megatron_rl.utilities.arguments import check_counts, new_parser
+from lightning_megatron_rl.utilities.arguments import check_counts, new_parser, parse_with_rest
 
 PROGRAM = "lightning-megatron-rl plan"
 _DESCRIPTION = """Say whether a config fits GPUs that need not be here, how long a step takes, and what to change first.
@@ -56,7 +56,7 @@ def main(args: list[str]) -> int:
         args: Arguments after `plan`.
     """
     parser = make_parser()
-    options, fit_args = parser.parse_known_args(args)
+    options, fit_args = parse_with_rest(parser, args)
     check_counts(parser, options, "devices", "nodes", "prompt_tokens", "response_tokens")
     if options.out is not None and not options.search:
         parser.error(f"--out {options.out} without --search: only its overlays are written")

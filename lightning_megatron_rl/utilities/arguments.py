@@ -1,6 +1,7 @@
 """An argument parser with one-line errors, for the tools of the command line."""
 
 import argparse
+import difflib
 from typing import NoReturn
 
 
@@ -15,6 +16,24 @@ def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: it is a number, at least 1")
+
+
+def parse_with_rest(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options of a command that hands all others on to `fit`; one that is nearly its own ends with an error.
+
+    Args:
+        parser: Of the command's own options, which have no dots; those of `fit` have, but a few.
+        args: All arguments.
+
+    Returns:
+        The command's options, and the rest.
+    """
+    options, rest = parser.parse_known_args(args)
+    own = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    for name in (argument.partition("=")[0] for argument in rest if argument.startswith("--")):
+        if "." not in name and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.8)):
+            parser.error(f"unknown option {name}; did you mean {near[0]}?")
+    return options, rest
 
 
 def new_parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from lightning_megatron_rl.utilities.arguments import new_parser
+from lightning_megatron_rl.utilities.arguments import new_parser, parse_with_rest
 
 PROGRAM = "lightning-megatron-rl verify-layout"
 _DESCRIPTION = """Freeze one batch, train on it under every parallel layout, and compare with a single process in fp32.
@@ -41,7 +41,7 @@ def main(args: list[str]) -> int:
         args: Arguments after `verify-layout`.
     """
     parser = make_parser()
-    options, fit_args = parser.parse_known_args(args)
+    options, fit_args = parse_with_rest(parser, args)
     if options.out is not None and not Path(options.out).absolute().parent.is_dir():
         parser.error(f"--out {options.out}: there is no directory {Path(options.out).absolute().parent}.")
 

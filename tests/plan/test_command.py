@@ -125,6 +125,7 @@ def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path
     [
         (["--device", "h10"], "unknown device 'h10'; nearest: h100"),
         (["--model.model", "Qwen/Qwen3-9B"], "unknown model 'Qwen/Qwen3-9B'.*nearest: .*Qwen/Qwen3-"),
+        (["--respons_tokens", "8"], "plan: error: unknown option --respons_tokens; did you mean --response-tokens"),
         (["--devices", "0"], "--devices 0: it is a number, at least 1"),
         (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: plans are for MegatronStrategy"),
         (["--out", "x"], "--out x without --search"),

@@ -71,7 +71,7 @@ def test_users_own_wrong_module_is_caught(qwen3_dir, tmp_path, capsys):
         (["--processes", "two"], "argument --processes: invalid int value: 'two'"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--batch", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["--layoutz", "tp2"], "unknown key layoutz"),
+        (["--layoutz=tp2"], "verify-layout: error: unknown option --layoutz; did you mean --layouts?"),
         (["--model.init_args.train.packin", "true"], "unknown key model.train.packin; did you mean packing?"),
         (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: verify-layout compares layouts of MegatronStrategy"),
         (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "BoringModel is no PolicyModule"),
