@@ -9,9 +9,10 @@ import pydoc
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -328,6 +329,7 @@ class Built(CommandLine):
     """
 
     strategy: MegatronStrategy
+    config_dump: Mapping[str, Any] = MappingProxyType({})  # of `save_hyperparameters`; to write it takes as long again
 
     def __init__(self, args: Sequence[str], purpose: str, change: Callable[[Namespace], None]) -> None:
         self._purpose, self._change = purpose, change

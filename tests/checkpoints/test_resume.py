@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.drills.job import STEPS, STEPS_PER_EPOCH, VALIDATED_EVERY, IsTold, Job, differences, history, train
+from tests.drills.job import STEPS, VALIDATED_EVERY, IsTold, Job, differences, history, train
 from tests.selection import by_default
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 
@@ -48,10 +48,7 @@ def whole(worker_pool, qwen3_dir, tmp_path_factory):
 
 
 CASES = [(kind, layout, stop) for kind in KINDS for layout in SAME for stop in range(1, STEPS)]
-DEFAULT = [
-    ("ppo", "tp2_sp", STEPS_PER_EPOCH),  # at an epoch's end
-    ("grpo", "dp2", 2 * VALIDATED_EVERY),  # behind it, with a validation due
-]
+DEFAULT = [("grpo", "dp2", 2 * VALIDATED_EVERY)]  # behind an epoch's end, with a validation due
 
 
 @pytest.mark.parametrize("case", by_default(DEFAULT, CASES), ids=str)

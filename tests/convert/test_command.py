@@ -16,7 +16,6 @@ from lightning_megatron_rl.models.hf.writer import check_space
 from tests.command_line import ROOT
 from tests.convert.jobs import command, convert, must_convert
 from tests.distributed import WorkerPool
-from tests.selection import by_default
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +183,8 @@ def test_help_is_light():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("way", by_default(["to hf"], ["to checkpoint", "to hf"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["to checkpoint", "to hf"])
 def test_interrupted_it_says_one_line_and_leaves_nothing(qwen3_dir: Path, source: Path, tmp_path: Path, way: str):
     """Ctrl-C when there is something to remove."""
     out = tmp_path / "out"

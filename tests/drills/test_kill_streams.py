@@ -13,7 +13,6 @@ from tests.command_line import ROOT
 from tests.distributed import CHILD_PATH
 from tests.drills.kill_streams import count_prompts
 from tests.drills.stream_points import DRILLS, PLACEMENTS, SHORT
-from tests.selection import by_default
 
 
 def report(out: Path, *options: str, timeout: float) -> list[dict[str, Any]]:
@@ -27,7 +26,8 @@ def report(out: Path, *options: str, timeout: float) -> list[dict[str, Any]]:
     return json.loads(out.read_text())["drills"]
 
 
-@pytest.mark.parametrize("placement", by_default(["separate"], PLACEMENTS))
+@pytest.mark.slow  # test_kill.py kills runs, and modules/test_streaming.py resumes streams
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_killed_stream_loses_no_prompt_and_repeats_none(tmp_path, placement):
     found = report(tmp_path / "report.json", "--short", "--placements", placement, timeout=380)
     assert [line["problems"] for line in found] == [[]] * sum(len(each) for each in SHORT[placement])

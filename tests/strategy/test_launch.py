@@ -217,7 +217,8 @@ def test_a_lost_rank_ends_a_launch_of_lightnings(launch, qwen3_dir, rank):
     assert any(words in launch.output() for words in said), launch.output()
 
 
-@pytest.mark.parametrize("rank", by_default([1], [0, 1]))
+@pytest.mark.slow  # test_resume.py has the same on the shared workers
+@pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank_stops_all_of_them_after_the_same_batch(launch, qwen3_dir, rank):
     """Hangs with Lightning's own handler, which broadcasts from within the signal."""
     launch.start("-m", SCRIPT, "--model", str(qwen3_dir), "--out", str(launch.out), "--terminated-rank", str(rank))
