@@ -3,17 +3,24 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # a GPU's
+FUZZED = {"max_num_batched_tokens": 160, "max_num_seqs": 12}
 
 
 @pytest.fixture(scope="module")
-def found(model_dir):
+def found(model_dir) -> list[dict[str, Any]]:
     """What both schedulers do, and what is not known to `quicken`."""
     settings = [{}, {"scheduler_cls": ASYNC, "ahead": True}, {"enable_prefix_caching": False}]
-    settings.append({"fuzzed": 15, "max_num_batched_tokens": 160, "max_num_seqs": 12})
+    return run_apart(model_dir, [*settings, {"fuzzed": 4, **FUZZED}])
+
+
+def run_apart(model_dir: Path, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each of the settings gives, in a process of their own."""
     command = [sys.executable, "-m", "tests.rollout.quick_steps", str(model_dir), "cpu", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -59,6 +66,16 @@ def test_vllm_stays_as_it_is_where_its_steps_are_others(found):
 
 def test_whatever_happens_schedulers_say_the_same(found):
     """Of both kinds, for both of vLLM's model runners: see quick_plans."""
-    quick = found[3]["quick_plans"]
-    assert len(quick) == 60
+    check_plans(found[3]["quick_plans"], 16)
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(250)
+def test_much_more_happens(model_dir):
+    (found,) = run_apart(model_dir, [{"fuzzed": 40, **FUZZED}])
+    check_plans(found["quick_plans"], 160)
+
+
+def check_plans(quick: list[tuple[int, int]], runs: int) -> None:
+    assert len(quick) == runs
     assert all(plans > 50 and tokens > 500 for plans, tokens in quick)  # of 400 steps each

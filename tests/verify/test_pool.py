@@ -133,7 +133,6 @@ def two_nodes() -> Iterator[WorkerPool]:
     pool.close()
 
 
-@pytest.mark.slow  # all tests of the pool need it
 def test_a_worker_starts_with_imports_and_todays_environment(two_nodes: WorkerPool, tmp_path, monkeypatch):
     before = os.getcwd()
     monkeypatch.setenv("OF_THE_FIRST", "1")
