@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.server_process import STREAM_INTERVAL
+from lightning_megatron_rl.rollout.vllm.sockets import SOCKETS_VARIABLE
 from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
@@ -78,9 +80,12 @@ def server(model_dir, tmp_path_factory) -> Iterator[ServerProcess]:
     keep_process(started.process.pid)
     started.wait()
     family = started.family()
+    sockets = Path(psutil.Process(family[0]).environ()[SOCKETS_VARIABLE])
+    assert any(path.is_socket() for path in sockets.iterdir())
     yield started
     assert started.stop() == 128 + signal.SIGTERM
     assert not any(map(is_running, family))
+    assert not sockets.exists(), "vLLM removes none of its sockets"
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.installation import choose_device, installed_packages, why_no_gpu
 from lightning_megatron_rl.rollout.vllm.process import child_environment
 from lightning_megatron_rl.rollout.vllm.settings import engine_environment, llm_arguments
+from lightning_megatron_rl.rollout.vllm.sockets import SOCKETS_VARIABLE, SocketDirectory
 from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_threads
 from lightning_megatron_rl.utilities.versions import __version__
 from lightning_megatron_rl.weights.transports.network import EXTENSION
@@ -104,9 +105,10 @@ class Server:
     """
 
     def __init__(self, arguments: dict[str, Any], environment: dict[str, str], stderr: int | None = None) -> None:
+        self._sockets = SocketDirectory()  # vLLM leaves its own
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", SERVER_MODULE, str(os.getpid())],
-            env=environment,
+            env={SOCKETS_VARIABLE: str(self._sockets.path)} | environment,
             stdin=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
@@ -147,4 +149,5 @@ class Server:
             while set(members(group)) - {group} and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
         end_group(group, self._shared)
+        self._sockets.close()
         return self._process.wait()

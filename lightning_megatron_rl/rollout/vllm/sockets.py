@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "lightning-megatron-rl-sockets-"
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # where vLLM's processes make theirs
 
 
 class SocketDirectory:

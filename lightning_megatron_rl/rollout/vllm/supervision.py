@@ -31,7 +31,7 @@ from lightning_megatron_rl.rollout.vllm.process import (
     EngineTimeoutError,
     WorkerProcess,
 )
-from lightning_megatron_rl.rollout.vllm.sockets import SocketDirectory
+from lightning_megatron_rl.rollout.vllm.sockets import SOCKETS_VARIABLE, SocketDirectory
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.spans import Span, SpanLog
 from lightning_megatron_rl.weights.placement import Placement
@@ -41,7 +41,6 @@ from lightning_megatron_rl.weights.transports.host import HOST, SharedWeights
 
 WORKER_MODULE = "lightning_megatron_rl.rollout.vllm.worker"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps and wakes apart
-SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 OTHERS_CALL_S = 10.0  # that `close` gives the call of another thread
 LET_GO_S = 30.0  # it is an instant's work; more at the end of a run would be a hang
 
