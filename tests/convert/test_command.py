@@ -183,7 +183,7 @@ def test_help_is_light():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a process of its own for each
 @pytest.mark.parametrize("way", ["to checkpoint", "to hf"])
 def test_interrupted_it_says_one_line_and_leaves_nothing(qwen3_dir: Path, source: Path, tmp_path: Path, way: str):
     """Ctrl-C when there is something to remove."""
