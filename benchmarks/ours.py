@@ -148,8 +148,9 @@ def longest(options: argparse.Namespace) -> int:
 
 
 def make_engine(options: argparse.Namespace) -> Any:
-    """Return the sampler: on the trainer's GPUs, on those behind them, or servers."""
+    """Return the sampler: on the trainer's GPUs, in its processes or beside them, on the GPUs behind, or servers."""
     from lightning_megatron_rl.rollout.servers.engine import VLLMServers
+    from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
     if options.urls:
@@ -159,19 +160,24 @@ def make_engine(options: argparse.Namespace) -> Any:
             call_timeout_s=CALL_S,
             weights_over=weights_over(options),
         )
+    sizes: dict[str, Any] = {
+        "max_model_len": longest(options),
+        "max_num_seqs": options.prompts * options.generations,
+        "kv_cache_memory_gb": options.cache_gb,
+        "tensor_parallel_size": options.sampler_parallel,
+        "sleep_level": options.sleep_level,
+    }
+    if options.in_process:
+        return ColocatedVLLMEngine(**sizes, enforce_eager=options.eager)
     behind = list(range(options.devices, options.devices + options.sampler_parallel))
     return VLLMEngine(
-        max_model_len=longest(options),
-        max_num_seqs=options.prompts * options.generations,
-        kv_cache_memory_gb=options.cache_gb,
-        tensor_parallel_size=options.sampler_parallel,
+        **sizes,
         devices=behind if options.apart else None,
         weight_transfer=options.weight_transfer,
         start_timeout_s=600,  # 30 billion weights, and their compilation
         call_timeout_s=CALL_S,
         enforce_eager=options.eager or None,
         compilation=options.compilation,
-        sleep_level=options.sleep_level,
     )
 
 
@@ -267,6 +273,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         handover = {name: summary([step[name] for step in kept]) for name in HANDOVER}
     return {
         "who": "lightning-megatron-rl",
+        **({"place": "sampler in the trainer's processes"} if options.in_process else {}),
         "shape": options.shape,
         "layout": module.strategy.layout.describe(trainer.world_size),
         **how_trained(module, options),
@@ -329,6 +336,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--sampler-parallel", type=int, default=1, help="GPUs that share the sampler's model")
+    parser.add_argument("--in-process", action="store_true", help="the sampler is in the trainer's processes")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs in the sampler")
     parser.add_argument(
         "--compilation",
@@ -349,8 +357,9 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
     names += ("devices", "tensor_parallel", "context_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
     names += ("compilation",)
-    given = [f"--{name}" for name in ("eager", "auto") if getattr(options, name)] + dispatcher_arguments(options)
-    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + given + model_arguments(options)
+    flags = [f"--{name.replace('_', '-')}" for name in ("eager", "auto", "in_process") if getattr(options, name)]
+    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return given + flags + dispatcher_arguments(options) + model_arguments(options)
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,6 +67,8 @@ def check_place(options: argparse.Namespace) -> None:
         raise ValueError(
             "--apart and --servers: the sampler is a process of the trainer's or servers; give one of them"
         )
+    if options.in_process:
+        raise ValueError("--in-process with --apart or --servers: in the trainer's processes or elsewhere, not both")
     if options.peer != "none":
         raise ValueError(f"--peer {options.peer} with --apart or --servers: peers share the trainer's GPU; --peer none")
     if options.servers and (options.sampler_parallel > 1 or options.eager):

@@ -47,6 +47,7 @@ def test_a_row_says_what_weights_went_over(count, over, direct, warnings, share,
     [
         ({"sleep_level": 2}, "2 is for grpo_step.py"),
         ({"apart": True, "servers": 1}, "give one of them"),
+        ({"apart": True, "in_process": True}, "or elsewhere, not both"),
         ({"weights_over": "nccl"}, "is for servers"),
         ({"weight_transfer": "ipc"}, "is for --apart"),
         ({"servers": 2, "peer": "trl"}, "--peer none"),
@@ -68,7 +69,7 @@ def test_a_sampler_elsewhere_beside_other_settings_is_refused(given, message):
         "sampler_parallel": 1,
         "weight_transfer": "auto",
     }
-    plain |= {"sleep_level": 0}
+    plain |= {"sleep_level": 0, "in_process": False}
     weight_sync.check_place(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):
         weight_sync.check_place(SimpleNamespace(**{**plain, **given}))

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class _Held:
     rank: int  # global
     gpu: str
     readers: int
+    in_process: bool  # the only reader is this rank's process
     places: dict[int, tuple[int, int, int]]  # by number of the task: block, bytes from its start, columns
 
 
@@ -81,13 +84,16 @@ class Lending:
             own = group if list(members) == concerned else own
         return frozenset(world[rank][0] for rank in concerned), own
 
-    def agree(self, readiness: Readiness, readers: int, places: list[int]) -> tuple[bool, LentWeights | None]:
+    def agree(
+        self, readiness: Readiness, readers: int, places: list[int], *, in_process: bool = False
+    ) -> tuple[bool, LentWeights | None]:
         """Return whether weights are lent, and to this rank's readers what they need.
 
         Args:
             readiness: Of this rank's sampler.
             readers: Its processes.
             places: Where this rank's parameters are.
+            in_process: The only reader is this process.
         """
         if not self.gpus:
             return False, None
@@ -98,7 +104,7 @@ class Lending:
         if least == Readiness.CANNOT:
             return False, None
         if least == Readiness.NEEDS_PLACES:
-            self._places = places if self._describe(readers) else []
+            self._places = places if self._describe(readers, in_process=in_process) else []
         return bool(self._places), self._lent
 
     def settle(self, loaded: bool) -> bool:
@@ -119,17 +125,22 @@ class Lending:
         dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._all)
         return int(box)
 
-    def _describe(self, readers: int) -> bool:
+    def _describe(self, readers: int, *, in_process: bool) -> bool:
         """Tell all ranks where this one's parameters lie; returns whether every rank could, and if not, never again."""
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # of what was lent before
         blocks = self._blocks()
         assert self._gpu is not None
-        held = self._gather(_Held(dist.get_rank(), self._gpu, readers, self._find(blocks)))
+        own = dist.get_rank()
+        held = self._gather(_Held(own, self._gpu, readers, in_process, self._find(blocks)))
         mine: dict[int, list[list[Handle]]] | None = None
         try:
             mine = {
-                other.rank: [[self._share(block, 0) for _ in range(other.readers)] for block in blocks.values()]
+                other.rank: [
+                    # a process cannot open its own memory
+                    [self._share(block, 0) for _ in range(0 if other.rank == own and in_process else other.readers)]
+                    for block in blocks.values()
+                ]
                 for other in held.values()
             }
         except (RuntimeError, OSError) as error:
@@ -145,7 +156,8 @@ class Lending:
         first: dict[int, int] = {}
         for rank, other in held.items():
             first[rank] = len(memories)
-            memories += [LentMemory(other.gpu, tuple(block)) for block in handles[rank][dist.get_rank()]]
+            itself = blocks.values() if rank == own and in_process else repeat(None)
+            memories += map(partial(LentMemory, other.gpu), map(tuple, handles[rank][own]), itself)
         weights = {
             plan.name: LentWeight(
                 plan.shape, plan.dtype, tuple(self._piece(plan, piece, held, first) for piece in plan.pieces)

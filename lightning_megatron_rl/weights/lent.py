@@ -6,6 +6,7 @@ from functools import cached_property
 from math import prod
 
 import torch
+from torch import Tensor
 
 from lightning_megatron_rl.weights.cuda_memory import Handle
 
@@ -48,6 +49,7 @@ class LentMemory:
 
     gpu: str  # `cuda_memory.identity`
     handles: tuple[Handle, ...]  # one for each reader
+    block: Tensor | None = None  # ``[bytes]`` uint8, the memory itself, for the only reader, in this rank's process
 
 
 @dataclass(frozen=True)

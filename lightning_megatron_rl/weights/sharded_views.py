@@ -132,13 +132,13 @@ class _Push:
         """See `Lender`."""
         return frozenset() if self._lending is None else self._lending.gpus
 
-    def lend(self, readiness: Readiness, readers: int) -> LentWeights | None:
+    def lend(self, readiness: Readiness, readers: int, *, in_process: bool = False) -> LentWeights | None:
         """See `Lender`; a collective."""
         if self._way != "open":
             return None
         assert self._lending is not None
         self._way = "buckets"  # whatever happens, there is one agreement
-        agreed, lent = self._lending.agree(readiness, readers, self._places)
+        agreed, lent = self._lending.agree(readiness, readers, self._places, in_process=in_process)
         if agreed:
             self._way = "lent"
         return lent

@@ -87,12 +87,13 @@ class Lender(Protocol):
     def gpus(self) -> frozenset[str]:
         """Whose memory the weights lie in (`cuda_memory.identity`); none if they cannot be lent."""
 
-    def lend(self, readiness: Readiness, readers: int) -> LentWeights | None:
+    def lend(self, readiness: Readiness, readers: int, *, in_process: bool = False) -> LentWeights | None:
         """Lend the weights if every rank is ready, before anything of them is taken; a collective.
 
         Args:
             readiness: This rank's sampler's.
             readers: Processes of its sampler.
+            in_process: The only one of them is this process, which takes its own memory as it is.
 
         Returns:
             The same object until something has moved or a rank needs it anew; None: take buckets.

@@ -91,6 +91,9 @@ def test_sampler_in_several_trainers_processes(fresh_pool, models, size):
     world = {**ONE, "world_size": size}
     for run in fresh_pool.run(fit_grpo, models["dense"], size, kind="colocated", steps=4, **options, **world):
         check_parity(run, 4)
+        assert run.reports[0].extra_bytes > 0  # in buckets, which show what goes where; then read where it lies
+        assert [(report.extra_bytes, report.replayed) for report in run.reports[1:]] == [(0, True)] * 3
+        assert run.shared_files == []
 
 
 @needs_gpus(2)

@@ -1,5 +1,6 @@
 """Weights of a split model that are read where they lie: all ranks agree, and say where theirs are."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,35 @@ def test_lent_weights_are_the_exported_ones(worker_pool, checkpoint, case):
         assert ways in (["buckets", "lent", "lent", "known"], [""] * 4)
         leaders += bool(ways[0])
     assert leaders >= 1
+
+
+def read_in_process(model: Path, strategy: dict[str, Any], world_size: int) -> list[tuple[list[str], list[bool]]]:
+    """Every rank reads for a sampler in its own process: what differs, and which memory is its own."""
+    policy = train(model, strategy, world_size)
+    found = []
+    for number in range(3):
+        expected = exported(policy)
+        with lendable() if number == 0 else nullcontext():
+            weights = policy.weights_to_push()
+        assert weights.lender is not None
+        lent = weights.lender.lend(Readiness.NEEDS_PLACES, 1, in_process=True)
+        assert lent is not None
+        own = [memory.block is not None for memory in lent.memories]
+        assert [len(memory.handles) for memory in lent.memories] == [1 - is_own for is_own in own]
+        blocks = [open_memory(one.handles[0]) if one.block is None else one.block for one in lent.memories]
+        found.append((differences(read(lent, blocks), expected), own))
+        assert weights.lender.settle(True)
+        disturb(policy)
+    return found
+
+
+@pytest.mark.parametrize("case", ["qwen3 tp2_pp2_sp", "qwen3_moe tp2_sp_ep2_etp1"])
+def test_samplers_in_the_trainers_processes_read_their_own_memory_as_it_is(worker_pool, checkpoint, case):
+    for rounds in run_case(worker_pool, checkpoint, case, read_in_process):
+        assert not any(different for different, _ in rounds)
+        for _, own in rounds:
+            assert any(own)
+            assert not all(own)
 
 
 def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:

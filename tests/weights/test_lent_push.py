@@ -15,8 +15,9 @@ from lightning_megatron_rl.weights.cuda_memory import DEVICE
 from lightning_megatron_rl.weights.lent import LentMemory, LentWeight, LentWeights, Readiness
 from lightning_megatron_rl.weights.loader import WeightLoader
 from lightning_megatron_rl.weights.placement import fill_buckets
-from lightning_megatron_rl.weights.source import WeightViews
-from lightning_megatron_rl.weights.transports import ipc
+from lightning_megatron_rl.weights.source import WeightSource, WeightViews
+from lightning_megatron_rl.weights.transports import borrowing, ipc
+from lightning_megatron_rl.weights.transports.in_process import InProcess
 from lightning_megatron_rl.weights.transports.ipc import IPCTransport
 from tests.weights.test_borrowed_copies import scattered
 from tests.weights.test_copy_plan import ROWS, WIDTH, Fused, weights
@@ -42,7 +43,7 @@ class Trainer:
     def gpus(self) -> frozenset[str]:
         return self._gpus
 
-    def lend(self, readiness: Readiness, readers: int) -> LentWeights | None:
+    def lend(self, readiness: Readiness, readers: int, *, in_process: bool = False) -> LentWeights | None:
         self.said.append(readiness)
         return None if readiness == CANNOT else self._lent
 
@@ -60,7 +61,7 @@ class Workers:
 
     def __call__(self, message: tuple[Any, ...], meanwhile: Any = None) -> Any:
         self.heard.append(message)
-        return {"borrow": self.answers, "replace": True, "let_go": None}[message[0]]
+        return {"borrow": self.answers, "replace": True, "end": False}.get(message[0])
 
     @property
     def names(self) -> list[str]:
@@ -84,7 +85,7 @@ def transport_after_buckets() -> IPCTransport:
 def push(transport: IPCTransport, workers: Workers, lent: LentWeights) -> tuple[Any, Readiness]:
     """What one push returned, and what the sampler said of itself."""
     trainer = Trainer(lent)
-    found = transport.send_lent(trainer, workers, 1)
+    found = transport.borrowing.send(trainer, workers, 1)
     assert trainer.settled == ([] if trainer.said == [CANNOT] else [found is not None])
     return found, trainer.said[0]
 
@@ -106,6 +107,32 @@ def test_places_are_told_once():
     assert workers.names == ["borrow", "replace"]
 
 
+def test_a_worker_in_this_process_takes_its_own_memory_as_it_is():
+    own = torch.zeros(16, dtype=torch.uint8)
+    memories = [LentMemory("b", (handle("b0"),)), LentMemory("a", (), own)]
+    lent = LentWeights({"w": LentWeight((4, 2), torch.bfloat16, ())}, memories)
+    transport, workers, trainer = InProcess(1024, {"a": 0, "b": 1}), Workers(), Trainer(lent)
+    source = WeightSource(torch.device("cpu"), lambda: iter(()), lender=trainer, buckets=lambda: iter(()))
+    workers.answers = [1000]
+    assert transport.send(source, workers, 1) == (0, 0, False)  # nothing is recorded yet
+    assert (workers.names, trainer.said.pop()) == (["begin", "end"], CANNOT)
+    for version, names in ((2, ["borrow", "replace"]), (3, ["replace"])):
+        assert transport.send(source, workers, version) == (16, 0, True)
+        if version == 2:
+            ((peer, itself),) = workers.heard[0][2]
+            assert itself is own
+            assert (peer[0], peer[DEVICE]) == ("b0", 1)
+        assert workers.names == names
+        assert transport.peer_bytes == 1000
+    transport.forget()
+    workers.answers = [None]
+    with mock.patch.object(borrowing, "take_back") as take_back:
+        assert transport.send(source, workers, 4) == (0, 0, False)
+    assert [call.args[0][0] for call in take_back.call_args_list] == ["b0"]
+    assert workers.names == ["borrow", "let_go", "begin", "end"]
+    assert trainer.settled == [True, True, False]
+
+
 def send(transport: IPCTransport) -> None:
     transport.send_tensors(iter(()), mock.Mock())
 
@@ -125,7 +152,7 @@ def let_go(transport: IPCTransport) -> None:
 
 
 def relaunch(transport: IPCTransport) -> None:
-    with mock.patch.object(ipc, "take_back") as take_back:
+    with mock.patch.object(borrowing, "take_back") as take_back:
         transport.forget(workers_are_gone=True)
     assert take_back.call_count == 4, "each worker's handles of each memory"
 
@@ -149,7 +176,7 @@ def test_whatever_comes_between_is_told_anew(event, expected):
 def test_workers_that_cannot_are_asked_once():
     transport, workers, lent = transport_after_buckets(), Workers(), lent_weights()
     workers.answers = [1000, None]
-    with mock.patch.object(ipc, "take_back") as take_back:
+    with mock.patch.object(borrowing, "take_back") as take_back:
         assert push(transport, workers, lent) == (None, NEEDS_PLACES)
         transport.forget(workers_are_gone=True)  # nothing of it is taken back twice
     assert workers.names == ["borrow", "let_go"]
@@ -165,7 +192,7 @@ def test_memory_that_the_workers_do_not_see_is_not_asked_for(seen, memory):
     transport = IPCTransport(0, 2, gpus=seen)
     send_buckets(transport)
     trainer = Trainer(lent_weights(), frozenset(memory))
-    assert transport.send_lent(trainer, Workers(), 1) is None
+    assert transport.borrowing.send(trainer, Workers(), 1) is None
     assert trainer.said == [CANNOT]
 
 
@@ -174,7 +201,7 @@ def test_handles_are_kept_for_workers_that_die_meanwhile():
     transport, lent = transport_after_buckets(), lent_weights()
     dying = mock.Mock(side_effect=RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        transport.send_lent(Trainer(lent), dying, 1)
+        transport.borrowing.send(Trainer(lent), dying, 1)
     assert transport.is_open
     relaunch(transport)
 

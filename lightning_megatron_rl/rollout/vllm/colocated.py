@@ -4,8 +4,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,8 +41,9 @@ from lightning_megatron_rl.rollout.vllm.settings import (
     llm_arguments,
 )
 from lightning_megatron_rl.utilities.ranges import check_ranges
+from lightning_megatron_rl.weights.cuda_memory import identity
 from lightning_megatron_rl.weights.source import WeightSource
-from lightning_megatron_rl.weights.transports.base import total_bytes
+from lightning_megatron_rl.weights.transports.base import Sent
 from lightning_megatron_rl.weights.transports.in_process import InProcess
 
 if TYPE_CHECKING:
@@ -133,7 +134,6 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._worker: Worker | None = None
         self._has_weights = False
         self._awake: set[str] = set()
-        self._in_process = InProcess(bucket_mb * 2**20)
 
     def describe_needs(self) -> EngineNeeds | None:
         """Return what its worker takes of each trainer's GPU."""
@@ -187,6 +187,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._worker = worker
         self.activity = worker.activity
         self._device = device
+        self._transport = InProcess(self.bucket_mb * 2**20, _readable_gpus() if device == "cuda" else {})
         # Triton reads them whenever it compiles a kernel
         self._kernels = {name: environment[name] for name in FP32_ENVIRONMENT if name in environment}
         self._awake, self._has_weights, self.weight_version = {WEIGHTS, KV_CACHE}, True, 0
@@ -223,29 +224,36 @@ class ColocatedVLLMEngine(RolloutEngine):
         worker = self._started()
         self.wake([WEIGHTS])
         self._has_weights = False
-        num_bytes = 0
-        extra, replayed = 0, False
-        with isolated():
-            if self._device == "cpu":
+        if self._device == "cpu":
+            with isolated():
                 named = list(self._layout.check(source.tensors()))
-                num_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in named)
                 worker.reload(named, version)
-            else:
-                worker.begin()
-                for part in self._in_process.parts(self._layout.check_source(source)):
-                    num_bytes += total_bytes(part.placements or ())
-                    extra = extra if part.keep else max(extra, sum(block.numel() for block in part.blocks or ()))
-                    worker.load(part)
-                replayed = worker.end(version)
+            sent = Sent(sum(tensor.nbytes for _, tensor in named), 0, replayed=False)
+        else:
+            sent = self._transport.send(self._layout.check_source(source), self._ask, version)
         self._has_weights, self.weight_version = True, version
-        name, seconds = self._in_process.name, time.perf_counter() - began
-        log.info("weights of version %d: %.3f GB %s in %.3f s", version, num_bytes / 1e9, name, seconds)
-        return SyncReport(num_bytes, seconds, extra, name, replayed)
+        name, seconds = self._transport.name, time.perf_counter() - began
+        log.info("weights of version %d: %.3f GB %s in %.3f s", version, sent.num_bytes / 1e9, name, seconds)
+        return SyncReport(
+            sent.num_bytes, seconds, sent.extra_bytes, name, sent.replayed, peer_bytes=self._transport.peer_bytes
+        )
+
+    def _ask(self, message: tuple[Any, ...], meanwhile: Callable[[], None] | None = None) -> Any:
+        """Call a method of the worker, as an engine's process does with a message."""
+        name, *values = message
+        # copies that are prepared change nothing, and take less time than it takes to look after everything else
+        is_replay = name == "replace" and values[0].borrowed
+        with nullcontext() if is_replay else isolated():
+            answer = getattr(self._started(), name)(*values)
+        if meanwhile is not None:
+            meanwhile()
+        return answer
 
     def let_go(self) -> None:
         """Stop reading memory of an earlier update."""
         if self._worker is not None and self._device == "cuda":
             self._worker.let_go()
+            self._transport.forget()
 
     def sleep(self, level: int = 1) -> int:
         """Free this rank's memory: 1 moves the weights to the host, 2 drops them; the cache is dropped by both."""
@@ -291,6 +299,13 @@ def _drop_names() -> None:
     for path in named_memory("self"):
         if "-cpushm_" in path.name:
             path.unlink(missing_ok=True)
+
+
+def _readable_gpus() -> dict[str, int]:
+    """Return the numbers of the GPUs whose memory this rank's reads, by identity."""
+    own = torch.cuda.current_device()
+    numbers = [n for n in range(torch.cuda.device_count()) if n == own or torch.cuda.can_device_access_peer(own, n)]
+    return {str(identity(torch.device("cuda", number))): number for number in numbers}
 
 
 def _ranks() -> dict[str, str]:

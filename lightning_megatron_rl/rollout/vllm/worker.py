@@ -151,10 +151,10 @@ class Worker:
         self._update_began = None
         self.activity.add(Span("update", began, ended, ended - began))
 
-    def borrow(self, weights: "dict[str, LentWeight]", handles: "list[list[Handle]]") -> list[int | None]:
-        """Open the memory that weights lie in, of which each worker has handles; return what each says of it."""
+    def borrow(self, weights: "dict[str, LentWeight]", memory: "list[list[Handle | Tensor]]") -> list[int | None]:
+        """Open the memory that weights lie in, by what each worker opens it with; return what each says of it."""
         assert self._llm is not None
-        return self._llm.collective_rpc("borrow", args=(weights, handles))
+        return self._llm.collective_rpc("borrow", args=(weights, memory))
 
     def let_go(self) -> None:
         """Drop all references to the trainer's memory."""

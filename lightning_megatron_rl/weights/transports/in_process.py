@@ -1,27 +1,52 @@
 """Weights to a vLLM model in the trainer's own process: copied on the GPU, out of the trainer's memory itself."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_megatron_rl.weights.placement import PlacedWeights, fill_buckets
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews
-from lightning_megatron_rl.weights.transports.base import Part
+from lightning_megatron_rl.weights.transports.base import Ask, Part, Sent, Transport, post_by, total_bytes
+from lightning_megatron_rl.weights.transports.borrowing import Borrowing
 
 
-class InProcess:
-    """Parts of updates in the same process: the memory itself.
+class InProcess(Transport):
+    """The memory itself; once buckets have shown what goes where, that of other ranks as well (`Borrowing`).
 
     Args:
         bucket_bytes: Size of the buffer for tensors that come one by one.
+        gpus: Numbers of the GPUs that this process reads, by `cuda_memory.identity`.
     """
 
     name = "in process"
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, gpus: Mapping[str, int] | None = None) -> None:
         self._bucket_bytes = bucket_bytes
         self._placed: dict[int, PlacedWeights] = {}
+        self.borrowing = Borrowing(1, gpus or {}, in_process=True)
 
-    def parts(self, source: WeightSource) -> Iterator[Part]:
-        """Yield all weights, each part before the next is taken; a collective where the source's iterators are."""
+    @property
+    def peer_bytes(self) -> int:  # type: ignore[override]
+        """See `Transport`."""
+        return self.borrowing.peer_bytes
+
+    def send(self, source: WeightSource, ask: Ask, version: int) -> Sent:
+        """See `Transport`; a collective where the source's iterators are."""
+        if source.lender is not None and (sent := self.borrowing.send(source.lender, ask, version)) is not None:
+            return sent
+        ask(("begin",))
+        num_bytes, extra, post = 0, 0, post_by(ask)
+        for part in self._parts(source):
+            num_bytes += total_bytes(part.placements or ())
+            extra = extra if part.keep else max(extra, sum(block.numel() for block in part.blocks or ()))
+            post(part)
+        self.borrowing.note(recorded=source.whole is None and source.buckets is not None)
+        return Sent(num_bytes, extra, ask(("end", version)))
+
+    def forget(self, *, workers_are_gone: bool = False) -> None:
+        """See `Transport`."""
+        self.borrowing.forget(workers_are_gone=workers_are_gone)
+
+    def _parts(self, source: WeightSource) -> Iterator[Part]:
+        """Yield all weights, each part before the next is taken."""
         if source.whole is not None:
             yield from self._in_place([source.whole], keep=True)
         elif source.buckets is not None:

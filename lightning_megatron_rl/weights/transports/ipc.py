@@ -8,13 +8,11 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from lightning_megatron_rl.weights.cuda_memory import Handle, lend, on_device, take_back
-from lightning_megatron_rl.weights.lent import LentWeights, Readiness
+from lightning_megatron_rl.weights.cuda_memory import Handle, lend, take_back
 from lightning_megatron_rl.weights.placement import PlacedWeights, fill_buckets
-from lightning_megatron_rl.weights.source import CollectiveIterator, Lender, WeightSource, WeightViews
+from lightning_megatron_rl.weights.source import CollectiveIterator, WeightSource, WeightViews
 from lightning_megatron_rl.weights.transports.base import (
     DEFAULT_BUCKET_BYTES,
-    LENT,
     PASSING,
     Ask,
     Part,
@@ -24,6 +22,7 @@ from lightning_megatron_rl.weights.transports.base import (
     post_by,
     total_bytes,
 )
+from lightning_megatron_rl.weights.transports.borrowing import Borrowing
 
 
 class IPCTransport(Transport):
@@ -36,7 +35,7 @@ class IPCTransport(Transport):
     one, too.
 
     When buckets have shown what goes where in the workers' models, the next weights that lie in memory of several ranks
-    are read there, by workers on the same GPUs, with nothing put together (`send_lent`).
+    are read there, by workers on the same GPUs, with nothing put together (`Borrowing`).
 
     Args:
         device: Number of the trainer's GPU among those that the workers see.
@@ -56,43 +55,45 @@ class IPCTransport(Transport):
     ) -> None:
         self.device = device
         self.num_workers = num_workers
-        self._gpus = list(gpus)
-        self._may_borrow = True
-        self._has_recorded = False  # whether the workers know what becomes of all weights that came in buckets
-        self._borrowed: LentWeights | None = None  # what they read in place
-        self.peer_bytes = 0
+        self._sees_peers = bool(gpus)
         self.bucket_bytes = bucket_bytes
         self._placed: dict[int, PlacedWeights] = {}  # by number of the part
         self._open: dict[int, _Opened] = {}  # memory that the workers keep open, by number
         self._lent: list[Handle] = []  # that they may have open: also what this update has lent until it ends
+        numbers = {gpu: number for number, gpu in enumerate(gpus)}
+        self.borrowing = Borrowing(num_workers, numbers, before=self._open.clear)
+
+    @property
+    def peer_bytes(self) -> int:  # type: ignore[override]
+        """See `Transport`."""
+        return self.borrowing.peer_bytes
 
     @property
     def is_open(self) -> bool:
         """See `Transport`."""
-        return bool(self._open)
+        return bool(self._open or self.borrowing.handles)
 
     @property
     def copies_peers(self) -> bool:
         """See `Transport`."""
-        return self.num_workers > 1 and not self._gpus
+        return self.num_workers > 1 and not self._sees_peers
 
     def forget(self, *, workers_are_gone: bool = False) -> None:
         """See `Transport`."""
         if workers_are_gone:
             for handle in self._lent:
                 take_back(handle)
-            self._has_recorded = False
+        self.borrowing.forget(workers_are_gone=workers_are_gone)
         self._lent.clear()
         self._open.clear()
         self._placed.clear()
-        self._borrowed = None
 
     def send(self, source: WeightSource, ask: Ask, version: int) -> Sent:
         """See `Transport`."""
         if source.whole is not None and self.num_workers == 1:
             part, num_bytes = self.whole(source.whole)
             return Sent(num_bytes, 0, ask(("replace", part, version)))
-        if source.lender is not None and (sent := self.send_lent(source.lender, ask, version)) is not None:
+        if source.lender is not None and (sent := self.borrowing.send(source.lender, ask, version)) is not None:
             return sent
         if source.buckets is None:
             ask(("begin",))
@@ -105,13 +106,13 @@ class IPCTransport(Transport):
 
     def whole(self, weights: WeightViews) -> tuple[Part, int]:
         """Return all weights as one part that is read in place, and their bytes; for one worker."""
-        self._has_recorded, self._borrowed, self.peer_bytes = False, None, 0
+        self.borrowing.note(recorded=False)
         return self._part(weights, 0, keep=True), self._placed[0].num_bytes
 
     def send_tensors(self, tensors: Iterable[tuple[str, Tensor]], post: Post) -> tuple[int, int]:
         """Send tensors through the buffer; return their bytes, and the most that were held besides them at one time."""
         self._placed.clear()  # the workers are about to learn other places
-        self._has_recorded, self._borrowed, self.peer_bytes = False, None, 0
+        self.borrowing.note(recorded=False)
         num_bytes, extra, buffer = 0, 0, None
         for number, (bucket, placements) in enumerate(fill_buckets(tensors, self.bucket_bytes)):
             torch.cuda.current_stream().synchronize()
@@ -136,50 +137,8 @@ class IPCTransport(Transport):
                 advance()
             extra = max(extra, _memory_of([bucket, *following]))
             bucket, number = following[0] if following else None, number + 1
-        self._has_recorded, self._borrowed, self.peer_bytes = True, None, 0
+        self.borrowing.note(recorded=True)
         return num_bytes, extra
-
-    def send_lent(self, lender: Lender, ask: Ask, version: int) -> Sent | None:
-        """Let the workers read weights where they lie, if every rank's sampler can; None: send buckets.
-
-        A collective of the ranks that lend.
-        """
-        readiness = Readiness.CANNOT
-        if self._may_borrow and self._has_recorded and lender.gpus and lender.gpus <= set(self._gpus):
-            readiness = Readiness.NEEDS_PLACES if self._borrowed is None else Readiness.KNOWS_PLACES
-        lent = lender.lend(readiness, self.num_workers)
-        if lent is None:
-            return None
-        if lent is not self._borrowed:
-            self._borrow(lent, ask)
-        replayed = False
-        if self._borrowed is not None:
-            replayed = ask(("replace", Part(0, None, keep=True, stays=True, borrowed=True), version))
-        if not lender.settle(self._borrowed is not None):
-            return None
-        return Sent(lent.num_bytes, 0, replayed)
-
-    def _borrow(self, lent: LentWeights, ask: Ask) -> None:
-        """Tell the workers where weights lie; they close everything else."""
-        numbers = [self._gpus.index(memory.gpu) for memory in lent.memories]
-        handles = [
-            [on_device(memory.handles[worker], number) for memory, number in zip(lent.memories, numbers, strict=True)]
-            for worker in range(self.num_workers)
-        ]
-        opened = _Opened([], list(chain(*handles)))
-        self._lent.extend(opened.handles)
-        self._open = {LENT: opened}
-        self._borrowed = None
-        peer_bytes = ask(("borrow", lent.weights, handles))
-        if None not in peer_bytes:
-            self._borrowed, self.peer_bytes = lent, max(peer_bytes)
-            return
-        self._may_borrow = False  # nor the next time
-        ask(("let_go",))  # those that could
-        del self._open[LENT]
-        self._lent = self._lent[: -len(opened.handles)]
-        for handle in opened.handles:  # those that could not have opened nothing that they could close
-            take_back(handle)
 
     def finish(self) -> None:
         """See `Transport`."""

@@ -117,8 +117,12 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         copy_all(copies, lent)
         return copies
 
-    def borrow(self, weights: dict[str, LentWeight], handles: list[Handle]) -> int | None:
+    def borrow(self, weights: dict[str, LentWeight], memory: list[Handle | Tensor]) -> int | None:
         """Open the memory of several ranks, in place of what is open, to copy all weights out of it.
+
+        Args:
+            weights: What lies where in it.
+            memory: Of each rank, what it is opened with; that of this process itself.
 
         Returns:
             The bytes that are read out of other GPUs' memory; None: it cannot be done.
@@ -127,8 +131,8 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         self._lent[LENT] = []
         read = None
         try:
-            for handle in handles:
-                self._lent[LENT].append(open_memory(handle, self.device))
+            for one in memory:
+                self._lent[LENT].append(one if isinstance(one, Tensor) else open_memory(one, self.device))
             if all(block.device == self.device for block in self._lent[LENT]):
                 read = self.loader.borrow(weights, self._lent[LENT])
         except RuntimeError as error:
@@ -136,7 +140,9 @@ class TransferEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         if read is None:
             self._close([LENT])
             return None
-        return sum(size for size, handle in zip(read, handles, strict=True) if handle[DEVICE] != self.device.index)
+        own = self.device.index
+        numbers = [own if isinstance(one, Tensor) else one[DEVICE] for one in memory]
+        return sum(size for size, number in zip(read, numbers, strict=True) if number != own)
 
     def finish_weight_update(self) -> None:
         """Finish the update and let the trainer's memory go that does not stay."""
@@ -204,10 +210,11 @@ class WeightReceiver(SharedWeightsReceiver):
             return {"free": 0, "pooled": 0}
         return {"free": torch.cuda.mem_get_info()[0], "pooled": CuMemAllocator.get_instance().get_current_usage()}
 
-    def borrow(self, weights: dict[str, LentWeight], handles: list[list[Handle]]) -> int | None:
-        """Open this worker's handles of the memory that weights lie in; see `TransferEngine.borrow`."""
+    def borrow(self, weights: dict[str, LentWeight], memory: list[list[Handle | Tensor]]) -> int | None:
+        """Open the memory that weights lie in, by what each worker opens it with; see `TransferEngine.borrow`."""
         engine = self.weight_transfer_engine
-        read: int | None = engine.borrow(weights, handles[engine.parallel_config.rank])
+        place = engine.parallel_config.rank if len(memory) > 1 else 0  # in the trainer's process there is one
+        read: int | None = engine.borrow(weights, memory[place])
         return read
 
     def let_go(self) -> None:
