@@ -1,6 +1,7 @@
 """Names and shapes of a Hugging Face model directory's weights, read without loading them."""
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -136,3 +137,27 @@ class CheckpointLayout:
         if missing:
             names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
             raise ValueError(f"{len(missing)} of {len(self.shapes)} weights are missing from the update: {names}")
+
+
+class SourceCheck:
+    """Checks the weights of each update; whole ones once, for as long as they are the same object.
+
+    Args:
+        layout: What a complete set of weights is.
+    """
+
+    def __init__(self, layout: CheckpointLayout) -> None:
+        self._layout = layout
+        self._last: tuple[weakref.ref[WeightViews], WeightSource] | None = None
+
+    def __call__(self, source: WeightSource) -> WeightSource:
+        """Return the same weights, checked: whole ones now, others as they are taken.
+
+        Raises:
+            ValueError: As `CheckpointLayout.check_source`.
+        """
+        if source.whole is None:
+            return self._layout.check_source(source)
+        if self._last is None or self._last[0]() is not source.whole:
+            self._last = weakref.ref(source.whole), self._layout.check_source(source)
+        return self._last[1]

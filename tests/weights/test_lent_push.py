@@ -4,6 +4,7 @@ Memory is lent through CUDA IPC, which no CPU has: here trainer and workers answ
 `tests/gpu/test_engine.py`.
 """
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from lightning_megatron_rl.weights.loader import WeightLoader
 from lightning_megatron_rl.weights.placement import fill_buckets
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews
 from lightning_megatron_rl.weights.transports import borrowing, ipc
+from lightning_megatron_rl.weights.transports.base import Part
 from lightning_megatron_rl.weights.transports.in_process import InProcess
 from lightning_megatron_rl.weights.transports.ipc import IPCTransport
 from tests.weights.test_borrowed_copies import scattered
@@ -250,3 +252,81 @@ def test_the_loader_forgets_what_it_borrowed():
     model.prepare = lambda loaded: loaded * 2
     load_in_buckets(loader, weights(1))  # and this is more than copies
     assert loader.borrow(lent.weights, lent.blocks) is None
+
+
+# ---- in the trainer's process: the transport and the loader together -------------------------------------------------
+
+
+class Within:
+    """What the engine's worker does with messages, on a model of this process."""
+
+    def __init__(self, rank: int) -> None:
+        self.model = Fused(rank)
+        self.loader = WeightLoader(self.model, None)
+        self.heard: list[str] = []
+        self._placements: dict[int, Any] = {}
+        self._memory: list[Tensor] = []
+
+    def __call__(self, message: tuple[Any, ...], meanwhile: Any = None) -> Any:
+        name, *values = message
+        self.heard.append(name)
+        if name in ("begin", "replace"):
+            self.loader.begin()
+        if name in ("load", "replace"):
+            self._load(values[0])
+        if name == "borrow":
+            weights, (memory,) = values
+            self._memory = list(memory)
+            read = self.loader.borrow(weights, self._memory)
+            return [None if read is None else sum(read)]
+        return self.loader.was_replayed
+
+    def _load(self, part: Part) -> None:
+        if part.borrowed:
+            self.loader.load_borrowed()
+            return
+        assert part.blocks is not None
+        assert part.placements is not None
+        self.loader.load(part.blocks, part.placements, keep=part.keep, stays=part.stays)
+
+    def has(self, named: list[tuple[str, Tensor]]) -> bool:
+        expected = Fused(self.model.rank)
+        expected.load_weights(named)
+        return all(torch.equal(*pair) for pair in zip(self.model.parameters(), expected.parameters(), strict=True))
+
+
+def in_two_buckets(named: list[tuple[str, Tensor]]) -> list[WeightViews]:
+    """Each in memory of its own."""
+    halves = [named[:3], named[3:]]
+    return [
+        WeightViews.of(
+            [(name, part) for (name, _), part in zip(half, torch.stack([t for _, t in half]).unbind(), strict=True)]
+        )
+        for half in halves
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_way_in_one_process_gives_the_same_weights(rank):
+    """Whole, one by one, in buckets, and then, as those have shown what goes where, out of several ranks' memory."""
+    within, transport = Within(rank), InProcess(256, {"a": 0})
+    cpu = torch.device("cpu")
+    source = WeightSource.of_views(WeightViews.of(weights(1)))
+    assert transport.send(source, within, 1)[0] == sum(tensor.nbytes for _, tensor in weights(1))
+    assert within.heard == ["replace"]
+    assert within.has(weights(1))
+    transport.send(WeightSource.streamed(iter(weights(2)), cpu), within, 2)
+    assert within.has(weights(2))
+    ways = []
+    for version in (3, 4, 5):
+        named = weights(version)
+        lent = scattered(named, 2, WIDTH, 1)
+        memories = [LentMemory("a", (), block) for block in lent.blocks]
+        trainer = Trainer(LentWeights(lent.weights, memories), frozenset({"a"}))
+        buckets = in_two_buckets(named)
+        source = WeightSource(cpu, lambda: iter(()), lender=trainer, buckets=partial(iter, buckets))
+        within.heard.clear()
+        transport.send(source, within, version)
+        ways.append(list(within.heard))
+        assert within.has(named)
+    assert ways == [["begin", "load", "load", "end"], ["borrow", "replace"], ["borrow", "replace"]]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron_rl.planner.needs import EngineNeeds
-from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout, SourceCheck
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -164,6 +164,7 @@ class ColocatedVLLMEngine(RolloutEngine):
                 " rank(s) of the run: it must be the number of ranks of one model replica"
             )
         self._layout = CheckpointLayout.read(model_path)
+        self._check = SourceCheck(self._layout)
         arguments = llm_arguments(
             self, str(model_path), device, stored_dtype=self._layout.dtype, eager=self.enforce_eager
         )
@@ -230,7 +231,7 @@ class ColocatedVLLMEngine(RolloutEngine):
                 worker.reload(named, version)
             sent = Sent(sum(tensor.nbytes for _, tensor in named), 0, replayed=False)
         else:
-            sent = self._transport.send(self._layout.check_source(source), self._ask, version)
+            sent = self._transport.send(self._check(source), self._ask, version)
         self._has_weights, self.weight_version = True, version
         name, seconds = self._transport.name, time.perf_counter() - began
         log.info("weights of version %d: %.3f GB %s in %.3f s", version, sent.num_bytes / 1e9, name, seconds)

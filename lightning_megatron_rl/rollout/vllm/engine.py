@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_megatron_rl.planner.needs import EngineNeeds
-from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout, SourceCheck
 from lightning_megatron_rl.rollout.vllm.arguments import check_vllm_args
 from lightning_megatron_rl.rollout.vllm.installation import (
     choose_device,
@@ -162,6 +162,7 @@ class VLLMEngine(SupervisedEngine):
         if device == "cpu":
             require_library("libnuma.so.1", "apt-get install libnuma1")
         self._layout = CheckpointLayout.read(model_path)
+        self._check = SourceCheck(self._layout)
         eager = self.enforce_eager if self.enforce_eager is not None else device == "cpu"
         self._transport = None if isinstance(self.weight_transfer, str) else self.weight_transfer
         self._compiles = not eager and compiles(self.compilation, self._layout.num_parameters, self.num_tokens)

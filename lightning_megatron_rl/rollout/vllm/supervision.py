@@ -4,11 +4,10 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout, SourceCheck
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -35,7 +34,7 @@ from lightning_megatron_rl.rollout.vllm.sockets import SOCKETS_VARIABLE, SocketD
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.spans import Span, SpanLog
 from lightning_megatron_rl.weights.placement import Placement
-from lightning_megatron_rl.weights.source import WeightSource, WeightViews
+from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.base import Sent, Transport
 from lightning_megatron_rl.weights.transports.host import HOST, SharedWeights
 
@@ -56,6 +55,7 @@ class SupervisedEngine(StreamingEngine):
     max_restarts: int
     echo_output: bool
     _layout: CheckpointLayout
+    _check: SourceCheck
     _llm_arguments: dict[str, Any]
     _environment: dict[str, str]
 
@@ -89,7 +89,6 @@ class SupervisedEngine(StreamingEngine):
         self._transport: Transport | None = None  # None: shared memory
         self._worker_plan: list[Placement] | None = None  # what the worker knows of the shared memory's layout
         # the last source, and the same checked against the layout
-        self._checked: tuple[weakref.ref[WeightViews], WeightSource] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -212,14 +211,6 @@ class SupervisedEngine(StreamingEngine):
         report = SyncReport(sent.num_bytes, seconds, sent.extra_bytes, name, sent.replayed, peer_bytes)
         log.info("weights of version %d: %.3f GB through %s in %.3f s", version, sent.num_bytes / 1e9, name, seconds)
         return report
-
-    def _check(self, source: WeightSource) -> WeightSource:
-        """Return the same weights checked against the model's layout; whole ones before the first is sent."""
-        if source.whole is None:
-            return self._layout.check_source(source)
-        if self._checked is None or self._checked[0]() is not source.whole:
-            self._checked = weakref.ref(source.whole), self._layout.check_source(source)
-        return self._checked[1]
 
     def _update_through_host(self, source: WeightSource, version: int) -> Sent:
         plan = self._started().write(source.tensors())

@@ -1,10 +1,10 @@
 """Weights to a vLLM model in the trainer's own process: copied on the GPU, out of the trainer's memory itself."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from lightning_megatron_rl.weights.placement import PlacedWeights, fill_buckets
-from lightning_megatron_rl.weights.source import WeightSource, WeightViews
-from lightning_megatron_rl.weights.transports.base import Ask, Part, Sent, Transport, post_by, total_bytes
+from lightning_megatron_rl.weights.source import WeightSource
+from lightning_megatron_rl.weights.transports.base import Ask, Part, Sent, Transport, total_bytes
 from lightning_megatron_rl.weights.transports.borrowing import Borrowing
 
 
@@ -32,14 +32,21 @@ class InProcess(Transport):
         """See `Transport`; a collective where the source's iterators are."""
         if source.lender is not None and (sent := self.borrowing.send(source.lender, ask, version)) is not None:
             return sent
+        self.borrowing.note(recorded=False)
+        if source.whole is not None:
+            placed = self._placed.setdefault(0, PlacedWeights())
+            blocks, _ = placed.place(source.whole)
+            part = Part(0, placed.placements, blocks=blocks, keep=True, stays=source.whole.stays)
+            return Sent(placed.num_bytes, 0, ask(("replace", part, version)))
         ask(("begin",))
-        num_bytes, extra, post = 0, 0, post_by(ask)
+        num_bytes, extra = 0, 0
         for part in self._parts(source):
             num_bytes += total_bytes(part.placements or ())
-            extra = extra if part.keep else max(extra, sum(block.numel() for block in part.blocks or ()))
-            post(part)
-        self.borrowing.note(recorded=source.whole is None and source.buckets is not None)
-        return Sent(num_bytes, extra, ask(("end", version)))
+            extra = max(extra, sum(block.numel() for block in part.blocks or ()))
+            ask(("load", part))
+        replayed = ask(("end", version))
+        self.borrowing.note(recorded=source.buckets is not None)
+        return Sent(num_bytes, extra, replayed)
 
     def forget(self, *, workers_are_gone: bool = False) -> None:
         """See `Transport`."""
@@ -47,18 +54,12 @@ class InProcess(Transport):
 
     def _parts(self, source: WeightSource) -> Iterator[Part]:
         """Yield all weights, each part before the next is taken."""
-        if source.whole is not None:
-            yield from self._in_place([source.whole], keep=True)
-        elif source.buckets is not None:
-            yield from self._in_place(source.buckets(), keep=False)
-        else:
+        if source.buckets is None:
             for number, (bucket, placements) in enumerate(fill_buckets(source.tensors(), self._bucket_bytes)):
                 yield Part(number, placements, blocks=[bucket])
-
-    def _in_place(self, weights: Iterable[WeightViews], *, keep: bool) -> Iterator[Part]:
-        for number, views in enumerate(weights):
+            return
+        for number, views in enumerate(source.buckets()):
             placed = self._placed.setdefault(number, PlacedWeights())
-            if not views.views:
-                continue
             blocks, _ = placed.place(views)
-            yield Part(number, placed.placements, blocks=blocks, keep=keep, stays=views.stays)
+            if views.views:
+                yield Part(number, placed.placements, blocks=blocks, stays=views.stays)
