@@ -176,6 +176,9 @@ def _machine(system: SystemFacts, device: str) -> list[Finding]:
         "" if enough else f"give it {SHARED_MEMORY_BYTES // GIB} GiB or more: --shm-size=8g or --ipc=host in Docker"
     )
     findings.append(Finding("shared memory", "ok" if enough else "warning", text, remedy))
+    if system.compiles_anew:
+        told = "none on disk, and PYTHONDONTWRITEBYTECODE is set: imports take twice as long, in each process"
+        findings.append(Finding("bytecode", "note", told, "unset it"))
     findings.append(
         Finding("sandbox", "ok", system.sandbox)
         if not system.unprotected

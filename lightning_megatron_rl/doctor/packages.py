@@ -1,6 +1,7 @@
 """The versions this project runs with, and the tools of the machine around them."""
 
 import ctypes
+import importlib.util
 import operator
 import os
 import platform
@@ -58,6 +59,7 @@ class SystemFacts:
     uv: str | None = None
     pyenv: str | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)  # of REQUIRED; None: not installed
+    compiles_anew: bool = False  # each process compiles the libraries' modules, for itself
     sandbox: str = ""  # of the code reward: its level and protections, or why there is none
     unprotected: tuple[str, ...] = ()  # protections of the sandbox that the kernel does not grant
 
@@ -81,9 +83,18 @@ def measure_system() -> SystemFacts:
         uv=first_line(capture([find_uv(), "--version"])),
         pyenv=first_line(capture(["pyenv", "--version"])),
         versions={name: installed_version(name) for name in REQUIRED},
+        compiles_anew=compiles_anew(),
         sandbox=sandbox,
         unprotected=unprotected,
     )
+
+
+def compiles_anew(library: str = "torch") -> bool:
+    """Whether Python is told to keep no bytecode, and a library came without any."""
+    found = importlib.util.find_spec(library)
+    if found is None or found.origin is None:
+        return False
+    return sys.dont_write_bytecode and not Path(importlib.util.cache_from_source(found.origin)).is_file()
 
 
 def measure_sandbox() -> tuple[str, tuple[str, ...]]:

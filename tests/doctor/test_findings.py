@@ -1,5 +1,7 @@
 """`doctor` on machines that are made up: what is missing is named with its remedy, and decides the exit code."""
 
+import py_compile
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from lightning_megatron_rl.devices.facts import DeviceFacts, Extension
 from lightning_megatron_rl.doctor.command import conclusion, format_finding
 from lightning_megatron_rl.doctor.findings import Finding, examine, wanted_device
-from lightning_megatron_rl.doctor.packages import SystemFacts
+from lightning_megatron_rl.doctor.packages import SystemFacts, compiles_anew
 from tests.devices.test_checks import GOOD, H100, T4, V100
 
 VERSIONS = {
@@ -43,6 +45,21 @@ CPU_ONLY = DeviceFacts("2.11.0", vllm=Extension("0.26.0"), vllm_packages=frozens
 
 def levels(findings: list[Finding], level: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings if finding.level == level}
+
+
+def test_a_library_that_is_compiled_anew_is_named(tmp_path, monkeypatch):
+    (tmp_path / "some_library.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not compiles_anew("no_such_library")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert compiles_anew("some_library")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert not compiles_anew("some_library")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    py_compile.compile(str(tmp_path / "some_library.py"))
+    assert not compiles_anew("some_library")
+    (found,) = [one for one in examine(replace(SYSTEM, compiles_anew=True), GOOD, "cuda") if one.name == "bytecode"]
+    assert (found.level, found.remedy) == ("note", "unset it")
 
 
 def test_right_gpu_machine_is_ready():
