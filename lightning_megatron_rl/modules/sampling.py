@@ -1,6 +1,7 @@
 """`Sampler`: responses that an engine samples with a policy's weights, and the rewards that judge them."""
 
 import atexit
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,7 @@ from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
 from lightning_megatron_rl.modules.streaming import StreamedRollouts
 from lightning_megatron_rl.parallel.distributed import data_parallel_gather, run_on_all_ranks
-from lightning_megatron_rl.rewards.base import Reward
+from lightning_megatron_rl.rewards.base import Reward, reward_name
 from lightning_megatron_rl.rewards.scoring import compute_rewards
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.generate import generate_samples
@@ -108,7 +109,7 @@ class Sampler:
 
     def close(self) -> None:
         """End the engine; the next `start` begins anew."""
-        self.let_go()
+        self._end_run(engine_ends=True)
         self.engine.close()
         self._started, self._ready, self.version = False, False, None
         if self._memory is not None:
@@ -116,8 +117,11 @@ class Sampler:
 
     def let_go(self) -> None:
         """End a run: the engine reads no memory of it any more, and keeps its own weights."""
+        self._end_run(engine_ends=False)
+
+    def _end_run(self, *, engine_ends: bool) -> None:
         if self.stream is not None:
-            self.stream.close()
+            self.stream.close(engine_ends=engine_ends)
         self.engine.let_go()
 
     def metrics(self) -> dict[str, float]:
@@ -187,7 +191,9 @@ class Sampler:
                 self.memory.prepare_sampling()
                 step = self._policy.trainer.global_step
                 with self._policy.phase("rollout"):
-                    samples = self.memory.run(partial(stream.next_batch, prompts, step, self._judge, self._environment))
+                    samples = self.memory.run(
+                        partial(stream.next_batch, prompts, step, self._judge, self._environment, self._judged_by)
+                    )
             if not self._lost_anywhere(samples is None):
                 return samples or []
             self.version, prompts = None, []  # they were admitted
@@ -238,6 +244,11 @@ class Sampler:
         for sample, results in zip(samples, replica.run_on_leader(compute), strict=True):
             sample.rewards, sample.reward, sample.reward_errors = results
 
+    @property
+    def _judged_by(self) -> str:
+        """The names of the rewards and their weights."""
+        return json.dumps([[reward_name(reward) for reward in self._rewards], list(self._reward_weights or ())])
+
     def _judge(self, samples: list[Sample]) -> None:
         """Fill in the rewards, in this process."""
         if self._rewards:
@@ -247,8 +258,14 @@ class Sampler:
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def sync(self, version: int) -> None:
-        """Push the policy's weights to this replica's engine; a collective of all replicas."""
+    def sync(self, version: int, *, for_stream: bool = True) -> None:
+        """Push the policy's weights to this replica's engine; a collective of all replicas.
+
+        Args:
+            version: Becomes that of the engine.
+            for_stream: Responses under way may go on with these weights. If not, they are put away, since weights may
+                be others than those of that version, such as their average.
+        """
         policy = self._policy
         if not self._ready:
             if not self.engine.sleep_level:  # else `start` has waited for it, and it sleeps
@@ -257,7 +274,7 @@ class Sampler:
             self._ready = True
         if self.stream is not None:
             with policy.phase("rollout"):
-                self.memory.run(self.stream.before_update)
+                self.memory.run(partial(self.stream.before_update, puts_away=not for_stream))
         self.memory.prepare_sync()
         with policy.phase("weight_sync"):
             while True:  # at most as often as the engines may be restarted

@@ -136,6 +136,11 @@ class StreamedRollouts:
                 f"{name} with sampling.stop={list(module.sampling.stop)}: a response that is interrupted may have a"
                 " part of a stop string, which would not be found. Use max_staleness=0, or an end-of-sequence token."
             )
+        if settings.on_update == "finished" and engine.sleep_level:
+            raise ValueError(
+                f"streaming.on_update='finished' with engine.sleep_level={engine.sleep_level}: responses could only be"
+                " finished with the memory that the trainer has then. Set sleep_level=0, or on_update to recomputed."
+            )
         if settings.on_update == "kept" and engine.sleep_level:
             raise ValueError(
                 f"streaming.on_update='kept' with engine.sleep_level={engine.sleep_level}: the cache is dropped when"
@@ -223,17 +228,20 @@ class StreamedRollouts:
         version: int,
         judge: Callable[[list[Sample]], None],
         environment: GuardedEnvironment | None,
+        judged_by: str,
     ) -> list[Sample] | None:
         """Return the samples of the batch for a version; None if the engine must get its weights first."""
         if self._stream is None:
-            self._stream = self._open(judge, environment)
+            self._stream = self._open(judge, environment, judged_by)
         try:
             return self._stream.next_batch(prompts, version)
         except WeightsLostError:
             self._stream.have_all_come()  # the others need not wait for new weights here
             return None
 
-    def _open(self, judge: Callable[[list[Sample]], None], environment: GuardedEnvironment | None) -> RolloutStream:
+    def _open(
+        self, judge: Callable[[list[Sample]], None], environment: GuardedEnvironment | None, judged_by: str
+    ) -> RolloutStream:
         module = self._module
         assert module is not None, "prepare() was called"
         data: PromptDataModule = module.trainer.datamodule  # type: ignore[attr-defined]
@@ -260,6 +268,7 @@ class StreamedRollouts:
             spares=self._spares(data, plan.batch_size, replicas),
             watch=self.watch,
             arrive=None if self._in_background else replica.arrive,
+            judged_by=judged_by,
         )
         if self._saved:
             mine = divide_states(self._saved, replicas)[data_parallel_rank()]
@@ -291,16 +300,26 @@ class StreamedRollouts:
         if self._stream is not None:
             self._stream.put_away()
 
-    def before_update(self) -> None:
-        """Do with responses under way what `on_update` says, as far as that comes before the update."""
+    def before_update(self, *, puts_away: bool = False) -> None:
+        """Do with responses under way what `on_update` says, as far as that comes before the update.
+
+        Args:
+            puts_away: None of them may go on with the new weights.
+        """
         if self._stream is not None and self.settings.on_update == "finished":
             with suppress(WeightsLostError):  # nobody can finish them with weights that are gone
                 self._stream.finish_under_way()
+        if puts_away:
+            self.put_away()
 
-    def close(self) -> None:
-        """End the stream; what is under way is lost unless it is in a checkpoint."""
+    def close(self, *, engine_ends: bool = False) -> None:
+        """End the stream; what is under way is lost unless it is in a checkpoint.
+
+        Args:
+            engine_ends: As in `RolloutStream.close`.
+        """
         if self._stream is not None:
-            self._stream.close()
+            self._stream.close(engine_ends=engine_ends)
             self._stream = None
 
     def state(self) -> str | None:

@@ -97,6 +97,7 @@ class StreamPlan:
         self.num_generations = num_generations
         self.part_size = batch_size // parts
         self.num_taken = 0  # groups of the batch that is given out in parts
+        self._given: int | None = None  # version of the last batch that was given out as a whole
         self.waiting: deque[Prompt] = deque()  # admitted and not begun
         self.under_way: dict[int, Group] = {}  # by number
         self.ready: list[Group] = []
@@ -117,7 +118,8 @@ class StreamPlan:
         limit = (self.max_staleness + 1) * self.batch_size
         room = self.in_flight * self.num_generations - self.num_growing  # responses
         begun = []
-        limit -= self.num_taken  # they are trained on, and still of this version's batch
+        # what is trained on with this version has room of its batch: what is begun beyond that could not be in time
+        limit -= self.batch_size if self._given == version else self.num_taken
         while self.waiting and room >= self.num_generations and len(self.under_way) + len(self.ready) < limit:
             prompt = self.waiting.popleft()
             group = Group(self.num_born, prompt, version, [Response() for _ in range(self.num_generations)])
@@ -178,6 +180,7 @@ class StreamPlan:
         taken = {group.number for group in batch}
         self.ready = [group for group in self.ready if group.number not in taken]
         self.num_taken = (self.num_taken + self.part_size) % self.batch_size
+        self._given = version if not self.num_taken else None
         return batch
 
     def describe(self) -> str:
@@ -233,11 +236,12 @@ def divide_states(states: list[str], replicas: int) -> list[str]:
     waiting = [row for part in parts for row in part["waiting"]]
     num_born = max(part["num_born"] for part in parts) + len(groups)
     spares = max(part.get("num_spares", 0) for part in parts)  # some prompts may come again, or not this time
+    common = {"num_born": num_born, "num_spares": spares, "judged_by": parts[0].get("judged_by")}
     divided = []
     for rank in range(replicas):
         begun = [{**group, "number": number} for number, group in enumerate(groups[rank::replicas])]
         rest = waiting[(rank - len(groups)) % replicas :: replicas]
-        divided.append(json.dumps({"waiting": rest, "groups": begun, "num_born": num_born, "num_spares": spares}))
+        divided.append(json.dumps({"waiting": rest, "groups": begun, **common}))
     return divided
 
 

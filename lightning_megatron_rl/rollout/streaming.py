@@ -22,6 +22,7 @@ from lightning_megatron_rl.rollout.protocol import (
     SamplingParams,
     StreamingEngine,
     StreamRequest,
+    WeightsLostError,
     derive_seed,
 )
 from lightning_megatron_rl.rollout.stream import Group, Response, SparePrompts, StreamPlan, find_prompts, rows_of
@@ -58,6 +59,7 @@ class RolloutStream:
         watch: Follows the number of groups, and the rewards.
         arrive: Says that this replica has a batch; what it returns tells whether all replicas have one. Until then it
             samples on, for later batches. None: nobody is waited for.
+        judged_by: Names the rewards; groups of a checkpoint that others judged are judged again.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class RolloutStream:
         spares: SparePrompts | None = None,
         watch: StreamWatch | None = None,
         arrive: Callable[[], Callable[[], bool]] | None = None,
+        judged_by: str = "",
     ) -> None:
         self.plan = plan
         self.num_passed_over = 0  # groups without spread, since the last batch but one
@@ -81,6 +84,7 @@ class RolloutStream:
         self._params = params
         self._tokenizer = tokenizer
         self._seed = seed
+        self._judged_by = judged_by
         self._watch = watch or StreamWatch()
         self._reward = self._watch.timed(reward)
         self._background = background
@@ -124,6 +128,8 @@ class RolloutStream:
             for group in self.plan.drop_stale(version):
                 self._forget(group)
             self._is_held = False
+            if isinstance(self._error, WeightsLostError):
+                self._error = None  # they have come since; if not, the next turn says so again
         if self._background:
             self._start_thread()
         self._awaited.set()
@@ -308,11 +314,12 @@ class RolloutStream:
     # ---- pauses ----------------------------------------------------------------------------------------------------
 
     def finish_under_way(self) -> None:
-        """Sample what is under way to its end, and begin nothing new meanwhile."""
+        """Sample what is under way to its end, and begin nothing new before the next batch is asked for."""
         with self._lock:
             while not all(group.is_complete for group in self.plan.under_way.values()):
                 self._turn(WAIT_S, begins=False)
             self._hold()
+            self._is_held = True
 
     def put_away(self) -> None:
         """Take everything out of the engine, which may sleep or do other things then; `next_batch` goes on with it."""
@@ -322,12 +329,20 @@ class RolloutStream:
                 self._add(self._engine.withdraw())
             self._names.clear()
 
-    def close(self) -> None:
-        """End the threads. What is under way is lost, unless `state` was asked before."""
+    def close(self, *, engine_ends: bool = False) -> None:
+        """End the threads. What is under way is lost, unless `state` was asked before.
+
+        Args:
+            engine_ends: The engine is closed next, or cannot be asked for anything: it keeps what it has until then.
+        """
         self._ended = True
         if self._thread is not None:
             self._thread.join(timeout=END_S)  # longer only within a call that the engine's `close` cuts off
+            engine_ends = engine_ends or self._thread.is_alive()
             self._thread = None
+        if not engine_ends:
+            with suppress(RuntimeError):  # it has lost everything, or says so when it is needed again
+                self._engine.withdraw()
         self._judge.shutdown(wait=False, cancel_futures=True)
         if self._episodes is not None:
             self._episodes.close()
@@ -365,6 +380,8 @@ class RolloutStream:
                 self._add(self._engine.collect(0.0, everything=True))
             except ResponsesLostError:
                 self._names.clear()
+            except WeightsLostError:  # what is known of them is saved; they go on when it has weights again
+                pass
             ready = {group.number for group in self.plan.ready}
             groups = [
                 {
@@ -387,6 +404,7 @@ class RolloutStream:
             counts = {
                 "num_born": self.plan.num_born,
                 "num_spares": 0 if self._spares is None else self._spares.num_drawn,
+                "judged_by": self._judged_by,
             }
             return json.dumps({"waiting": waiting, "groups": groups, **counts})
 
@@ -410,13 +428,32 @@ class RolloutStream:
             self.plan.num_born = state["num_born"]
             if self._spares is not None:
                 self._spares.num_drawn = state.get("num_spares", 0)
+            same_judges = state.get("judged_by") in (None, self._judged_by)
+            anew: list[Prompt] = []  # of groups of another size
             for saved in state["groups"]:
-                responses = [Response.load(response) for response in saved["responses"]]
+                if len(saved["responses"]) != self.plan.num_generations:
+                    anew.append(prompts[saved["row"]])
+                    continue
+                responses = [self._load_response(response) for response in saved["responses"]]
                 group = Group(saved["number"], prompts[saved["row"]], saved["born"], responses)
                 self.plan.under_way[group.number] = group
-                if saved["rewards"] is not None:
+                if saved["rewards"] is not None and same_judges:  # else they are judged again
                     group.samples = [self._sample(group, response) for response in responses]
                     for sample, judged in zip(group.samples, saved["rewards"], strict=True):
                         sample.rewards, sample.reward = judged["rewards"], judged["reward"]
                         sample.reward_errors = judged["errors"]
                     self.plan.finish(group)
+            self.plan.waiting.extendleft(reversed(anew))
+            if anew:
+                log.warning(
+                    "the checkpoint's stream has %d groups of another number of responses than %d: they are sampled"
+                    " anew",
+                    len(anew),
+                    self.plan.num_generations,
+                )
+
+    def _load_response(self, saved: dict[str, Any]) -> Response:
+        """Return a saved response; one that is not complete and has no room left under `max_tokens` begins anew."""
+        response = Response.load(saved)
+        is_full = response.finish_reason is None and len(response.token_ids) >= self._params.max_tokens
+        return Response() if is_full else response

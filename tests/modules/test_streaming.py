@@ -170,6 +170,21 @@ def check(runs: list[Run], max_staleness: int) -> None:
     assert max(age for run in runs for age in run.extra["ages"]) >= 1
 
 
+class PutAway(pl.Callback):
+    """Whether a validation's weights, which may be an average, came when nothing of the stream was in the engine."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if (stream := module.sampler.stream._stream) is not None:
+            self.seen.append(stream._is_held and not stream._names)
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        assert self.seen
+        assert all(self.seen)
+
+
 @pytest.mark.parametrize(
     "mode", by_default(["separate, recomputed"], ["separate, recomputed", "shared, finished", "separate, kept"])
 )
@@ -177,7 +192,7 @@ def test_bound_holds_and_every_prompt_is_used_once(worker_pool, qwen3_dir, rows,
     """Training requests are held while a validation set is sampled between two steps."""
     placement, on_update = mode.split(", ")
     settings = {"max_staleness": 2, "placement": placement, "on_update": on_update}
-    options = {"trainer": {"val_check_interval": 2}, "val": True}
+    options = {"trainer": {"val_check_interval": 2}, "val": True, "callbacks": [PutAway()]}
     run = worker_pool.run(fit_stream, qwen3_dir, rows, {}, 1, settings, world_size=1, **options, **ALONE)[0]
     check([run], 2)
     assert "val/same/mean_at_1" in run.steps[-1]
@@ -496,6 +511,7 @@ def even(counts: Any, lengths: Tensor, group_lengths: Tensor, max_length: int) -
         ({}, {"engine": "vllm", "sampling": SamplingParams(max_tokens=9, stop=("]",))},
          r"max_staleness=1 with sampling.stop=\['\]'\]"),
         ({"on_update": "kept"}, {"engine": "sleeps"}, "on_update='kept' with engine.sleep_level=1"),
+        ({"on_update": "finished"}, {"engine": "sleeps"}, "on_update='finished' with engine.sleep_level=1"),
         ({"placement": "separate"}, {"engine": "sleeps"}, "placement='separate' with engine.sleep_level=1"),
         ({"in_flight": 3}, {"engine": "vllm"}, r"streaming.in_flight=3 < data.batch_size=4"),
         ({"batch_parts": 2}, {"engine": "vllm"},

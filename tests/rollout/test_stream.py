@@ -139,6 +139,22 @@ def test_what_is_too_old_is_dropped_and_its_prompt_admitted_again():
     assert (plan.num_dropped, plan.under_way, plan.ready) == (4, {}, [])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_prompts_that_were_read_for_a_larger_bound_wait(parts):
+    """As an epoch has that is resumed with a smaller one: what begins too early would be too old in the end."""
+    plan, used = StreamPlan(4, 1, 8, 2, parts), []
+    plan.admit(prompts(40))
+    for version in range(10):
+        assert not plan.drop_stale(version)
+        for _ in range(parts):
+            plan.begin(version)
+            for group in list(plan.under_way.values()):
+                plan.finish(group)
+            used += [group.prompt.index for group in plan.take(version)]
+            plan.begin(version)  # beside the trainer's work
+    assert used == list(range(40))
+
+
 def test_a_batch_that_is_not_there_is_refused():
     plan = StreamPlan(2, 1, 4, num_generations=1)
     plan.admit(prompts(1))

@@ -2,10 +2,12 @@
 
 import copy
 import itertools
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,13 @@ from lightning_megatron_rl.environments.base import EnvironmentSetupError
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.rollout import GenerationRequest, SamplingParams, derive_seed
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
-from lightning_megatron_rl.rollout.protocol import Progress, ResponsesLostError, StreamMode, StreamRequest
+from lightning_megatron_rl.rollout.protocol import (
+    Progress,
+    ResponsesLostError,
+    StreamMode,
+    StreamRequest,
+    WeightsLostError,
+)
 from lightning_megatron_rl.rollout.stream import Response, SparePrompts, StreamPlan
 from lightning_megatron_rl.rollout.streaming import RolloutStream
 from lightning_megatron_rl.sample import Prompt, Sample
@@ -400,6 +408,135 @@ def test_under_way_can_be_finished_first(streaming, tokenizer):
     harness.push_random_weights(81)
     samples += stream.next_batch([], harness.version)
     assert all(len(sample.segments) == 1 for sample in samples)
+    stream.close()
+
+
+def test_nothing_begins_between_the_end_of_responses_and_the_update(streaming, tokenizer):
+    """The thread waits for the engine meanwhile, and prompts for room."""
+    harness = streaming
+    harness.push_random_weights(82)
+    stream = make_stream(harness, tokenizer, 3, background=True, in_flight=2)
+    samples = stream.next_batch(rows(8), harness.version)
+    stream.finish_under_way()
+    assert stream.plan.waiting
+    time.sleep(0.5)
+    assert not stream.plan.num_growing
+    for step in range(3):
+        harness.push_random_weights(83 + step)
+        samples += stream.next_batch([], harness.version)
+        stream.finish_under_way()
+    assert len(samples) == 16
+    assert all(len(sample.segments) == 1 for sample in samples)
+    stream.close()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_closed_stream_leaves_nothing_in_the_engine(streaming, tokenizer, background):
+    """Whole batches are sampled next, or a stream that gives its responses the same names."""
+    harness = streaming
+    harness.push_random_weights(90)
+    plan = {"max_staleness": 2, "background": background}
+    first = make_stream(harness, tokenizer, **plan)
+    first.next_batch(rows(6), harness.version)
+    assert first.plan.under_way or first.plan.ready
+    harness.engine.submit(requests(1, start=90), PARAMS)  # longer than the stream's: it is under way for sure
+    first.close()
+    assert harness.engine.generate([GenerationRequest([7, 8], 1)], SamplingParams(max_tokens=2, ignore_eos=True))
+    second = make_stream(harness, tokenizer, **plan)
+    others = [Prompt(prompt.token_ids[::-1], "", index=prompt.index) for prompt in rows(6)]
+    samples = second.next_batch(others, harness.version)
+    check_samples(samples, {harness.version: harness.model}, harness.version, 0)
+    second.close()
+
+
+def test_two_responses_of_one_name_are_refused(streaming):
+    """The tokens of one would be taken for those of the other."""
+    harness = streaming
+    harness.engine.submit(requests(1, start=95), PARAMS)
+    with pytest.raises(RuntimeError, match="a response '95' is under way already"):
+        harness.engine.submit(requests(1, start=95), PARAMS)
+    harness.push_random_weights(91)
+
+
+def saved_stream(harness: Harness, tokenizer, prompts: list[Prompt]) -> str:
+    """The state of a stream that has given out one batch of three, and has responses that are not complete."""
+    harness.push_random_weights(92)
+    stream = make_stream(
+        harness,
+        tokenizer,
+        2,
+        background=False,
+        judged_by="length",
+        arrive=lambda: lambda: len(stream.plan.ready) == 6,  # all of them are complete
+    )
+    stream.next_batch(prompts, harness.version)
+    saved = json.loads(stream.state())
+    stream.close()
+    for number, group in enumerate(saved["groups"]):  # two as if they had been saved a little earlier
+        for response in group["responses"]:
+            if number < 2:
+                response["finish_reason"], group["rewards"] = None, None
+                for name in ("token_ids", "logprobs"):
+                    response[name] = response[name][:30]
+                response["segments"] = [[response["segments"][0][0], len(response["token_ids"])]]
+    return json.dumps(saved)
+
+
+def test_a_saved_stream_goes_on_with_other_sizes(streaming, tokenizer):
+    """Groups of another number of responses begin anew; so do responses that would have no room left."""
+    harness, prompts = streaming, rows(6)
+    state = saved_stream(harness, tokenizer, prompts)
+    by_row = {prompt.index: prompt for prompt in prompts}
+    for generations, tokens in ((3, 40), (2, 20)):
+        plan = StreamPlan(2, 2, 6, generations)
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        stream = RolloutStream(harness.engine, plan, params, tokenizer=tokenizer, seed=9, reward=rewarded)
+        stream.load_state(state, by_row)
+        if generations == 3:
+            assert not plan.ready
+            assert len(plan.waiting) == len(json.loads(state)["groups"]) + len(json.loads(state)["waiting"])
+        samples = stream.next_batch([], harness.version) + stream.next_batch([], harness.version)
+        assert len(samples) == 4 * generations
+        for start in range(0, len(samples), generations):
+            assert len({sample.prompt.index for sample in samples[start : start + generations]}) == 1
+        begun_anew = [sample for sample in samples if len(sample.response_ids) == tokens]
+        check_samples(begun_anew, {harness.version: harness.model}, harness.version, 2)
+        stream.close()
+
+
+@pytest.mark.parametrize(("judged_by", "again"), [("length", False), ("another", True)])
+def test_groups_that_others_judged_are_judged_again(streaming, tokenizer, judged_by, again):
+    prompts, judged = rows(6), []
+    state = saved_stream(streaming, tokenizer, prompts)
+
+    def judge(samples: list[Sample]) -> None:
+        judged.append(samples[0].prompt.index)
+        rewarded(samples)
+
+    stream = make_stream(streaming, tokenizer, 2, background=False, reward=judge, judged_by=judged_by)
+    stream.load_state(state, {prompt.index: prompt for prompt in prompts})
+    ready = [group["row"] for group in json.loads(state)["groups"] if group["rewards"] is not None]
+    samples = stream.next_batch([], streaming.version) + stream.next_batch([], streaming.version)
+    assert len(samples) == 8
+    assert ready
+    assert set(ready) & set(judged) == (set(ready) if again else set())
+    stream.close()
+
+
+def test_a_state_is_saved_while_the_engine_has_no_weights(streaming, tokenizer):
+    """It gets them at the next update; a thread that met that before does not ask for them twice."""
+    harness, prompts = streaming, rows(6)
+    harness.push_random_weights(94)
+    stream = make_stream(harness, tokenizer, 2, background=False)
+    stream.next_batch(prompts, harness.version)
+    with mock.patch.object(harness.engine, "collect", side_effect=WeightsLostError("no server has them")):
+        state = json.loads(stream.state())
+    assert len(state["groups"]) + len(state["waiting"]) == 4
+    stream.close()
+    harness.push_random_weights(95)
+    stream = make_stream(harness, tokenizer, 2, background=False)
+    stream._error = WeightsLostError("no server had them")
+    assert len(stream.next_batch(prompts, harness.version)) == 4
     stream.close()
 
 

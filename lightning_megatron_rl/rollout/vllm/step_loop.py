@@ -63,7 +63,13 @@ class StepLoop:
         return bool(self._under_way)
 
     def submit(self, requests: list[StreamRequest], params: SamplingParams, version: int) -> None:
-        """Take responses in, to be sampled from weights of `version`."""
+        """Take responses in, to be sampled from weights of `version`.
+
+        Raises:
+            RuntimeError: One of that name is under way: the tokens of one would be taken for the other's.
+        """
+        if taken := [request.name for request in requests if request.name in self._under_way]:
+            raise RuntimeError(f"a response {taken[0]!r} is under way already: withdraw it first, or give another name")
         from vllm.sampling_params import RequestOutputKind
 
         # an output per token would take vLLM and this loop a fifth of a step of a hundred responses
