@@ -43,6 +43,7 @@ def test_arguments_of_vllms_own_pass(engine):
         ({"quantization_config": {}}, "quantization_config is not passed through: the sampler would quantise"),
         ({"enable_lora": True}, "enable_lora is not passed through: adapters are merged"),
         ({"data_parallel_rank": 1}, "data_parallel_rank is not passed through: the engine starts and places"),
+        ({"kv_offloading_size": 4.0}, "kv_offloading_size is not passed through: keys and values on the host would"),
         ({"_api_process_rank": 1}, "_api_process_rank is not passed through"),
     ],
 )

@@ -81,6 +81,7 @@ REFUSED: dict[str, str] = {
     "weight_transfer_config": "it takes the trainer's weights; set the engine's weight_transfer",
     "kv_transfer_config": _PROCESSES,
     "ec_transfer_config": _PROCESSES,
+    "kv_offloading_*": "keys and values on the host would outlive an update of the weights",
     "scheduler_cls": "the engine's order of requests is what its seeds were tested with",
     "_*": "it is vLLM's own",
 }
