@@ -424,7 +424,7 @@ class GRPOModule(PolicyModule):
             rollout.scale_token_weights(parts.weigh(self.reduce_on_device(tokens).item()))
         metrics = self.update(rollout.sequences, self.loss, parts=parts)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
-        return torch.tensor(metrics.get("policy/loss", torch.nan), device=self.strategy.root_device)
+        return self.loss_of_update(metrics.get("policy/loss", torch.nan))
 
     def describe_batch(self, batch: list[Prompt]) -> list[tuple[str, str]]:
         """Return the arithmetic of a rollout, for the table at start."""
