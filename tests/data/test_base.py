@@ -151,6 +151,23 @@ def test_changed_batch_size_is_refused_on_resume(tokenizer_dir: str, tmp_path: P
         trainer.fit(Recorder(), make_data(tokenizer_dir, batch_size=2), ckpt_path=tmp_path / "checkpoints/step=2.ckpt")
 
 
+class EndsEpochs(Recorder):
+    """Ends each epoch at its third batch, which it does not see."""
+
+    def on_train_batch_start(self, batch: list[Prompt], batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+def test_limited_epochs_go_on_in_the_data(tokenizer_dir: str, tmp_path: Path):
+    """Stock Lightning begins each epoch with the first batch. There are five here."""
+    limited, ended = Recorder(), EndsEpochs()
+    data = partial(make_data, tokenizer_dir, shuffle=False)
+    make_trainer(tmp_path, limit_train_batches=2, max_epochs=3).fit(limited, data())
+    assert [step[2][0] for step in limited.seen] == [0, 4, 8, 12, 16, 0]
+    make_trainer(tmp_path, max_epochs=3).fit(ended, data())
+    assert [step[2][0] for step in ended.seen] == [0, 4, 12, 16, 4, 8]
+
+
 def test_overfit_repeats_the_first_batches(tokenizer_dir: str, tmp_path: Path):
     model = Recorder()
     make_trainer(tmp_path, overfit_batches=2, max_epochs=2).fit(model, make_data(tokenizer_dir))
