@@ -14,6 +14,7 @@ from lightning_megatron_rl.data.sources import DataSource, Row, Source, describe
 from lightning_megatron_rl.data.templates import load_tokenizer
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, SEED, check_ranges
+from lightning_megatron_rl.utilities.seeds import run_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         batch_size: int,
         val_batch_size: int | None,
         shuffle: bool,
-        seed: int,
+        seed: int | None,
     ) -> None:
         super().__init__()
         check_ranges({"batch_size": COUNT, "val_batch_size": COUNT, "seed": SEED}, locals(), "data.")
@@ -90,6 +91,13 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         return self._tokenizer
 
     @property
+    def order_seed(self) -> int:
+        """Seed of the training set's orders: `seed`; unset, that of the run, or of the one that it goes on from."""
+        if self.seed is not None:
+            return self.seed
+        return run_seed() if self._position is None else self._position["seed"]
+
+    @property
     def val_names(self) -> list[str]:
         """Names of the validation sets, in the order of their `dataloader_idx`."""
         return list(self.val_sources)
@@ -127,9 +135,16 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             self._train_loader = ResumableLoader(items, self.training_batches(items, num_replicas, rank, self.shuffle))
             self._train_loader_owner = self.trainer
         if self._position is not None:
-            self._train_loader.load_state_dict(self._position)
-            self._position = None
+            self._go_on(self._train_loader, self._position)
         return self._train_loader
+
+    def _go_on(self, loader: ResumableLoader[Item], position: dict[str, Any]) -> None:
+        """Restore a loader, whose orders are those of the checkpoint if no `seed` is set."""
+        self._position = position
+        if self.order_seed != loader.batches.seed:
+            loader.batches = self.training_batches(self._sets["train"], *self._data_parallel(), self.shuffle)
+        loader.load_state_dict(position)
+        self._position = None
 
     def training_batches(self, items: list[Item], num_replicas: int, rank: int, shuffle: bool) -> GlobalBatches:
         """The rows that a data-parallel rank takes of each training batch: `batch_size` over all ranks."""
@@ -139,7 +154,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             num_replicas=num_replicas,
             rank=rank,
             shuffle=shuffle,
-            seed=self.seed,
+            seed=self.order_seed,
             drop_last=True,
             read_ahead=self.read_ahead,
         )
@@ -176,7 +191,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         if self._train_loader is not None and self._train_loader_owner is self.trainer:
-            self._train_loader.load_state_dict(state_dict["train"])
+            self._go_on(self._train_loader, state_dict["train"])
         else:
             self._position = state_dict["train"]
 

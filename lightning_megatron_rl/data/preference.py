@@ -50,7 +50,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         max_length: Most tokens of a side.
         overlong: Whether pairs with a longer side are dropped and counted, or an error.
         shuffle: Whether each epoch has an order of its own.
-        seed: Seed of the orders.
+        seed: Seed of the orders. Unset it is the run's (`seed_everything`); a resumed run keeps that of its checkpoint.
         chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
@@ -79,7 +79,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         max_length: int = 2048,
         overlong: Overlong = "drop",
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)

@@ -42,7 +42,7 @@ class PromptDataModule(RowDataModule[Prompt]):
         on_long_prompt: What becomes of a longer prompt: "refuse" ends the run before anything is loaded, "drop" leaves
             the row out, "truncate_left" keeps the prompt's last tokens. Both of these are counted in a warning.
         shuffle: Whether each epoch has an order of its own.
-        seed: Seed of the orders.
+        seed: Seed of the orders. Unset it is the run's (`seed_everything`); a resumed run keeps that of its checkpoint.
         chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
@@ -66,7 +66,7 @@ class PromptDataModule(RowDataModule[Prompt]):
         max_prompt_length: int | None = None,
         on_long_prompt: OnLongPrompt = "refuse",
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)

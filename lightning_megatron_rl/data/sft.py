@@ -48,7 +48,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         max_length: Most tokens of a sequence.
         overlong: Whether longer sequences are dropped and counted, cut at their end, or an error.
         shuffle: Whether each epoch has an order of its own.
-        seed: Seed of the orders.
+        seed: Seed of the orders. Unset it is the run's (`seed_everything`); a resumed run keeps that of its checkpoint.
         chat_template_kwargs: Variables of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
@@ -77,7 +77,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         max_length: int = 2048,
         overlong: Literal["drop", "truncate", "error"] = "drop",
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         max_tokens_per_batch: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
             num_replicas=num_replicas,
             rank=rank,
             shuffle=shuffle,
-            seed=self.seed,
+            seed=self.order_seed,
         )
 
     def check_batches(self, items: list[TokenSequence]) -> None:

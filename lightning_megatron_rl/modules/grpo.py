@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.advantages import group_advantages
@@ -47,7 +47,7 @@ from lightning_megatron_rl.modules.streaming import (
 )
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import context_parallel_sum, data_parallel_gather, data_parallel_rank
-from lightning_megatron_rl.rewards.base import Reward, reward_name
+from lightning_megatron_rl.rewards.base import Reward, reward_name, reward_names
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.rollout.record import Origin
@@ -60,6 +60,18 @@ from lightning_megatron_rl.utilities.seeds import run_seed
 
 # of Megatron's config: what is drawn is another in each pass
 _RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+
+# attributes that a run takes over once, when it begins, and those of which a stream is made besides
+_OF_THE_START = (
+    "engine",
+    "environment",
+    "episodes",
+    "loss_config",
+    "max_failed_rollouts",
+    "reference_settings",
+    "rewards",
+)
+_OF_A_STREAM = ("dynamic_sampling", "num_generations", "sampling")
 
 
 class GRPOModule(PolicyModule):
@@ -96,6 +108,7 @@ class GRPOModule(PolicyModule):
     has_old_logprobs = True
     engine: RolloutEngine
     reference: Reference
+    _is_set_up = False
     compares_groups = True  # whether the configured advantage is used, which may need more than one response
 
     def __init__(
@@ -165,10 +178,39 @@ class GRPOModule(PolicyModule):
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
         self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
+    @property
+    def reward_weights(self) -> list[float] | None:
+        """Weight of each reward in the sum; 1 each if None. In a run, for rewards that are computed from then on."""
+        return self._reward_weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: list[float] | None) -> None:
+        if self._is_running:
+            reward_names(self.rewards, weights)
+            self.sampler.weigh(weights)
+        self._reward_weights = weights
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would have no effect in the run that goes on."""
+        if self._is_running and (name in _OF_THE_START or (self.streamed is not None and name in _OF_A_STREAM)):
+            of = "its stream" if name in _OF_A_STREAM else "the run"
+            raise ValueError(
+                f"{type(self).__name__}.{name} was set to {value!r} during a run, but {of} goes on with what it was at"
+                " the start: set it before. What may change in a run is reward_weights (0 leaves a reward out), and,"
+                " without streaming, sampling and num_generations."
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a run has begun and not ended, not even by an error."""
+        return self._is_set_up and self.trainer.state.status == TrainerStatus.RUNNING
+
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
         """Check model, lengths and prompts, then let the engine start while this process builds the model."""
+        self._is_set_up = False
         super().setup(stage)
         timeout_s, config = self.strategy.timeout_s, self.hf_model.config
         check_engine(self, self.engine, self.sampling, self.environment)
@@ -195,6 +237,7 @@ class GRPOModule(PolicyModule):
             if self.batch_parts > 1:
                 check_parts(self, self.batch_parts)
         self.sampler.start(self.rewards, self.reward_weights, environment, self._most_tokens())
+        self._is_set_up = True
 
     def open_record(self, engine: ReplayEngine, stage: str) -> None:
         """Find the record of a run, check that it is of this start, and that nothing else would be sampled."""
@@ -296,6 +339,7 @@ class GRPOModule(PolicyModule):
 
     def teardown(self, stage: str) -> None:
         """The engine reads no memory of this run any more; it keeps its own weights."""
+        self._is_set_up = False
         self.sampler.let_go()
         super().teardown(stage)
 
@@ -369,6 +413,7 @@ class GRPOModule(PolicyModule):
 
     def sample(self, prompts: list[Prompt]) -> list[Sample]:
         """Return rewarded samples of `prompts`."""
+        self.temperature = self.sampling.temperature  # a callback may have set another
         return self.sampler.sample(prompts, self.sampling, self.num_generations)
 
     def refill(self, samples: list[Sample], settings: DynamicSampling, tally: Tally) -> list[Sample]:
@@ -424,7 +469,7 @@ class GRPOModule(PolicyModule):
             rollout.scale_token_weights(parts.weigh(self.reduce_on_device(tokens).item()))
         metrics = self.update(rollout.sequences, self.loss, parts=parts)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
-        return torch.tensor(metrics.get("policy/loss", torch.nan), device=self.strategy.root_device)
+        return self.loss_of_update(metrics.get("policy/loss", torch.nan))
 
     def describe_batch(self, batch: list[Prompt]) -> list[tuple[str, str]]:
         """Return the arithmetic of a rollout, for the table at start."""

@@ -489,6 +489,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         Returns:
             Metrics, equal on every rank; "policy/loss" among them. None before the last part.
         """
+        self.strategy.update_loss = None
         parts = parts or UpdateParts(self.strategy.root_device)
         trained = list(self.model) if chunks is None else chunks
         for chunk in trained:
@@ -528,6 +529,11 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             **(self.routers.metrics() if self.routers is not None else {}),
             **parts.metrics(),
         }
+
+    def loss_of_update(self, value: float) -> Tensor:
+        """Return the loss of an update, for `training_step` to return: any other is refused from now on."""
+        self.strategy.update_loss = torch.tensor(value, device=self.strategy.root_device)
+        return self.strategy.update_loss.clone()
 
     def _share(self, sequences: list[TokenSequence]) -> Share:
         """This replica's part of all replicas' sequences, as micro-batches; a collective."""

@@ -67,7 +67,7 @@ class PairModule(ModelModule):
         tally = self._tally(losses, chosen, rejected, f"{self.metrics_prefix}/", "preference/")
         metrics |= tally.reduce(self.reduce_on_device).compute()
         self.log_metrics(metrics, prog_bar=(f"{self.metrics_prefix}/loss", "preference/accuracy"))
-        return torch.tensor(metrics[f"{self.metrics_prefix}/loss"], device=self.strategy.root_device)
+        return self.loss_of_update(metrics[f"{self.metrics_prefix}/loss"])
 
     def _tally(self, losses: Tensor, chosen: Tensor, rejected: Tensor, loss_prefix: str, prefix: str) -> Tally:
         tally, scale = Tally(), self.preference_scale()

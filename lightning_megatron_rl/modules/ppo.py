@@ -287,4 +287,4 @@ class PPOModule(GRPOModule):
         self.log_metrics(
             {**metrics, "critic/grad_norm": critic.optimizer.grad_norm, "critic/lr": critic.optimizer.last_lr}
         )
-        return torch.tensor(metrics["critic/loss"], device=self.strategy.root_device)
+        return self.loss_of_update(metrics["critic/loss"])

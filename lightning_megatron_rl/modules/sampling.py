@@ -79,6 +79,10 @@ class Sampler:
             self._memory.run(lambda: self._start_engine(most_tokens))
             self._started = True
 
+    def weigh(self, reward_weights: Sequence[float] | None) -> None:
+        """Weigh rewards that are computed from now on by these."""
+        self._reward_weights = reward_weights
+
     def _stays_awake(self) -> bool:
         """Whether the sampler of a stream, which could sleep, has room beside the trainer and so keeps its cache."""
         strategy, plan = self._policy.strategy, self._policy.memory_plan

@@ -25,7 +25,7 @@ class SFTModule(PolicyModule):
         with self.phase("update"):
             metrics = self.update(sequences, token_nll)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
-        return torch.tensor(metrics["policy/loss"], device=self.strategy.root_device)
+        return self.loss_of_update(metrics["policy/loss"])
 
     def describe_batch(self, batch: list[TokenSequence]) -> list[tuple[str, str]]:
         """Return the arithmetic of a batch, for the table at start."""

@@ -275,6 +275,23 @@ def refuse_graph(loss: torch.Tensor) -> None:
         )
 
 
+def refuse_other_loss(returned: torch.Tensor, computed: torch.Tensor | None) -> None:
+    """Refuse a loss that was changed after its gradients were computed: they would stay as they are.
+
+    Raises:
+        ValueError: With both losses.
+    """
+    if computed is None:  # a module of the user's own, which says by itself what its loss is
+        return
+    # a mean over ranks, or another number format, may round
+    if not torch.isclose(returned.to(computed), computed, rtol=1e-5, atol=0.0, equal_nan=True).all():
+        raise ValueError(
+            f"training_step returned a loss of {returned.item():g}, the update's is {computed.item():g}: its gradients"
+            " are computed already, and would not change with the loss. Return the loss as it is, and change the loss"
+            " per token, or the gradients in on_before_optimizer_step (parameter.grad, in place)."
+        )
+
+
 def avoid_inference_tensors(trainer: "pl.Trainer") -> None:
     """Evaluate under `torch.no_grad` where Lightning's default is `torch.inference_mode`.
 

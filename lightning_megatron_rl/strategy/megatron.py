@@ -163,6 +163,7 @@ class MegatronStrategy(ParallelStrategy):
         self.replica: ReplicaGroup | None = None  # this rank's, once there are groups
         self.memory = OffloadedState(self.offloads)
         self.spans = SpanLog()  # of this rank's phases
+        self.update_loss: Tensor | None = None  # of the last update, which training_step has to return
         self.checkpoints = RunCheckpoints(self)
         self._stop: RunStop | None = None  # of a fit
         self._long_lived = LongLived()
@@ -452,6 +453,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's; None skips the step."""
+        self.update_loss = None
         output = super().training_step(*args, **kwargs)
         for optimizer in self.own_optimizers:
             if output is None:
@@ -464,9 +466,11 @@ class MegatronStrategy(ParallelStrategy):
         """Fire Lightning's backward hooks; the schedule has computed the gradients in `training_step` already.
 
         Raises:
-            ValueError: The loss carries a graph, whose gradients would be neither reduced nor divided.
+            ValueError: The loss carries a graph, whose gradients would be neither reduced nor divided, or is not the
+                update's.
         """
         checks.refuse_graph(closure_loss)
+        checks.refuse_other_loss(closure_loss, self.update_loss)
         module = self.trainer.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)

@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,6 +151,23 @@ def test_changed_batch_size_is_refused_on_resume(tokenizer_dir: str, tmp_path: P
         trainer.fit(Recorder(), make_data(tokenizer_dir, batch_size=2), ckpt_path=tmp_path / "checkpoints/step=2.ckpt")
 
 
+class EndsEpochs(Recorder):
+    """Ends each epoch at its third batch, which it does not see."""
+
+    def on_train_batch_start(self, batch: list[Prompt], batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+def test_limited_epochs_go_on_in_the_data(tokenizer_dir: str, tmp_path: Path):
+    """Stock Lightning begins each epoch with the first batch. There are five here."""
+    limited, ended = Recorder(), EndsEpochs()
+    data = partial(make_data, tokenizer_dir, shuffle=False)
+    make_trainer(tmp_path, limit_train_batches=2, max_epochs=3).fit(limited, data())
+    assert [step[2][0] for step in limited.seen] == [0, 4, 8, 12, 16, 0]
+    make_trainer(tmp_path, max_epochs=3).fit(ended, data())
+    assert [step[2][0] for step in ended.seen] == [0, 4, 12, 16, 4, 8]
+
+
 def test_overfit_repeats_the_first_batches(tokenizer_dir: str, tmp_path: Path):
     model = Recorder()
     make_trainer(tmp_path, overfit_batches=2, max_epochs=2).fit(model, make_data(tokenizer_dir))
@@ -231,3 +249,45 @@ def test_two_ranks_see_the_batches_of_one(tokenizer_dir: str, tmp_path: Path):
     for dataset in (0, 1):
         assert [batch for index, batch in seen[0]["val"] if index == dataset] == [[0, 2], [4]]
         assert [batch for index, batch in seen[1]["val"] if index == dataset] == [[1, 3], []]
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """`seed_everything` leaves variables."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def order_of(run_seed: int, tokenizer_dir: str, directory: Path, data: dict[str, Any], **options: Any) -> list[int]:
+    """Return the rows of a run in their order."""
+    L.seed_everything(run_seed, verbose=False)
+    model = Recorder()
+    make_trainer(directory, max_epochs=2).fit(model, make_data(tokenizer_dir, **data), **options)
+    return [index for step in model.seen for index in step[2]]
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_seed_everything_sets_the_order_of_the_rows(tokenizer_dir: str, tmp_path: Path):
+    order = partial(order_of, tokenizer_dir=tokenizer_dir, directory=tmp_path)
+    assert order(1, data={}) == order(1, data={}) == order(2, data={"seed": 1})
+    assert order(1, data={}) != order(2, data={})
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize("asks_for_total_steps", [False, True], ids=["", "asks for total steps"])
+@pytest.mark.parametrize("step", [5, 7], ids=["epoch end", "within an epoch"])
+def test_resumed_run_keeps_the_order_of_its_checkpoint(
+    tokenizer_dir: str, tmp_path: Path, step: int, asks_for_total_steps: bool
+):
+    L.seed_everything(1, verbose=False)
+    saver = ModelCheckpoint(tmp_path / "checkpoints", "{step}", save_top_k=-1, every_n_train_steps=step)
+    reference = Recorder()
+    make_trainer(tmp_path, [saver], max_epochs=3).fit(reference, make_data(tokenizer_dir))
+    L.seed_everything(2, verbose=False)
+    resumed, data = Recorder(asks_for_total_steps), make_data(tokenizer_dir)
+    path = tmp_path / "checkpoints" / f"step={step}.ckpt"
+    make_trainer(tmp_path, max_epochs=3).fit(resumed, data, ckpt_path=path)
+    assert [seen[2] for seen in resumed.seen] == [seen[2] for seen in reference.seen[step:]]
+    new = Recorder()  # a run of its own has the order of its own seed
+    make_trainer(tmp_path, max_epochs=1).fit(new, data)
+    assert new.seen[0][2] != reference.seen[0][2]

@@ -96,3 +96,15 @@ def test_links_are_looked_at_once_and_where_there_are_some(monkeypatch, devices,
     monkeypatch.setattr(checks, "measure_links", asked.append)
     checks.warn_of_slow_links([torch.device(name) for name in devices], local_rank)
     assert asked == []
+
+
+@pytest.mark.parametrize(("returned", "computed"), [(torch.nan, torch.nan), (0.0, 0.0), (1.0, None), (2.0, 2.000001)])
+def test_loss_of_the_update_may_be_returned(returned: float, computed: float | None):
+    checks.refuse_other_loss(torch.tensor(returned), None if computed is None else torch.tensor(computed))
+
+
+@pytest.mark.parametrize(("returned", "computed"), [(0.0, 1e-9), (torch.nan, 1.0), (1.0, torch.nan), (-1.0, 1.0)])
+def test_another_loss_is_refused(returned: float, computed: float):
+    message = f"loss of {returned:g}, the update's is {computed:g}:.*loss per token.*on_before_optimizer_step"
+    with pytest.raises(ValueError, match=message):
+        checks.refuse_other_loss(torch.tensor(returned), torch.tensor(computed))

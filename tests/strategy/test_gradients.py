@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 
+from lightning_megatron_rl.modules.sft import token_nll
 from tests.lightning_runs import OurModule, Sequences, StockModule, fit_both
 from tests.strategy.test_megatron import RELATIVE
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
@@ -158,6 +159,28 @@ class ReturnsGraph(OurModule):
         return loss + 0 * sum(parameter.sum() for parameter in self.model.parameters())
 
 
+class ScalesLoss(OurModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (0.5 if batch_idx else 1.0)
+
+
+class AddsToLoss(OurModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss + 1e-3}
+
+
+class ReturnsLossOfUpdates(OurModule):
+    """In another format, rounded as a mean over ranks is, and that of a second update."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 2:
+            return {"loss": loss.double() * (1 + 1e-7)} if batch_idx else loss[None]
+        self.optimizers().step()
+        return torch.tensor(self.update(batch, token_nll)["policy/loss"])
+
+
 class FreezesLater(OurModule):
     def on_train_start(self) -> None:
         next(self.model.parameters()).requires_grad_(False)
@@ -194,6 +217,9 @@ REFUSED = {
     ComputesNothing: ["RuntimeError", "an optimizer step without new gradients", "return None from training_step"],
     CatchesFailure: ["RuntimeError", "an optimizer step without new gradients"],
     ReturnsGraph: ["ValueError", "autograd graph", "loss.detach()"],
+    ScalesLoss: ["ValueError", "training_step returned a loss of", "the update's is", "loss per token"],
+    AddsToLoss: ["ValueError", "training_step returned a loss of", "on_before_optimizer_step"],
+    ReturnsLossOfUpdates: ["not refused"],
     FreezesLater: ["RuntimeError", "requires_grad", "configure_model"],
     AccumulatesLater: ["ValueError", "accumulate_grad_batches=2", "Raise the data module's batch_size"],
     ManualLater: ["ValueError", "ManualLater.automatic_optimization=False"],
