@@ -8,6 +8,7 @@ import os
 import pydoc
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -73,6 +74,7 @@ _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default is fp32
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
+_WHERE_RAISED = f"({_DEBUG}=true shows where this was raised)"
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the unknown one
 # how jsonargparse begins an error with others below it, and its lines without information
 _NESTED = re.compile(r'Does not validate against|Parser key "|Problem with given class_path')
@@ -80,6 +82,7 @@ _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:$|Given value type|Subclass types expect|- (a class path|a dict)\b"
     r"|(- )?Expected a <class '(NoneType|str)'>$"
 )
+_LOOPS = re.compile(r"lightning\.pytorch\.loops\b")
 _UNKNOWN_KEY = re.compile(
     r"Option '(?P<option>[^']+)' is not accepted"
     r"|Group '(?P<group>[^']+)' does not accept option '(?P<member>[^']+)'"
@@ -243,7 +246,32 @@ class CommandLine(LightningCLI):
             if _is_debugging():
                 raise
             message = explain(str(error)) if _NESTED.match(str(error)) else str(error)
-            self._fail(f"{message}\n({_DEBUG}=true shows where this was raised)")
+            self._fail(f"{message}\n{_WHERE_RAISED}")
+
+    def fit(self, **arguments: Any) -> None:
+        """Train."""
+        self._call(self.trainer.fit, arguments)
+
+    def validate(self, **arguments: Any) -> None:
+        """Run the validation loop."""
+        self._call(self.trainer.validate, arguments)
+
+    def test(self, **arguments: Any) -> None:
+        """Run the test loop."""
+        self._call(self.trainer.test, arguments)
+
+    def predict(self, **arguments: Any) -> None:
+        """Run the predict loop."""
+        self._call(self.trainer.predict, arguments)
+
+    def _call(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Run; what this package refuses while the run is set up is the user's error, too. Callbacks know it by now."""
+        try:
+            method(**arguments)
+        except ValueError as error:
+            if _is_debugging() or not _is_refusal(error):
+                raise
+            self._fail(f"{error}\n{_WHERE_RAISED}")
 
     def _print_completion(self, shell: str = "") -> NoReturn:
         # shtab on jsonargparse's parser writes 120 MB: it follows a tensor's `data` from tensor to tensor
@@ -313,6 +341,12 @@ def _check_sections(settings: Namespace) -> None:
 
 def _is_debugging() -> bool:
     return os.environ.get(_DEBUG, "").lower() == "true"
+
+
+def _is_refusal(error: ValueError) -> bool:
+    """Whether this package has raised it, and no loop had begun: a loop runs rewards and other code of the user's."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return names[-1].startswith("lightning_megatron_rl.") and not any(map(_LOOPS.match, names))
 
 
 class Built(CommandLine):

@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and in which words, and how a run of it ends."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lightning_megatron_rl.__main__ import main
 from lightning_megatron_rl.cli import explain
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.environments import Environment
+from lightning_megatron_rl.rewards.base import reward_names
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, build, changed
 
@@ -432,6 +435,45 @@ def start(*args: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+class Fails(pl.Callback):
+    """Raises one of this package's own errors, before the first step or in it."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def _raise(self, at: str) -> None:
+        if at == self.at:
+            reward_names([])
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._raise("setup")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, _: int) -> None:
+        self._raise("step")
+
+
+@pytest.mark.parametrize(("at", "code"), [("setup", 2), ("step", 1)])
+def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, at: str, code: int):
+    """With two real ranks; an error in a step has its traceback. Both are in the run's record."""
+    config = yaml.safe_load(
+        SFT.read_text().replace("runs/demo/model", str(qwen3_dir)).replace("runs/demo", str(tmp_path))
+    )
+    config["trainer"] |= {
+        "limit_val_batches": 0,
+        "callbacks": [{"class_path": "tests.test_cli.Fails", "init_args": {"at": at}}],
+    }
+    config["data"]["init_args"]["batch_size"] = 2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    run = start("fit", "--config", tmp_path / "config.yaml")
+    output, _ = run.communicate(timeout=180)
+    assert run.returncode == code, output
+    assert ("Traceback" in output) == (at == "step")
+    message = "there are no rewards: name at least one"
+    if at == "setup":
+        assert f"\nlightning-megatron-rl fit: error: {message}" in f"\n{output}"
+    assert message in json.loads((tmp_path / "sft" / "run.json").read_text())["ending"]
 
 
 @pytest.mark.slow

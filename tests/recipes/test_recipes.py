@@ -46,7 +46,9 @@ def test_header_is_the_plan_and_it_fits(path: Path):
 
 def test_guide_says_what_the_plan_says():
     """The recipe's header is compared with the planner above."""
-    (memory, seconds) = re.findall(r"expects (.* GiB) and (\d+ s) per step", (ROOT / "docs" / "gsm8k.md").read_text())[0]
+    (memory, seconds) = re.findall(r"expects (.* GiB) and (\d+ s) per step", (ROOT / "docs" / "gsm8k.md").read_text())[
+        0
+    ]
     assert f"{MARK}{memory} per GPU; {seconds} per step" in (recipes.RECIPES / "qwen3-0.6b" / "grpo.yaml").read_text()
 
 
