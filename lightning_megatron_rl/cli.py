@@ -23,6 +23,8 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_megatron_rl
+
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
@@ -76,6 +78,8 @@ GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default 
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
 _WHERE_RAISED = f"({_DEBUG}=true shows where this was raised)"
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the unknown one
+_NEAREST = 3  # of those of a class with more
+_OTHER_NAMES = {"learning_rate": "lr"}  # that no similarity finds
 # how jsonargparse begins an error with others below it, and its lines without information
 _NESTED = re.compile(r'Does not validate against|Parser key "|Problem with given class_path')
 _NOISE = re.compile(
@@ -455,6 +459,8 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     if match := re.match(r"Expected an? (.+?)(\. Got value: (.*))?$", text):
         kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", match[1]).replace("typing.Literal", "one of ")
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
+    if "arguments are required: " in text and "fit.model" in text:
+        return f"{text}. Give a config, which has them: --config FILE"
     if not (match := _UNKNOWN_KEY.match(text)):
         return f"{path}: {text}" if path else text
     key, group = match["option"] or match["member"] or match["key"] or match["argument"], match["group"]
@@ -463,7 +469,9 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
         return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
     key = ".".join(part for part in (path, group, key) if part)  # no class's: the command's own
     parent = key.rpartition(".")[0]
-    siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
+    depth = key.count(".") + 1
+    siblings = {".".join(name.split(".")[:depth]) for name in known if not parent or name.startswith(f"{parent}.")}
+    siblings = siblings or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"
 
 
@@ -495,9 +503,12 @@ def _explain_protocol(target_path: str, name: str) -> str:
         found = {key: f"{key}{_signature(getattr(target, key))}" for key in methods}
     else:
         found = {"__call__": f"{target_path}{_signature(target)}"}
+        needed = {"__call__": f"{target_path}{_signature(protocol.__call__)}"}
     wrong = [key for key in found if found[key].partition("(")[2] != needed[key].partition("(")[2]]
     said = "; ".join(f"{found[key]} is to be {needed[key]}, with these annotations" for key in wrong)
-    return f"{target_path} is no {name}: {said}" if said else f"{target_path} is no {name}"
+    ours = [word for word in dict.fromkeys(re.findall(r"\w+", said)) if word in lightning_megatron_rl.__all__]
+    imports = f" (from lightning_megatron_rl import {', '.join(ours)})" if ours else ""
+    return f"{target_path} is no {name}: {said}{imports}" if said else f"{target_path} is no {name}"
 
 
 def _signature(function: Any) -> str:
@@ -519,6 +530,10 @@ def _parameters(cls: str, group: str | None) -> list[str]:
 
 
 def _suggest(key: str, names: list[str]) -> str:
-    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+    near = [name for name in names if name == _OTHER_NAMES.get(key)]
+    if near := near or difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"; did you mean {near[0]}?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MAX_LISTED else ""
+    if len(names) > _MAX_LISTED:
+        near = difflib.get_close_matches(key, names, n=_NEAREST, cutoff=0.3)
+        return f"; nearest: {', '.join(near)}" if near else ""
+    return f"; known: {', '.join(names)}" if names else ""

@@ -73,8 +73,19 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("model.init_args.rewards", ["nowhere.f"], "model.rewards: No module named 'nowhere'"),
         ("data.init_args.batchsize", 5, "unknown key data.batchsize; did you mean batch_size?"),
         ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
+        (
+            "model.init_args.train.optimizer.learning_rate",
+            1e-5,
+            "unknown key model.train.optimizer.learning_rate; did you mean lr?",
+        ),
+        ("model.init_args.train.optimizer.momentum", 0.9, "model.train.optimizer.momentum; did you mean sgd_momentum?"),
+        ("model.init_args.train.optimizer.betas", 0.9, "unknown key model.train.optimizer.betas; nearest: "),
         ("model.init_args.sampling", None, "model.sampling is null, and is always needed: leave it out for its defaul"),
-        ("optimizer", {"lr": 1.0}, "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed"),
+        (
+            "optimizer",
+            {"lr": 1.0},
+            "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed_everything, trainer, w",
+        ),
         # refused by the classes themselves, in their words
         (
             "model.init_args.loss.advantage",
@@ -122,7 +133,8 @@ def test_mistake_in_yaml_is_named(capsys, tmp_path, key, value, expected):
         (
             "model.init_args.rewards",
             ["tests.test_cli.untyped_reward"],
-            "untyped_reward(samples) is to be __call__(samples: list[Sample]) -> list[float], with these annotations",
+            "untyped_reward(samples) is to be tests.test_cli.untyped_reward(samples: list[Sample]) -> list[float], with"
+            " these annotations (from lightning_megatron_rl import Sample)",
         ),
     ],
 )
@@ -190,7 +202,10 @@ def test_mistake_on_the_command_line_is_named(capsys):
     assert "unknown key model.loss.clip_hgh; did you mean clip_high?" in message(*base, "--model.loss.clip_hgh", "3")
     assert "'fti' (choose from 'fit', 'validate', 'test', 'predict')" in message("fti")
     assert "nowhere.yaml" in message("fit", "--config", "nowhere.yaml")
-    assert "fit.data, fit.model" in message("fit")
+    assert "fit.data, fit.model. Give a config, which has them: --config FILE" in message("fit")
+    assert "unknown key foo; known: ckpt_path, config, data, model, seed_everything, trainer, we" in message(
+        *base, "--foo", "3"
+    )
     assert "PL_FIT__TRAINER__MAX_STPS; did you mean PL_FIT__TRAINER__MAX_STEPS?" in message(
         *base, PL_FIT__TRAINER__MAX_STPS="3"
     )
@@ -247,7 +262,7 @@ def test_unknown_section_is_named_also_when_the_config_is_printed(capsys, tmp_pa
     config = changed(GRPO, tmp_path / "config.yaml", "train", value)
     for rest in ([], ["--print_config"]):
         message = refusal(capsys, "fit", "--config", config, *rest)
-        assert "unknown key train; known: ckpt_path, config, data, model, seed_everything, weights_only" in message
+        assert "unknown key train; did you mean trainer?" in message
 
 
 def test_messages_of_other_shapes_are_passed_on():
