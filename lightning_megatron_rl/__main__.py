@@ -1,5 +1,6 @@
 """Entry point of `lightning-megatron-rl` and `python -m lightning_megatron_rl`: light until a run needs more."""
 
+import difflib
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ TOOLS = {  # by command: where its `main` is
     "report": "lightning_megatron_rl.report.command",
     "schema": "lightning_megatron_rl.schema.command",
 }
+COMMANDS = ("fit", "validate", "test", "predict", *TOOLS)
 _USAGE = """usage: lightning-megatron-rl [--help] [--version] COMMAND ...
 
 Reinforcement-learning post-training of language models at Megatron scale, from a plain Lightning Trainer.
@@ -75,6 +77,10 @@ def main(args: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"lightning-megatron-rl {__version__}")
         return
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
+        sys.exit(_refuse(f"lightning-megatron-rl: error: unknown command {arguments[0]}; {hint}"))
     if args is None:  # this process is the command's own, and has not loaded OpenMP yet
         os.environ.update(openmp_defaults())
         allow_interrupt()

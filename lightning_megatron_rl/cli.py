@@ -8,6 +8,7 @@ import os
 import pydoc
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -21,6 +22,8 @@ from jsonargparse import Namespace
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_megatron_rl
 
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
@@ -73,13 +76,17 @@ _CLASSES = (*_MODELS, *_DATA, *_ENGINES, *_CALLBACKS, MegatronStrategy)
 PROGRAM = "lightning-megatron-rl"
 GPU_PRECISION = "bf16-mixed"  # where a config states none; Lightning's default is fp32
 _DEBUG = "JSONARGPARSE_DEBUG"  # jsonargparse's own switch: exceptions instead of short messages
+_WHERE_RAISED = f"({_DEBUG}=true shows where this was raised)"
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the unknown one
+_NEAREST = 3  # of those of a class with more
+_OTHER_NAMES = {"learning_rate": "lr"}  # that no similarity finds
 # how jsonargparse begins an error with others below it, and its lines without information
 _NESTED = re.compile(r'Does not validate against|Parser key "|Problem with given class_path')
 _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:$|Given value type|Subclass types expect|- (a class path|a dict)\b"
     r"|(- )?Expected a <class '(NoneType|str)'>$"
 )
+_LOOPS = re.compile(r"lightning\.pytorch\.loops\b")
 _UNKNOWN_KEY = re.compile(
     r"Option '(?P<option>[^']+)' is not accepted"
     r"|Group '(?P<group>[^']+)' does not accept option '(?P<member>[^']+)'"
@@ -243,7 +250,32 @@ class CommandLine(LightningCLI):
             if _is_debugging():
                 raise
             message = explain(str(error)) if _NESTED.match(str(error)) else str(error)
-            self._fail(f"{message}\n({_DEBUG}=true shows where this was raised)")
+            self._fail(f"{message}\n{_WHERE_RAISED}")
+
+    def fit(self, **arguments: Any) -> None:
+        """Train."""
+        self._call(self.trainer.fit, arguments)
+
+    def validate(self, **arguments: Any) -> None:
+        """Run the validation loop."""
+        self._call(self.trainer.validate, arguments)
+
+    def test(self, **arguments: Any) -> None:
+        """Run the test loop."""
+        self._call(self.trainer.test, arguments)
+
+    def predict(self, **arguments: Any) -> None:
+        """Run the predict loop."""
+        self._call(self.trainer.predict, arguments)
+
+    def _call(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Run; what this package refuses while the run is set up is the user's error, too. Callbacks know it by now."""
+        try:
+            method(**arguments)
+        except ValueError as error:
+            if _is_debugging() or not _is_refusal(error):
+                raise
+            self._fail(f"{error}\n{_WHERE_RAISED}")
 
     def _print_completion(self, shell: str = "") -> NoReturn:
         # shtab on jsonargparse's parser writes 120 MB: it follows a tensor's `data` from tensor to tensor
@@ -313,6 +345,12 @@ def _check_sections(settings: Namespace) -> None:
 
 def _is_debugging() -> bool:
     return os.environ.get(_DEBUG, "").lower() == "true"
+
+
+def _is_refusal(error: ValueError) -> bool:
+    """Whether this package has raised it, and no loop had begun: a loop runs rewards and other code of the user's."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return names[-1].startswith("lightning_megatron_rl.") and not any(map(_LOOPS.match, names))
 
 
 class Built(CommandLine):
@@ -421,6 +459,8 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     if match := re.match(r"Expected an? (.+?)(\. Got value: (.*))?$", text):
         kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", match[1]).replace("typing.Literal", "one of ")
         return f"{path}: expected {kind}" + (f", got {match[3]}" if match[2] else "")
+    if "arguments are required: " in text and "fit.model" in text:
+        return f"{text}. Give a config, which has them: --config FILE"
     if not (match := _UNKNOWN_KEY.match(text)):
         return f"{path}: {text}" if path else text
     key, group = match["option"] or match["member"] or match["key"] or match["argument"], match["group"]
@@ -429,7 +469,9 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
         return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
     key = ".".join(part for part in (path, group, key) if part)  # no class's: the command's own
     parent = key.rpartition(".")[0]
-    siblings = {name for name in known if name.rpartition(".")[0] == parent} or {name.split(".")[0] for name in known}
+    depth = key.count(".") + 1
+    siblings = {".".join(name.split(".")[:depth]) for name in known if not parent or name.startswith(f"{parent}.")}
+    siblings = siblings or {name.split(".")[0] for name in known}
     return f"unknown key {key}{_suggest(key, sorted(siblings))}"
 
 
@@ -461,9 +503,12 @@ def _explain_protocol(target_path: str, name: str) -> str:
         found = {key: f"{key}{_signature(getattr(target, key))}" for key in methods}
     else:
         found = {"__call__": f"{target_path}{_signature(target)}"}
+        needed = {"__call__": f"{target_path}{_signature(protocol.__call__)}"}
     wrong = [key for key in found if found[key].partition("(")[2] != needed[key].partition("(")[2]]
     said = "; ".join(f"{found[key]} is to be {needed[key]}, with these annotations" for key in wrong)
-    return f"{target_path} is no {name}: {said}" if said else f"{target_path} is no {name}"
+    ours = [word for word in dict.fromkeys(re.findall(r"\w+", said)) if word in lightning_megatron_rl.__all__]
+    imports = f" (from lightning_megatron_rl import {', '.join(ours)})" if ours else ""
+    return f"{target_path} is no {name}: {said}{imports}" if said else f"{target_path} is no {name}"
 
 
 def _signature(function: Any) -> str:
@@ -485,6 +530,10 @@ def _parameters(cls: str, group: str | None) -> list[str]:
 
 
 def _suggest(key: str, names: list[str]) -> str:
-    if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+    near = [name for name in names if name == _OTHER_NAMES.get(key)]
+    if near := near or difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"; did you mean {near[0]}?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MAX_LISTED else ""
+    if len(names) > _MAX_LISTED:
+        near = difflib.get_close_matches(key, names, n=_NEAREST, cutoff=0.3)
+        return f"; nearest: {', '.join(near)}" if near else ""
+    return f"; known: {', '.join(names)}" if names else ""

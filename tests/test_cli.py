@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and in which words, and how a run of it ends."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lightning_megatron_rl.__main__ import main
 from lightning_megatron_rl.cli import explain
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.environments import Environment
+from lightning_megatron_rl.rewards.base import reward_names
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, build, changed
 
@@ -70,8 +73,19 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         ("model.init_args.rewards", ["nowhere.f"], "model.rewards: No module named 'nowhere'"),
         ("data.init_args.batchsize", 5, "unknown key data.batchsize; did you mean batch_size?"),
         ("data.init_args.train.init_args.sise", 5, "unknown key data.train.sise; did you mean size?"),
+        (
+            "model.init_args.train.optimizer.learning_rate",
+            1e-5,
+            "unknown key model.train.optimizer.learning_rate; did you mean lr?",
+        ),
+        ("model.init_args.train.optimizer.momentum", 0.9, "model.train.optimizer.momentum; did you mean sgd_momentum?"),
+        ("model.init_args.train.optimizer.betas", 0.9, "unknown key model.train.optimizer.betas; nearest: "),
         ("model.init_args.sampling", None, "model.sampling is null, and is always needed: leave it out for its defaul"),
-        ("optimizer", {"lr": 1.0}, "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed"),
+        (
+            "optimizer",
+            {"lr": 1.0},
+            "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed_everything, trainer, w",
+        ),
         # refused by the classes themselves, in their words
         (
             "model.init_args.loss.advantage",
@@ -119,7 +133,8 @@ def test_mistake_in_yaml_is_named(capsys, tmp_path, key, value, expected):
         (
             "model.init_args.rewards",
             ["tests.test_cli.untyped_reward"],
-            "untyped_reward(samples) is to be __call__(samples: list[Sample]) -> list[float], with these annotations",
+            "untyped_reward(samples) is to be tests.test_cli.untyped_reward(samples: list[Sample]) -> list[float], with"
+            " these annotations (from lightning_megatron_rl import Sample)",
         ),
     ],
 )
@@ -187,7 +202,10 @@ def test_mistake_on_the_command_line_is_named(capsys):
     assert "unknown key model.loss.clip_hgh; did you mean clip_high?" in message(*base, "--model.loss.clip_hgh", "3")
     assert "'fti' (choose from 'fit', 'validate', 'test', 'predict')" in message("fti")
     assert "nowhere.yaml" in message("fit", "--config", "nowhere.yaml")
-    assert "fit.data, fit.model" in message("fit")
+    assert "fit.data, fit.model. Give a config, which has them: --config FILE" in message("fit")
+    assert "unknown key foo; known: ckpt_path, config, data, model, seed_everything, trainer, we" in message(
+        *base, "--foo", "3"
+    )
     assert "PL_FIT__TRAINER__MAX_STPS; did you mean PL_FIT__TRAINER__MAX_STEPS?" in message(
         *base, PL_FIT__TRAINER__MAX_STPS="3"
     )
@@ -244,7 +262,7 @@ def test_unknown_section_is_named_also_when_the_config_is_printed(capsys, tmp_pa
     config = changed(GRPO, tmp_path / "config.yaml", "train", value)
     for rest in ([], ["--print_config"]):
         message = refusal(capsys, "fit", "--config", config, *rest)
-        assert "unknown key train; known: ckpt_path, config, data, model, seed_everything, weights_only" in message
+        assert "unknown key train; did you mean trainer?" in message
 
 
 def test_messages_of_other_shapes_are_passed_on():
@@ -432,6 +450,45 @@ def start(*args: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+class Fails(pl.Callback):
+    """Raises one of this package's own errors, before the first step or in it."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def _raise(self, at: str) -> None:
+        if at == self.at:
+            reward_names([])
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._raise("setup")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, _: int) -> None:
+        self._raise("step")
+
+
+@pytest.mark.parametrize(("at", "code"), [("setup", 2), ("step", 1)])
+def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, at: str, code: int):
+    """With two real ranks; an error in a step has its traceback. Both are in the run's record."""
+    config = yaml.safe_load(
+        SFT.read_text().replace("runs/demo/model", str(qwen3_dir)).replace("runs/demo", str(tmp_path))
+    )
+    config["trainer"] |= {
+        "limit_val_batches": 0,
+        "callbacks": [{"class_path": "tests.test_cli.Fails", "init_args": {"at": at}}],
+    }
+    config["data"]["init_args"]["batch_size"] = 2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    run = start("fit", "--config", tmp_path / "config.yaml")
+    output, _ = run.communicate(timeout=180)
+    assert run.returncode == code, output
+    assert ("Traceback" in output) == (at == "step")
+    message = "there are no rewards: name at least one"
+    if at == "setup":
+        assert f"\nlightning-megatron-rl fit: error: {message}" in f"\n{output}"
+    assert message in json.loads((tmp_path / "sft" / "run.json").read_text())["ending"]
 
 
 @pytest.mark.slow

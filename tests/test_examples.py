@@ -40,6 +40,7 @@ def run(*command: str | Path) -> str:
 def test_script_with_two_ranks(qwen3_dir, tmp_path):
     output = run(EXAMPLES / "grpo_script.py", "--model", qwen3_dir, "--steps", "1", "--devices", "2", "--out", tmp_path)
     assert "world 2 = tp 2 x pp 1" in output
+    assert "You have overridden" not in output
     assert re.search(r"held-out accuracy after 1 steps: [01]\.\d{3}\n", output)
     assert "policy/grad_norm" in (tmp_path / "metrics.csv").read_text()
     lines = (tmp_path / "samples" / "rollouts-dp0.jsonl").read_text().splitlines()

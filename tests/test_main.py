@@ -2,13 +2,14 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from lightning_megatron_rl.__main__ import TOOLS, main
+from lightning_megatron_rl.__main__ import COMMANDS, TOOLS, main
 from tests.distributed import CHILD_PATH
 
 CODE = """
@@ -69,3 +70,29 @@ def test_a_command_that_is_interrupted_says_so(command: str, monkeypatch, capsys
         main([command])
     assert ended.value.code == 130
     assert capsys.readouterr().err == f"\nlightning-megatron-rl {command}: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("plam", "did you mean plan?"), ("recipes", f"known: {', '.join(COMMANDS)}")]
+)
+def test_an_unknown_command_is_told_the_others(command: str, said: str, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lightning_megatron_rl.cli", None)  # nothing is imported for it
+    with pytest.raises(SystemExit) as exit_:
+        main([command])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"lightning-megatron-rl: error: unknown command {command}; {said}\n"
+
+
+def test_commands_are_those_of_the_help(capsys):
+    main(["--help"])
+    listed = capsys.readouterr().out.partition("commands:")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"^  (\S+)", listed, re.MULTILINE)) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["plan", "verify-layout"])
+def test_a_command_without_a_config_asks_for_one(command: str, capsys):
+    module = importlib.import_module(TOOLS[command])
+    with pytest.raises(SystemExit) as exit_:
+        module.main([])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"lightning-megatron-rl {command}: error: no config is given: --config FILE\n"

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.models.layers.routers import RouterHooks, RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
+# modules and data of this package both leave batches on the CPU, each for those of a user's own
+warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in")
+
 
 class ModelModule(pl.LightningModule, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.

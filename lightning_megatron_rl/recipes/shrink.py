@@ -53,7 +53,8 @@ def shrink_arguments(arguments: Sequence[str]) -> list[str]:
     config = built.settings()
     name = built.model.model_path
     lora = "-lora" if built.model.train_settings.lora is not None else ""
-    directory = DIRECTORY / f"{short_name(name) or Path(name).name}-{type(built.model).__name__.lower()}{lora}"
+    method = type(built.model).__name__.removesuffix("Module").lower()
+    directory = DIRECTORY / f"{short_name(name) or Path(name).name}-{method}{lora}"
     directory.mkdir(parents=True, exist_ok=True)
     world = int(built.devices) * built.nodes if str(built.devices).isdecimal() else 1
     file = directory / "shrunk.yaml"

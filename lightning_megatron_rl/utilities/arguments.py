@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 from typing import NoReturn
 
 
@@ -33,6 +34,8 @@ def parse_with_rest(parser: argparse.ArgumentParser, args: list[str]) -> tuple[a
     for name in (argument.partition("=")[0] for argument in rest if argument.startswith("--")):
         if "." not in name and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.8)):
             parser.error(f"unknown option {name}; did you mean {near[0]}?")
+    if not rest and not any(name.startswith("PL_FIT__") for name in os.environ):
+        parser.error("no config is given: --config FILE")
     return options, rest
 
 

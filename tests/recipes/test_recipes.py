@@ -44,6 +44,14 @@ def test_header_is_the_plan_and_it_fits(path: Path):
     assert recipes.with_header(text, run) == text, "run scripts/write_recipes.py"
 
 
+def test_guide_says_what_the_plan_says():
+    """The recipe's header is compared with the planner above."""
+    (memory, seconds) = re.findall(r"expects (.* GiB) and (\d+ s) per step", (ROOT / "docs" / "gsm8k.md").read_text())[
+        0
+    ]
+    assert f"{MARK}{memory} per GPU; {seconds} per step" in (recipes.RECIPES / "qwen3-0.6b" / "grpo.yaml").read_text()
+
+
 @pytest.mark.parametrize("path", FILES, ids=tables.name_of)
 def test_every_setting_has_its_reason(path: Path):
     text = path.read_text()

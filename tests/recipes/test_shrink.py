@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron_rl.recipes.shrink import HEAD_DIM, is_slow_here
+from lightning_megatron_rl.recipes.shrink import HEAD_DIM, is_slow_here, shrink_arguments
 from tests.command_line import ROOT
 from tests.selection import by_default
 
@@ -27,6 +27,13 @@ def test_recipe_trains_two_steps(path: Path):
     found = tables.shrink(path)
     assert found["shrinks"], found
     assert found["ranks"] >= (2 if "num_nodes" in path.read_text() else 1)
+
+
+@pytest.mark.parametrize(("method", "name"), [("grpo", "qwen3-0.6b-grpo"), ("grpo_lora", "qwen3-0.6b-grpo-lora")])
+def test_files_are_where_the_guide_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, name: str):
+    monkeypatch.chdir(tmp_path)
+    shrink_arguments(["--config", str(recipes.RECIPES / "qwen3-0.6b" / f"{method}.yaml")])
+    assert (tmp_path / "runs" / "shrunk" / name / "shrunk.yaml").is_file()
 
 
 @pytest.mark.parametrize(
