@@ -456,18 +456,14 @@ class MegatronStrategy(ParallelStrategy):
         self.update_loss = None
         output = super().training_step(*args, **kwargs)
         for optimizer in self.own_optimizers:
-            if output is None:
-                optimizer.gradients.drop()
-            else:
-                optimizer.gradients.hold()
+            (optimizer.gradients.drop if output is None else optimizer.gradients.hold)()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Fire Lightning's backward hooks; the schedule has computed the gradients in `training_step` already.
 
         Raises:
-            ValueError: The loss carries a graph, whose gradients would be neither reduced nor divided, or is not the
-                update's.
+            ValueError: The loss carries a graph, or is not the update's: neither would change the gradients.
         """
         checks.refuse_graph(closure_loss)
         checks.refuse_other_loss(closure_loss, self.update_loss)
