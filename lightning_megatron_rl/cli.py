@@ -23,8 +23,6 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_megatron_rl
-
 # jsonargparse finds a class by its short name among those that are imported
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
@@ -506,7 +504,8 @@ def _explain_protocol(target_path: str, name: str) -> str:
         needed = {"__call__": f"{target_path}{_signature(protocol.__call__)}"}
     wrong = [key for key in found if found[key].partition("(")[2] != needed[key].partition("(")[2]]
     said = "; ".join(f"{found[key]} is to be {needed[key]}, with these annotations" for key in wrong)
-    ours = [word for word in dict.fromkeys(re.findall(r"\w+", said)) if word in lightning_megatron_rl.__all__]
+    offered = vars(sys.modules["lightning_megatron_rl"])["__all__"]
+    ours = [word for word in dict.fromkeys(re.findall(r"\w+", said)) if word in offered]
     imports = f" (from lightning_megatron_rl import {', '.join(ours)})" if ours else ""
     return f"{target_path} is no {name}: {said}{imports}" if said else f"{target_path} is no {name}"
 

@@ -471,7 +471,7 @@ class Fails(pl.Callback):
 
 @pytest.mark.parametrize(("at", "code"), [("setup", 2), ("step", 1)])
 def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, at: str, code: int):
-    """With two real ranks; an error in a step has its traceback. Both are in the run's record."""
+    """With two real ranks; an error in a step, here of one rank, has its traceback. Both are in the run's record."""
     config = yaml.safe_load(
         SFT.read_text().replace("runs/demo/model", str(qwen3_dir)).replace("runs/demo", str(tmp_path))
     )
@@ -481,7 +481,8 @@ def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, 
     }
     config["data"]["init_args"]["batch_size"] = 2
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    run = start("fit", "--config", tmp_path / "config.yaml")
+    layout = () if at == "setup" else ("--config", ROOT / "configs/layouts/tp1.yaml", "--trainer.devices", "1")
+    run = start("fit", "--config", tmp_path / "config.yaml", *layout)
     output, _ = run.communicate(timeout=180)
     assert run.returncode == code, output
     assert ("Traceback" in output) == (at == "step")
