@@ -248,7 +248,7 @@ class GRPOModule(PolicyModule):
     def configure_callbacks(self) -> list[Callback]:
         """Add `WeightSync`, unless the Trainer has one: returning it would replace the user's."""
         present = any(isinstance(callback, WeightSync) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [WeightSync()]
+        return [*super().configure_callbacks(), *([] if present else [WeightSync()])]
 
     @property
     def scores_first(self) -> bool:
