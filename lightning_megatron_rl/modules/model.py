@@ -35,6 +35,7 @@ from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run
 from lightning_megatron_rl.planner.moments import MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.watch import Watched
+from lightning_megatron_rl.strategy.checks import refuse_plateau
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.required import require_megatron
@@ -263,12 +264,18 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             run_on_all_ranks(finish)
 
     def configure_optimizers(self) -> Any:
-        """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
+        """Return Megatron's optimizer and the scheduler, stepped once per `global_step`.
+
+        Raises:
+            ValueError: The scheduler is a `ReduceLROnPlateau`.
+        """
         optimizer = self.strategy.build_optimizer(self._optimizer_config())
         make_scheduler = self.train_settings.lr_scheduler
         if make_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
+        scheduler = make_scheduler(optimizer)
+        refuse_plateau(scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _optimizer_config(self) -> "OptimizerConfig":
         from megatron.core.optimizer import OptimizerConfig

@@ -277,6 +277,20 @@ def refuse_interactive(num_devices: int) -> None:
         )
 
 
+def refuse_plateau(scheduler: object) -> None:
+    """Refuse a scheduler that looks at a metric, torch's own or Lightning's with a `monitor`.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            f"train.lr_scheduler={type(scheduler).__module__}.{type(scheduler).__name__}: Lightning steps it when the"
+            " step's checkpoint is written already, so a resumed run would have other learning rates. Use one that"
+            " counts steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
+        )
+
+
 def refuse_graph(loss: torch.Tensor) -> None:
     """Refuse a loss with a graph, whose gradients would be neither reduced nor divided.
 

@@ -2,11 +2,13 @@
 
 import shutil
 import socket
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.cli import ReduceLROnPlateau
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
@@ -52,6 +54,7 @@ def refusal(
     *,
     module: type[pl.LightningModule] = SFTModule,
     optimizer: dict[str, Any] | None = None,
+    lr_scheduler: Any = None,
     trainer: dict[str, Any] | None = None,
     occupy_port: bool = False,
 ) -> str:
@@ -61,7 +64,7 @@ def refusal(
     from megatron.core.optimizer import OptimizerConfig
 
     options = {"max_steps": 1, **(trainer or {})}
-    train = TrainingSettings(optimizer=OptimizerConfig(**(optimizer or {"lr": 1e-3})))
+    train = TrainingSettings(OptimizerConfig(**(optimizer or {"lr": 1e-3})), lr_scheduler)
     policy = module() if module is ModulelessModule else module(model, train)
     held = socket.socket()
     try:
@@ -145,11 +148,15 @@ def test_modules_the_strategy_cannot_train(worker_pool, qwen3_dir):
         {"module": TorchOptimizerModule},
         {"module": ModulelessModule},
         {"optimizer": {"lr": 1e-3, "optimizer": "sgd"}},
+        {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+        {"lr_scheduler": partial(ReduceLROnPlateau, monitor="policy/loss")},
     ]
     expected = [
         ["TypeError", "configure_optimizers returned AdamW", "self.trainer.strategy.build_optimizer(OptimizerConfig("],
         ["TypeError", "ModulelessModule.model is NoneType", "`configure_model` must assign to `self.model`"],
         ["ValueError", "OptimizerConfig.optimizer='sgd'", "MegatronStrategy(use_distributed_optimizer=False)"],
+        ["ValueError", "train.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau: ", "CosineAnnealingLR"],
+        ["ValueError", "train.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau: ", "CosineAnnealingLR"],
     ]
     assert_each(ask(worker_pool, [{"model": str(qwen3_dir), **case} for case in cases]), expected)
 
