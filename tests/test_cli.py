@@ -500,6 +500,7 @@ def test_classes_are_built_for_a_caller_who_runs_them(tmp_path, monkeypatch, cap
     config = yaml.safe_load((ROOT / "configs" / "demo" / "sft.yaml").read_text())
     config["trainer"]["accelerator"] = "cpu"
     config["seed_everything"] = False
+    config["model"]["init_args"]["model"] = config["data"]["init_args"]["tokenizer"] = str(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py"])
     monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "3")
     config["trainer"].pop("max_steps", None)
