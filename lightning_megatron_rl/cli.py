@@ -40,6 +40,7 @@ from lightning_megatron_rl.devices.checks import check_auto, check_cuda, check_d
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.model import ModelModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
@@ -50,6 +51,7 @@ from lightning_megatron_rl.rollout.servers.ray_engines import RayEngines
 from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, shipped_configs
 from lightning_megatron_rl.utilities.files import numbered
 from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
@@ -249,6 +251,11 @@ class CommandLine(LightningCLI):
                 raise
             message = explain(str(error)) if _NESTED.match(str(error)) else str(error)
             self._fail(f"{message}\n{_WHERE_RAISED}")
+        if isinstance(self.model, ModelModule):  # before any logger opens a directory, which may be another run's
+            try:
+                require_megatron(self.trainer, self.model)
+            except TypeError as error:
+                self._fail(f"trainer.strategy: {error}")
 
     def fit(self, **arguments: Any) -> None:
         """Train."""

@@ -331,6 +331,18 @@ def test_strategy_by_name(tmp_path):
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
 
 
+@pytest.mark.parametrize(("options", "name"), [(("--trainer.strategy", "ddp"), "DDP"), ((), "SingleDevice")])
+def test_another_strategy_is_refused_before_anything_is_written(capsys, tmp_path, options, name):
+    """Also one that was forgotten; the directory is that of a finished run."""
+    (tmp_path / "metrics.csv").write_text("step\n1\n")
+    config = changed(GRPO, tmp_path / "config.yaml", "trainer.strategy", "auto")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    place = ("--trainer.logger.save_dir", str(tmp_path))
+    message = refusal(capsys, "fit", "--config", config, *options, *place, "--trainer.devices", "1")
+    assert f"trainer.strategy: GRPOModule runs on MegatronStrategy, the Trainer has {name}Strategy: use" in message
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def test_help_and_version_are_light():
     script = (
         "import sys; from lightning_megatron_rl.__main__ import main; main(['--help']); main(['--version'])\n"
@@ -546,6 +558,7 @@ def test_classes_are_built_for_a_caller_who_runs_them(tmp_path, monkeypatch, cap
     config = yaml.safe_load((ROOT / "configs" / "demo" / "sft.yaml").read_text())
     config["trainer"]["accelerator"] = "cpu"
     config["seed_everything"] = False
+    config["model"]["init_args"]["model"] = config["data"]["init_args"]["tokenizer"] = str(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py"])
     monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "3")
     config["trainer"].pop("max_steps", None)

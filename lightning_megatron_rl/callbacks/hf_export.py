@@ -22,6 +22,7 @@ from lightning_megatron_rl.models.hf.peft_files import merge_adapter
 from lightning_megatron_rl.models.hf.writer import check_space
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.products import asks_for_tf32
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.files import check_writable, fsync
 from lightning_megatron_rl.utilities.notices import tell_failure, tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
@@ -96,11 +97,13 @@ class HFExport(Callback):
 
         Raises:
             OSError: The directory cannot be written.
+            TypeError: The strategy is none of Megatron's.
             ValueError: There are no adapters, or no average, to export; or an export is there already, the run is not
                 resumed, and `overwrite` is off.
         """
         if stage != "fit":
             return
+        require_megatron(trainer, self)
         self.failures = []
         if self.adapter != "merged" and pl_module.train_settings.lora is None:
             raise ValueError(

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.files import check_writable, create, numbered
 
 
@@ -40,11 +41,12 @@ class PredictionFiles(Callback):
         """Find the directory and check that it can be written."""
         if stage != "predict":
             return
+        strategy = require_megatron(trainer, self)
         self._is_first = next(it for it in trainer.callbacks if isinstance(it, PredictionFiles)) is self  # type: ignore[attr-defined]
         named = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        directory = Path(trainer.strategy.broadcast(str(named)))
+        directory = Path(strategy.broadcast(str(named)))
         run_on_rank_zero(partial(check_writable, directory, "PredictionFiles(dirpath)"))
-        replica = trainer.strategy.distributed_sampler_kwargs["rank"]  # type: ignore[attr-defined]
+        replica = strategy.distributed_sampler_kwargs["rank"]
         self._first, self._file, self._count = directory / f"predictions-dp{replica}.jsonl", None, 0
 
     def on_predict_batch_end(

@@ -16,6 +16,7 @@ from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.rollout.record import Origin, record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.console import line_start
 from lightning_megatron_rl.utilities.files import check_writable
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
@@ -72,10 +73,10 @@ class RolloutSamples(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the directory and check that it can be written."""
+        strategy = require_megatron(trainer, self)
         root = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "samples")
-        root = Path(trainer.strategy.broadcast(str(root)))
+        root = Path(strategy.broadcast(str(root)))
         run_on_rank_zero(partial(check_writable, root, "RolloutSamples(dirpath)"))
-        strategy: Any = trainer.strategy
         replica = strategy.distributed_sampler_kwargs["rank"]
         self._run_id, self._num_seen, self._num_written = strategy.run_id, 0, 0
         self._origin = Origin()

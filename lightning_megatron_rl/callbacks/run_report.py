@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.report.command import REPORT, write_report
 from lightning_megatron_rl.report.run import FACTS
+from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.utilities.files import OURS
 from lightning_megatron_rl.utilities.masking import mask_text
 from lightning_megatron_rl.utilities.notices import tell_failure
@@ -34,8 +35,8 @@ class RunReport(Callback):
 
     The file needs nothing else and no network; ``lightning-megatron-rl report`` writes the same later. Beside it is
     ``run.json``: the table at start, the memory plan, when the run began, and how it ended. A resumed run replaces
-    both. A run that SIGTERM stops writes ``run.json`` alone: it is to be resumed. Without a `CSVLogger` nothing is
-    written.
+    both. A run that SIGTERM stops writes ``run.json`` alone: it is to be resumed. Without a `CSVLogger`, and
+    under another strategy than `MegatronStrategy`, nothing is written.
 
     A report that cannot be written is an error in the log, and the run ends with one (`RunFailedError`): training, its
     checkpoints and exports are complete by then. The command line adds this callback unless the config has one.
@@ -51,14 +52,15 @@ class RunReport(Callback):
         self._facts: dict[str, Any] = {}  # of a fit whose directory is known
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the time."""
-        self._facts = {"began": _now()} if stage == "fit" else {}
+        """Take the time; under another strategy, which leaves the directory to earlier runs, nothing is written."""
+        is_ours = isinstance(trainer.strategy, MegatronStrategy)
+        self._facts = {"began": _now()} if is_ours and stage == "fit" else {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write down what the run is made of, once."""
-        if "run" in self._facts or not trainer.is_global_zero:
+        if not self._facts or "run" in self._facts or not trainer.is_global_zero:
             return
-        self._facts["run"] = getattr(trainer.strategy, "run_id", "")
+        self._facts["run"] = trainer.strategy.run_id  # type: ignore[attr-defined]
         if isinstance(pl_module, Described):
             self._facts |= pl_module.start_facts()
         try:
@@ -68,6 +70,8 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the report on rank 0; all ranks wait, and all know if it failed."""
+        if not self._facts:
+            return
         self._facts["ending"] = f"finished {_now()}"
         error = run_on_rank_zero(partial(self._attempt, trainer, self.at_end))
         if error is not None:

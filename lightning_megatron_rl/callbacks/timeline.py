@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_megatron_rl.callbacks.trace_events import RankTrace, trace
 from lightning_megatron_rl.parallel.distributed import run_and_finish, run_on_rank_zero
 from lightning_megatron_rl.rollout.watch import GroupCounts, StreamWatch, Watched
-from lightning_megatron_rl.strategy.megatron import MegatronStrategy
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.files import OURS, check_writable, create, numbered
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
@@ -54,13 +54,9 @@ class Timeline(Callback):
         """Check the path, and begin."""
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, MegatronStrategy):
-            raise TypeError(
-                f"Timeline shows the phases of MegatronStrategy, the Trainer has {type(trainer.strategy).__name__}: use"
-                " Trainer(strategy=MegatronStrategy(...)), or leave Timeline out."
-            )
+        strategy = require_megatron(trainer, self)
         run_on_rank_zero(partial(_check_file, user_path(self.path)))
-        self._recording = Recording(trainer.strategy.spans, trainer.global_rank, self.max_spans)
+        self._recording = Recording(strategy.spans, trainer.global_rank, self.max_spans)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A step begins, with the weight sync before its rollout."""

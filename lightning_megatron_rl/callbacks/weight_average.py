@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, Range, check_ranges
 
 AVERAGE = "average"  # its name in checkpoints
@@ -59,8 +60,10 @@ class WeightAverage(Callback):
         """Check the other callbacks.
 
         Raises:
+            TypeError: The strategy is none of Megatron's.
             ValueError: There is another average, or a `WeightSync` that would push weights too early.
         """
+        require_megatron(trainer, self)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, WeightAverage) for callback in callbacks) > 1:
             raise ValueError("two WeightAverage callbacks: their averages would have one name. Keep one of them.")

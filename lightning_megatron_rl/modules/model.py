@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -34,8 +35,10 @@ from lightning_megatron_rl.parallel.distributed import context_parallel_sum, run
 from lightning_megatron_rl.planner.moments import MemoryPlan
 from lightning_megatron_rl.rollout.protocol import RolloutEngine
 from lightning_megatron_rl.rollout.watch import Watched
+from lightning_megatron_rl.strategy.checks import refuse_plateau
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.strategy.schedule import GradientSum
 from lightning_megatron_rl.utilities.notices import finish
 from lightning_megatron_rl.utilities.text_files import user_path
@@ -103,21 +106,18 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
         Raises:
             TypeError: It is not a `MegatronStrategy`.
         """
-        from lightning_megatron_rl.strategy.megatron import MegatronStrategy
-
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, MegatronStrategy):
-            raise TypeError(
-                f"{type(self).__name__} runs on MegatronStrategy, the Trainer has {type(strategy).__name__}:"
-                " use Trainer(strategy=MegatronStrategy(...)) or strategy='megatron'."
-            )
-        return strategy
+        return require_megatron(self.trainer, self)
 
     @property
     def hf_model(self) -> "HFModel":
         """The Hugging Face side of the model: config, tokenizer, conversion."""
         assert self._hf_model is not None, "the model is found in setup()"
         return self._hf_model
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add none; refuse another strategy before callbacks and loggers open their files."""
+        require_megatron(self.trainer, self)
+        return []
 
     def setup(self, stage: str) -> None:
         """Find and check the model, that the layout can hold it, and the optimizer's settings, before weights load."""
@@ -267,12 +267,18 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             run_on_all_ranks(finish)
 
     def configure_optimizers(self) -> Any:
-        """Return Megatron's optimizer and the scheduler, stepped once per `global_step`."""
+        """Return Megatron's optimizer and the scheduler, stepped once per `global_step`.
+
+        Raises:
+            ValueError: The scheduler is a `ReduceLROnPlateau`.
+        """
         optimizer = self.strategy.build_optimizer(self._optimizer_config())
         make_scheduler = self.train_settings.lr_scheduler
         if make_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
+        scheduler = make_scheduler(optimizer)
+        refuse_plateau(scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _optimizer_config(self) -> "OptimizerConfig":
         from megatron.core.optimizer import OptimizerConfig

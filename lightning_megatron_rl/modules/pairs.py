@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_megatron_rl.algorithms.preferences import side_gradients
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
-from lightning_megatron_rl.data.preference import PreferencePair
+from lightning_megatron_rl.data.preference import PreferenceDataModule, PreferencePair
+from lightning_megatron_rl.modules.batches import check_batch
 from lightning_megatron_rl.modules.model import ModelModule
 
 _GRADIENT_FIELD = "gradient"  # of the loss of all pairs by the token's output, times the global number of targets
@@ -52,6 +53,7 @@ class PairModule(ModelModule):
 
     def training_step(self, pairs: list[PreferencePair], batch_idx: int) -> Tensor:
         """Compute the gradients of the mean loss of all replicas' pairs; return that loss, equal on every rank."""
+        check_batch(self, pairs, PreferencePair, PreferenceDataModule)
         with self.phase("score"):
             sides, chosen, rejected = self._values_of(pairs)
         losses, *gradients = side_gradients(self.pair_loss, chosen, rejected)
@@ -95,6 +97,7 @@ class PairModule(ModelModule):
 
     def validation_step(self, pairs: list[PreferencePair], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep the values of the batch's sides."""
+        check_batch(self, pairs, PreferencePair, PreferenceDataModule)
         _, chosen, rejected = self._values_of(pairs)
         self._epoch.append((chosen, rejected))
 
@@ -116,6 +119,7 @@ class PairModule(ModelModule):
 
     def predict_step(self, pairs: list[PreferencePair], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the logged rewards of both sides, ``[pairs, 2]``: chosen, rejected."""
+        check_batch(self, pairs, PreferencePair, PreferenceDataModule)
         _, chosen, rejected = self._values_of(pairs)
         return self.preference_scale() * torch.stack([chosen, rejected], dim=1)
 

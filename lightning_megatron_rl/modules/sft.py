@@ -10,6 +10,7 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
 from lightning_megatron_rl.data.sft import SFTDataModule
+from lightning_megatron_rl.modules.batches import check_batch
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
 _LARGEST = 709.0  # e^710 is no float64
@@ -22,6 +23,7 @@ class SFTModule(PolicyModule):
 
     def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> Tensor:
         """Compute the gradients of one batch; return its loss."""
+        check_batch(self, sequences, TokenSequence, SFTDataModule)
         with self.phase("update"):
             metrics = self.update(sequences, token_nll)
         self.log_metrics(metrics, prog_bar=("policy/loss",))
@@ -49,6 +51,7 @@ class SFTModule(PolicyModule):
 
     def validation_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the batch's negative log-likelihood."""
+        check_batch(self, sequences, TokenSequence, SFTDataModule)
         scores = self.score(sequences)
         for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
             self._tally.add_mean("loss", -logprobs, sequence.loss_mask)
@@ -73,6 +76,7 @@ class SFTModule(PolicyModule):
 
     def predict_step(self, sequences: list[TokenSequence], batch_idx: int, dataloader_idx: int = 0) -> Scores:
         """Return log-probs and entropies of the sequences' tokens."""
+        check_batch(self, sequences, TokenSequence, SFTDataModule)
         return self.score(sequences)
 
     def evaluation_metrics(self, stage: str, sets: Sequence[str]) -> list[str]:

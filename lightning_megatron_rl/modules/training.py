@@ -31,7 +31,7 @@ class TrainingSettings:
 
     Args:
         optimizer: Megatron's own `OptimizerConfig` (lr, weight_decay, adam_beta2, ...).
-        lr_scheduler: Called with the optimizer; stepped once per `global_step`.
+        lr_scheduler: Called with the optimizer; stepped once per `global_step`. `ReduceLROnPlateau` is refused.
         max_tokens_per_microbatch: Token budget of one micro-batch, padding included; "auto" takes the one with which
             the planner expects the fastest update of those that fit the GPU (docs/planning.md).
         packing: Lay sequences end to end in a micro-batch instead of padding each to the longest.

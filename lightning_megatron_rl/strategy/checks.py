@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -26,6 +27,7 @@ from lightning_megatron_rl.compat.lightning import has_layer_sync
 from lightning_megatron_rl.devices.checks import check_cuda, peer_warnings
 from lightning_megatron_rl.devices.measure import count_gpus, measure_devices, measure_links
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.strategy.precision import CLIPS_BY_NORM
 from lightning_megatron_rl.utilities.files import check_local
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
 
@@ -86,6 +88,7 @@ def check_trainer(trainer: "pl.Trainer") -> None:
     check_trainer_numbers(trainer)
     warn_of_fp32(trainer.strategy.root_device, trainer.strategy.precision_plugin.precision)
     check_optimisation(trainer)
+    check_clipping(trainer)
     check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     check_checkpoint_places(trainer)
     if has_layer_sync(trainer.strategy):
@@ -130,6 +133,19 @@ def check_optimisation(trainer: "pl.Trainer") -> None:
             " gradients nor steps learning-rate schedulers, and counts steps differently. Keep automatic optimisation;"
             " for several updates per batch call self.optimizers().step() for all but the last."
         )
+
+
+def check_clipping(trainer: "pl.Trainer") -> None:
+    """Refuse clipping by value; a module that configures clipping by itself may do something else.
+
+    Raises:
+        ValueError: With what to set in its place.
+    """
+    by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+    if not by_value or not trainer.gradient_clip_val:
+        return
+    if not is_overridden("configure_gradient_clipping", trainer.lightning_module):
+        raise ValueError(CLIPS_BY_NORM)
 
 
 def check_trainer_numbers(trainer: "pl.Trainer") -> None:
@@ -258,6 +274,20 @@ def refuse_interactive(num_devices: int) -> None:
             f"MegatronStrategy on {num_devices} devices in a notebook or an interactive Python: each device is a"
             " process that runs a script from its beginning, and there is none. Use Trainer(devices=1), or put the code"
             " into a script and run it with python, torchrun or `lightning-megatron-rl fit`."
+        )
+
+
+def refuse_plateau(scheduler: object) -> None:
+    """Refuse a scheduler that looks at a metric, torch's own or Lightning's with a `monitor`.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            f"train.lr_scheduler={type(scheduler).__module__}.{type(scheduler).__name__}: Lightning steps it when the"
+            " step's checkpoint is written already, so a resumed run would have other learning rates. Use one that"
+            " counts steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
         )
 
 

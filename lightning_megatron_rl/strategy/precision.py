@@ -16,6 +16,10 @@ _PARAMS_DTYPES = {
     "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
 }
+CLIPS_BY_NORM = (
+    "gradient_clip_algorithm='value': Megatron's optimizer clips by the global norm only. Remove"
+    " gradient_clip_algorithm or set it to 'norm'."
+)
 
 
 class MegatronPrecision(Precision):
@@ -76,10 +80,7 @@ class MegatronPrecision(Precision):
             ValueError: Clipping by value, which Megatron's optimizer does not do.
         """
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise ValueError(
-                "gradient_clip_algorithm='value': Megatron's optimizer clips by the global norm only."
-                " Remove gradient_clip_algorithm or set it to 'norm'."
-            )
+            raise ValueError(CLIPS_BY_NORM)
         assert isinstance(optimizer, MegatronOptimizer)
         optimizer.set_clip_grad(float(clip_val))
 

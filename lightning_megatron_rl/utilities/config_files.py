@@ -11,6 +11,12 @@ from lightning_megatron_rl.utilities.text_files import read_lines
 # an installed package has configs/ inside, a checkout beside it
 CONFIG_ROOTS = (Path(__file__).parents[1], Path(__file__).parents[2])
 _INPUTS = {"model", "tokenizer", "init_from"}  # settings that may name what an earlier run has written
+_MAKERS = {  # of what no config writes
+    "runs/demo/model": "python examples/demo/build_model.py runs/demo/model",
+    "runs/calculator/model": (
+        'python examples/demo/build_model.py runs/calculator/model --characters "0123456789+-*=[];"'
+    ),
+}
 _SUFFIXES = (".yaml", ".yml")
 _PLAIN_TAG = "tag:yaml.org,2002:"
 _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value"}
@@ -126,7 +132,7 @@ def _at(path: str | Path, mark: Any) -> str:
 
 
 def check_stages(settings: Any, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse a run whose model, tokenizer or checkpoint is what another config of the same folder writes, and has not.
+    """Refuse a run whose model, tokenizer or checkpoint is what another config of its folder writes, or an example.
 
     Args:
         settings: Parsed: dictionaries, lists and values.
@@ -139,6 +145,9 @@ def check_stages(settings: Any, arguments: Sequence[str], environment: Mapping[s
     missing = [path for path in _inputs(settings) if "/" in path and not Path(path).expanduser().exists()]
     if not missing:
         return
+    for path in missing:
+        if maker := _MAKERS.get(str(Path(path))):
+            raise ValueError(f"{path} is not there. Make it first, in a clone of the repository: {maker}")
     own = {Path(name).expanduser() for name in _named_files(arguments, environment)}
     for folder in sorted({path.parent for path in own}):
         for config in sorted(folder.glob("*.y*ml")):

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_report import RunReport
+from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.utilities.notices import RunFailedError
 from tests.command_line import ROOT, build
 from tests.modules.runs import fit_grpo
@@ -150,6 +151,22 @@ def test_a_fit_that_is_refused_early_leaves_the_directory_of_another_run_alone(t
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     trainer.loggers = [CSVLogger(tmp_path, name="", version="")]
     RunReport().on_exception(trainer, LightningModule(), ValueError("refused"))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_fit_with_another_strategy_leaves_the_directory_of_another_run_alone(tmp_path):
+    """The module refuses it before any logger opens its files, and the report's `setup` alone writes nothing."""
+    write_run(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    report = RunReport()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=CSVLogger(tmp_path, name="", version=""), callbacks=[report], max_steps=1
+    )
+    with pytest.raises(TypeError, match="SFTModule runs on MegatronStrategy, the Trainer has SingleDeviceStrategy"):
+        trainer.fit(SFTModule("nothing"), [])
+    report.setup(trainer, LightningModule(), "fit")
+    report.on_exception(trainer, LightningModule(), ValueError("refused"))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 

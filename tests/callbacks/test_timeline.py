@@ -113,12 +113,6 @@ def test_a_path_that_cannot_be_written_is_refused_at_the_start(worker_pool, brok
     assert directory.startswith(f"ValueError: Timeline(path)='{tmp_path}' is a directory: give a file in it")
 
 
-def test_it_needs_the_strategy_whose_phases_it_shows(tmp_path):
-    trainer = pl.Trainer(accelerator="cpu", logger=False)
-    with pytest.raises(TypeError, match="Timeline shows the phases of MegatronStrategy, the Trainer has SingleDevice"):
-        Timeline(str(tmp_path / "timeline.json")).setup(trainer, pl.LightningModule(), "fit")
-
-
 def test_the_command_line_knows_it(tmp_path):
     overlay = tmp_path / "timeline.yaml"
     overlay.write_text(

@@ -374,13 +374,17 @@ def test_settings_that_average_nothing_are_refused(options, message):
 )
 def test_callbacks_in_an_order_that_cannot_work_are_refused(callbacks, message):
     own = callbacks[-1]
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    trainer = pl.Trainer(
+        strategy="megatron", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks
+    )
     with pytest.raises(ValueError, match=message):
         own.setup(trainer, None, "fit")
 
 
 def test_export_of_an_average_that_nobody_keeps_is_refused(tmp_path):
     export = HFExport(str(tmp_path), average=True)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[export])
+    trainer = pl.Trainer(
+        strategy="megatron", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[export]
+    )
     with pytest.raises(ValueError, match=r"the run keeps no average.*WeightAverage"):
         export.setup(trainer, None, "fit")

@@ -22,6 +22,7 @@ def trainer_on(device: str) -> Any:
             root_device=torch.device(device), precision_plugin=SimpleNamespace(precision="bf16-mixed")
         ),
         gradient_clip_val=None,
+        gradient_clip_algorithm=None,
         log_every_n_steps=50,
         val_check_interval=1.0,
         check_val_every_n_epoch=1,

@@ -2,11 +2,13 @@
 
 import shutil
 import socket
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.cli import ReduceLROnPlateau
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
@@ -17,6 +19,13 @@ from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 class ManualModule(SFTModule):
     automatic_optimization = False
+
+
+class ClippingModule(SFTModule):
+    """Clips in a way of its own, so that the Trainer's algorithm is nobody else's business."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        pass
 
 
 class TorchOptimizerModule(SFTModule):
@@ -45,6 +54,7 @@ def refusal(
     *,
     module: type[pl.LightningModule] = SFTModule,
     optimizer: dict[str, Any] | None = None,
+    lr_scheduler: Any = None,
     trainer: dict[str, Any] | None = None,
     occupy_port: bool = False,
 ) -> str:
@@ -54,7 +64,7 @@ def refusal(
     from megatron.core.optimizer import OptimizerConfig
 
     options = {"max_steps": 1, **(trainer or {})}
-    train = TrainingSettings(optimizer=OptimizerConfig(**(optimizer or {"lr": 1e-3})))
+    train = TrainingSettings(OptimizerConfig(**(optimizer or {"lr": 1e-3})), lr_scheduler)
     policy = module() if module is ModulelessModule else module(model, train)
     held = socket.socket()
     try:
@@ -112,6 +122,14 @@ def test_settings_that_would_change_numbers(worker_pool, broken_model):
                 "Remove clip_grad and set Trainer",
             ],
         ),
+        "clipping": (
+            {"trainer": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}},
+            ["ValueError", "gradient_clip_algorithm='value'", "set it to 'norm'"],
+        ),
+        "own clipping by value": (
+            {"module": ClippingModule, "trainer": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}},
+            ["loaded weights are not finite"],
+        ),
         "bf16-true": (
             {"trainer": {"precision": "bf16-true"}},
             ["ValueError", "use_distributed_optimizer=True", "= 8 bytes", "use_distributed_optimizer=False"],
@@ -130,13 +148,15 @@ def test_modules_the_strategy_cannot_train(worker_pool, qwen3_dir):
         {"module": TorchOptimizerModule},
         {"module": ModulelessModule},
         {"optimizer": {"lr": 1e-3, "optimizer": "sgd"}},
-        {"trainer": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}},
+        {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+        {"lr_scheduler": partial(ReduceLROnPlateau, monitor="policy/loss")},
     ]
     expected = [
         ["TypeError", "configure_optimizers returned AdamW", "self.trainer.strategy.build_optimizer(OptimizerConfig("],
         ["TypeError", "ModulelessModule.model is NoneType", "`configure_model` must assign to `self.model`"],
         ["ValueError", "OptimizerConfig.optimizer='sgd'", "MegatronStrategy(use_distributed_optimizer=False)"],
-        ["ValueError", "gradient_clip_algorithm='value'", "set it to 'norm'"],
+        ["ValueError", "train.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau: ", "CosineAnnealingLR"],
+        ["ValueError", "train.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau: ", "CosineAnnealingLR"],
     ]
     assert_each(ask(worker_pool, [{"model": str(qwen3_dir), **case} for case in cases]), expected)
 

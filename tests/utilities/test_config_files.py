@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_megatron_rl.utilities.config_files import check_config, check_configs, check_stages
 
@@ -83,6 +84,20 @@ trainer:
     - class_path: HFExport
       init_args: {dirpath: DIRECTORY/sft/hf}
 """
+
+
+@pytest.mark.parametrize("name", ["sft", "calculator_sft"])
+def test_a_model_that_an_example_makes_is_named_with_the_command_in_the_config(tmp_path, monkeypatch, name):
+    config = Path(__file__).parents[2] / "configs" / "demo" / f"{name}.yaml"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"runs/\w+/model is not there\. Make it first, in a clone") as refused:
+        check_stages(yaml.safe_load(config.read_text()), ["fit", "--config", str(config)], {})
+    command = str(refused.value).partition("repository: python ")[2]
+    assert command
+    assert command in config.read_text()
+    assert (config.parents[2] / command.split()[0]).is_file()
+    Path(command.split()[1]).mkdir(parents=True)
+    check_stages(yaml.safe_load(config.read_text()), ["fit", "--config", str(config)], {})
 
 
 def test_a_stage_that_has_not_run_is_named(tmp_path: Path):
