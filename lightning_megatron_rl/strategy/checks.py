@@ -291,6 +291,12 @@ def refuse_plateau(scheduler: object) -> None:
         )
 
 
+def check_loss(returned: torch.Tensor, computed: torch.Tensor | None) -> None:
+    """Refuse what `training_step` may not return in the place of the loss that its update has computed."""
+    refuse_graph(returned)
+    refuse_other_loss(returned, computed)
+
+
 def refuse_graph(loss: torch.Tensor) -> None:
     """Refuse a loss with a graph, whose gradients would be neither reduced nor divided.
 

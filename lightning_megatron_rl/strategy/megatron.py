@@ -465,8 +465,7 @@ class MegatronStrategy(ParallelStrategy):
         Raises:
             ValueError: The loss carries a graph, or is not the update's: neither would change the gradients.
         """
-        checks.refuse_graph(closure_loss)
-        checks.refuse_other_loss(closure_loss, self.update_loss)
+        checks.check_loss(closure_loss, self.update_loss)
         module = self.trainer.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
