@@ -261,6 +261,16 @@ def refuse_interactive(num_devices: int) -> None:
         )
 
 
+def check_loss(returned: torch.Tensor, computed: torch.Tensor | None) -> None:
+    """Refuse what `training_step` may not return in the place of the loss that its update has computed.
+
+    Raises:
+        ValueError: It carries a graph, or is another loss.
+    """
+    refuse_graph(returned)
+    refuse_other_loss(returned, computed)
+
+
 def refuse_graph(loss: torch.Tensor) -> None:
     """Refuse a loss with a graph, whose gradients would be neither reduced nor divided.
 

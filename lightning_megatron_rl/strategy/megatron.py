@@ -463,14 +463,8 @@ class MegatronStrategy(ParallelStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Fire Lightning's backward hooks; the schedule has computed the gradients in `training_step` already.
-
-        Raises:
-            ValueError: The loss carries a graph, whose gradients would be neither reduced nor divided, or is not the
-                update's.
-        """
-        checks.refuse_graph(closure_loss)
-        checks.refuse_other_loss(closure_loss, self.update_loss)
+        """Check the loss and fire Lightning's backward hooks; `training_step` has computed the gradients already."""
+        checks.check_loss(closure_loss, self.update_loss)
         module = self.trainer.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
