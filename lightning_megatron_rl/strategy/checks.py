@@ -292,7 +292,11 @@ def refuse_plateau(scheduler: object) -> None:
 
 
 def check_loss(returned: torch.Tensor, computed: torch.Tensor | None) -> None:
-    """Refuse what `training_step` may not return in the place of the loss that its update has computed."""
+    """Refuse what `training_step` may not return in the place of the loss that its update has computed.
+
+    Raises:
+        ValueError: It carries a graph, or is another loss.
+    """
     refuse_graph(returned)
     refuse_other_loss(returned, computed)
 

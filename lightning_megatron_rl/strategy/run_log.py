@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
+from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
 from lightning_megatron_rl.utilities.run_settings import describe_settings
 from lightning_megatron_rl.utilities.seeds import run_seed
 from lightning_megatron_rl.utilities.versions import installed_versions
@@ -19,9 +20,21 @@ _PACKAGES = (
 
 
 def seed_megatron() -> None:
-    """Seed Megatron's random-number trackers with the run's seed, that of `seed_everything` if it was called."""
+    """Seed Megatron's random-number trackers with the run's seed, that of `seed_everything` if it was called.
+
+    A collective.
+
+    Raises:
+        ValueError: Ranks have different seeds, by which each would have an order of the training set of its own.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    seeds = run_on_all_ranks(run_seed)
+    if other := next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None):
+        raise ValueError(
+            f"the run's seed is {seeds[0]} on rank 0 and {seeds[other]} on rank {other}: each would train on rows in an"
+            " order of its own. Call seed_everything with the same number on every rank."
+        )
     # the tracker gives tensor- and pipeline-parallel ranks different streams on purpose
     model_parallel_cuda_manual_seed(run_seed(), force_reset_rng=True)
 

@@ -1,19 +1,24 @@
 """Runs that would go wrong are refused before weights are read, with the value, the arithmetic and a way out."""
 
+import os
 import shutil
 import socket
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.cli import ReduceLROnPlateau
+from torch import distributed as dist
 
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.precision import MegatronPrecision
+from lightning_megatron_rl.strategy.run_log import seed_megatron
+from lightning_megatron_rl.verify.pool import WorkerError
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -219,3 +224,13 @@ def assert_each(messages: list[str], expected: list[list[str]]) -> None:
     for message, parts in zip(messages, expected, strict=True):
         for part in parts:
             assert part in message, f"{part!r} is not in {message!r}"
+
+
+def seed_by_rank() -> None:
+    with mock.patch.dict(os.environ, PL_GLOBAL_SEED=str(7 + dist.get_rank())):
+        seed_megatron()
+
+
+def test_a_seed_of_its_own_on_each_rank_is_refused(worker_pool):
+    with pytest.raises(WorkerError, match="the run's seed is 7 on rank 0 and 8 on rank 1: .* the same number on every"):
+        worker_pool.run(seed_by_rank, world_size=2)
