@@ -232,5 +232,7 @@ def seed_by_rank() -> None:
 
 
 def test_a_seed_of_its_own_on_each_rank_is_refused(worker_pool):
-    with pytest.raises(WorkerError, match="the run's seed is 7 on rank 0 and 8 on rank 1: .* the same number on every"):
+    with pytest.raises(
+        WorkerError, match=r"the run's seed is 7 on rank 0 and 8 on rank 1: .* the same number on every"
+    ):
         worker_pool.run(seed_by_rank, world_size=2)
