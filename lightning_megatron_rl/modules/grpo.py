@@ -179,20 +179,8 @@ class GRPOModule(PolicyModule):
         self.last_rollout: Rollout | None = None  # of the step that ends, for callbacks
         self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
-    @property
-    def reward_weights(self) -> list[float] | None:
-        """Weight of each reward in the sum; 1 each if None. In a run, for rewards that are computed from then on."""
-        return self._reward_weights
-
-    @reward_weights.setter
-    def reward_weights(self, weights: list[float] | None) -> None:
-        if self._is_running:
-            reward_names(self.rewards, weights)
-            self.sampler.weigh(weights)
-        self._reward_weights = weights
-
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what would have no effect in the run that goes on."""
+        """Weigh later rewards by new `reward_weights`; refuse what would have no effect in the run that goes on."""
         if self._is_running and (name in _OF_THE_START or (self.streamed is not None and name in _OF_A_STREAM)):
             of = "its stream" if name in _OF_A_STREAM else "the run"
             raise ValueError(
@@ -200,6 +188,9 @@ class GRPOModule(PolicyModule):
                 " the start: set it before. What may change in a run is reward_weights (0 leaves a reward out), and,"
                 " without streaming, sampling and num_generations."
             )
+        if name == "reward_weights" and self._is_running:
+            reward_names(self.rewards, value)
+            self.sampler.weigh(value)
         super().__setattr__(name, value)
 
     @property
