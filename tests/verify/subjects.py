@@ -98,7 +98,7 @@ class SplitPersonalitySFT(SFTModule):
     """Reports another loss on another rank."""
 
     def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> Tensor:
-        return super().training_step(sequences, batch_idx) + 0.5 * self.trainer.global_rank
+        return self.loss_of_update(super().training_step(sequences, batch_idx).item() + 0.5 * self.trainer.global_rank)
 
 
 class FailingSFT(SFTModule):
