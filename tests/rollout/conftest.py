@@ -1,4 +1,4 @@
-"""Two real vLLM engines for this whole folder: each start costs 10 to 30 seconds."""
+"""Real vLLM engines: two for this whole folder, as each start costs 10 to 30 seconds, and one for tests of streams."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron_rl.rollout import Generation, GenerationRequest, SamplingParams, VLLMEngine, derive_seed
+from lightning_megatron_rl.rollout.protocol import StreamMode
 from lightning_megatron_rl.weights.source import source_of
 from tests.distributed import WorkerPool
 from tests.policing import keep_process, leaked_memory, shared_memory
@@ -186,3 +187,13 @@ def fresh_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool(4, on_start=keep_process)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def streaming(model_dir) -> Iterator[Harness]:
+    """Recomputes the cache at an update, and samples while nobody asks."""
+    engine = make_engine(max_restarts=100)
+    engine.stream_mode = StreamMode(background=True)
+    engine.start(model_dir)
+    yield Harness(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
+    engine.close()
