@@ -46,6 +46,8 @@ class Settings:
     clip_high: float = 0.28
     dual_clip: float = 3.0
     kl_coef: float = 0.001
+    digits: int = 2  # of an operand, at most
+    subtraction: int = 0  # 1: differences as well as sums
     train_rows: int = 3500
     val_rows: int = 500
     val_every: int = 5  # rollouts
@@ -216,8 +218,9 @@ def train(directory: Path, settings: Settings, device: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
     reference_model = copy.deepcopy(model).eval()
-    rows = lowest_digit_first(arithmetic_rows("train", settings.train_rows))
-    held_out = lowest_digit_first(arithmetic_rows("val", settings.val_rows))
+    task: Any = {"num_digits": settings.digits, "subtraction": bool(settings.subtraction)}
+    rows = lowest_digit_first(arithmetic_rows("train", settings.train_rows, **task))
+    held_out = lowest_digit_first(arithmetic_rows("val", settings.val_rows, **task))
     optimizer = make_optimizer(model, settings)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, settings.lr, settings.rollouts, pct_start=settings.warmup_share, cycle_momentum=False

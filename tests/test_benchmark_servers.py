@@ -97,7 +97,7 @@ def test_a_row_of_a_sampler_elsewhere_says_so(tmp_path):
     cells = tables.weight_sync(tmp_path).splitlines()[2].split(" | ")
     assert cells[2] == "lightning-megatron-rl, engine on another GPU"
     assert cells[6].endswith("% (of links between GPUs)")
-    assert "| weights to the sampler, 8b, engine on another GPU |" in tables.headline(tmp_path)
+    assert "GB/s, engine on another GPU |" in tables.headline(tmp_path)
     assert "(8b, H200, engine on another GPU)" in tables.goals(tmp_path)
 
 
