@@ -177,6 +177,7 @@ def own_job(
     rollouts: int = 150,
     device: str = "cpu",
     stop_at: float | None = None,
+    lr: float = LEARNING_RATE,
 ) -> Job:
     """Return a run of the command line: the demo's config, overlays, and what the benchmarks change.
 
@@ -191,6 +192,7 @@ def own_job(
         rollouts: The learning rate's schedule ends there.
         device: "cpu" or "cuda"; fp32 on both.
         stop_at: End at this held-out accuracy.
+        lr: The learning rate at its highest.
     """
     directory = out / name
     callbacks: list[dict[str, Any]] = []
@@ -224,11 +226,11 @@ def own_job(
                 },
                 "train": {
                     "layer_backend": "torch",
-                    "optimizer": {"lr": LEARNING_RATE},
+                    "optimizer": {"lr": lr},
                     "lr_scheduler": {
                         "class_path": "torch.optim.lr_scheduler.OneCycleLR",
                         "init_args": {
-                            "max_lr": LEARNING_RATE,
+                            "max_lr": lr,
                             "total_steps": rollouts,
                             "pct_start": 0.15,
                             "cycle_momentum": False,

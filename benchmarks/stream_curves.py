@@ -6,7 +6,8 @@
 Streams sample so far ahead that every batch is as old as its bound allows. Writes ``results/stream_curves.json`` and
 ``results/stream_curves.png`` once every run is there. With ``--reference`` runs are those of ``reference_grpo.py``
 (plain torch and Transformers, no stream), whose batches are drawn with the weights of so many rollouts ago: what that
-alone costs. They go to ``results/stream_curves_reference.json``.
+alone costs. They go to ``results/stream_curves_reference.json``; results of other rollouts or of another learning rate
+have these in their names.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from arithmetic_runs import (
+    LEARNING_RATE,
     Job,
     add_run_arguments,
     default_device,
@@ -81,12 +83,13 @@ VARIANTS = (
     Variant(8),
     Variant(8, correction=None),
 )
-ROLLOUTS = 75  # of a run; results of others have the number in their names
+ROLLOUTS = 75  # of a run
+SEEDS = [0, 1, 2, 3, 4]
 DELAYS = (0, 2, 4)  # rollouts by which the reference's sampler is behind
 
 
 def jobs(
-    out: Path, model: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts: int, device: str
+    out: Path, model: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts: int, device: str, lr: float
 ) -> list[Job]:
     """Return a run per variant and seed."""
     found = []
@@ -102,16 +105,17 @@ def jobs(
                     rollouts=rollouts,
                     device=device,
                     last=[overlay],
+                    lr=lr,
                 )
             )
     return found
 
 
 def reference_jobs(
-    out: Path, model: Path, delays: Sequence[int], seeds: Sequence[int], rollouts: int, device: str
+    out: Path, model: Path, delays: Sequence[int], seeds: Sequence[int], rollouts: int, device: str, lr: float
 ) -> dict[int, list[Job]]:
     """Return runs of the reference, one per seed, by how far its sampler is behind."""
-    run = {"out": out, "model": model, "rollouts": rollouts, "device": device}
+    run: dict[str, Any] = {"out": out, "model": model, "rollouts": rollouts, "device": device, "lr": lr}
     return {
         delay: [reference_job(f"reference_{delay}_{seed}", seed=seed, staleness=delay, **run) for seed in seeds]
         for delay in delays
@@ -168,59 +172,75 @@ def plot(curves: dict[str, list[list[list[float]]]], path: Path) -> None:
     plt.close(figure)
 
 
-def merge(out: Path, variants: Sequence[Variant], seeds: Sequence[int], rollouts: int, results: Path) -> None:
+def merge(variants: Sequence[Variant], options: argparse.Namespace) -> None:
     """Write figures and plot of the runs that are there."""
     runs = {
-        variant.name: [json.loads((out / f"{variant.directory}_{seed}" / "run.json").read_text()) for seed in seeds]
+        variant.name: [
+            json.loads((options.out / f"{variant.directory}_{seed}" / "run.json").read_text()) for seed in options.seeds
+        ]
         for variant in variants
     }
     curves = {name: [run["accuracy"] for run in found] for name, found in runs.items()}
+    ahead = {name: found for name, found in runs.items() if name != SYNCHRONOUS.name}
+    more = [] if tuple(variants) == VARIANTS else ["--variants", *(variant.name for variant in variants)]
     figures = {
-        "command": shlex.join(["python", "benchmarks/stream_curves.py", *changed(variants, rollouts)]),
-        "environment": json.loads((out / "environment_streams.json").read_text()),
-        "seeds": list(seeds),
-        "rollouts": rollouts,
-        "samples_per_rollout": PROMPTS * GENERATIONS,
+        **figures_of("stream_curves", curves, SYNCHRONOUS.name, options, more),
         "staleness_mean": {
             name: statistics.fmean(value for run in found for _, value in run["staleness_mean"])
-            for name, found in runs.items()
-            if name != SYNCHRONOUS.name
+            for name, found in ahead.items()
         },
         "staleness_max": {
-            name: max(value for run in found for _, value in run["staleness_max"])
-            for name, found in runs.items()
-            if name != SYNCHRONOUS.name
+            name: max(value for run in found for _, value in run["staleness_max"]) for name, found in ahead.items()
         },
-        "comparison": compare(curves),
-        "curves": curves,
     }
-    path = results / ("stream_curves.json" if rollouts == ROLLOUTS else f"stream_curves_{rollouts}.json")
+    path = result_file("stream_curves", options)
     write_json(path, figures)
     plot(curves, path.with_suffix(".png"))
-    print_ends(figures["comparison"])
 
 
-def changed(variants: Sequence[Variant], rollouts: int) -> list[str]:
-    """Return the options that are not as they are without any."""
-    found = [] if rollouts == ROLLOUTS else ["--rollouts", str(rollouts)]
-    return found + ([] if tuple(variants) == VARIANTS else ["--variants", *(variant.name for variant in variants)])
-
-
-def merge_reference(found: dict[int, list[Job]], environment: Path, options: argparse.Namespace) -> None:
+def merge_reference(found: dict[int, list[Job]], options: argparse.Namespace) -> None:
     """Write the figures of the reference's runs that are there."""
     runs = {str(delay): [json.loads(job.result.read_text()) for job in jobs] for delay, jobs in found.items()}
     curves = {delay: [run["accuracy"][1:] for run in of_delay] for delay, of_delay in runs.items()}  # 0: the same start
-    figures = {
-        "command": "python benchmarks/stream_curves.py --reference",
-        "environment": json.loads(environment.read_text()),
-        "seeds": options.seeds,
+    more = ["--reference"]
+    if tuple(options.delays) != DELAYS:
+        more += ["--delays", *map(str, options.delays)]
+    write_json(
+        result_file("stream_curves_reference", options),
+        figures_of("stream_curves_reference", curves, "0", options, more),
+    )
+
+
+def figures_of(
+    name: str,
+    curves: dict[str, list[list[list[float]]]],
+    baseline: str,
+    options: argparse.Namespace,
+    more: Sequence[str],
+) -> dict[str, Any]:
+    """Return what a result says of curves, and print their ends; `more` are options that are not as without any."""
+    usual = {"rollouts": ROLLOUTS, "lr": LEARNING_RATE, "seeds": SEEDS}
+    own = [(key, getattr(options, key)) for key, value in usual.items() if getattr(options, key) != value]
+    given = [word for key, value in own for word in (f"--{key}", *map(str, value if key == "seeds" else [value]))]
+    comparison = compare(curves, baseline)
+    print_ends(comparison)
+    return {
+        "command": shlex.join(["python", "benchmarks/stream_curves.py", *more, *given]),
+        "environment": json.loads((options.out / f"environment_{name}.json").read_text()),
+        "seeds": list(options.seeds),
         "rollouts": options.rollouts,
+        "lr": options.lr,
         "samples_per_rollout": PROMPTS * GENERATIONS,
-        "comparison": compare(curves, "0"),
+        "comparison": comparison,
         "curves": curves,
     }
-    write_json(options.results / "stream_curves_reference.json", figures)
-    print_ends(figures["comparison"])
+
+
+def result_file(name: str, options: argparse.Namespace) -> Path:
+    """Return where figures go."""
+    name += "" if options.rollouts == ROLLOUTS else f"_{options.rollouts}"
+    name += "" if options.lr == LEARNING_RATE else f"_lr_{options.lr:g}"
+    return Path(options.results) / f"{name}.json"
 
 
 def print_ends(comparison: dict[str, dict[str, Any]]) -> None:
@@ -235,8 +255,9 @@ def main() -> None:
     """Run what is missing, then merge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_arguments(parser)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="learning rate at its highest")
     names = {variant.name: variant for variant in VARIANTS}
     parser.add_argument("--variants", nargs="+", choices=list(names), default=list(names))
     parser.add_argument("--reference", action="store_true", help="reference_grpo.py, behind by --delays")
@@ -244,18 +265,19 @@ def main() -> None:
     options = parser.parse_args()
     if 0 not in options.delays:
         parser.error(f"--delays {options.delays} without 0, with which the others are compared")
-    out, device = options.out.resolve(), default_device()
+    device = default_device()
     variants = [names[name] for name in options.variants]
-    model = warm_start(out, device, steps=options.sft_steps)
+    model = warm_start(options.out.resolve(), device, steps=options.sft_steps)
+    out = options.out = options.out.resolve() / f"rollouts_{options.rollouts}_lr_{options.lr:g}"
+    runs = options.seeds, options.rollouts, device, options.lr
     if options.reference:
-        found = reference_jobs(out, model, options.delays, options.seeds, options.rollouts, device)
-        environment = out / "environment_reference.json"
+        found = reference_jobs(out, model, options.delays, *runs)
+        environment = out / "environment_stream_curves_reference.json"
         run_missing([job for jobs in found.values() for job in jobs], environment, device, options)
-        merge_reference(found, environment, options)
+        merge_reference(found, options)
         return
-    todo = jobs(out, model, variants, options.seeds, options.rollouts, device)
-    run_missing(todo, out / "environment_streams.json", device, options)
-    merge(out, variants, options.seeds, options.rollouts, options.results)
+    run_missing(jobs(out, model, variants, *runs), out / "environment_stream_curves.json", device, options)
+    merge(variants, options)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ def test_reference_has_the_settings_of_our_runs(tmp_path):
         "clip_high": loss.clip_high,
         "dual_clip": loss.dual_clip,
         "kl_coef": loss.kl_coef,
+        "digits": train.num_digits,
+        "subtraction": int(train.subtraction),
         "train_rows": train.size,
         "val_rows": held_out.size,
         "val_every": trainer.val_check_interval,
@@ -290,15 +292,17 @@ def test_a_stream_is_as_old_as_its_bound_lets_it_be(tmp_path):
 
 def test_the_reference_falls_behind_by_command(tmp_path):
     """Runs of the reference alone, which are there already."""
-    found = stream_curves.reference_jobs(tmp_path, tmp_path, [0, 2], [0, 1], 5, "cpu")
+    found = stream_curves.reference_jobs(tmp_path, tmp_path, [0, 2], [0, 1], 5, "cpu", 1e-3)
     for delay, jobs in found.items():
         for seed, job in enumerate(jobs):
             assert job.command[job.command.index("--staleness") + 1] == str(delay)
+            assert job.command[job.command.index("--lr") + 1] == "0.001"
             write_json(job.result, {"accuracy": [[0, 0.1], [5, 0.5 - 0.1 * delay + 0.01 * seed]]})
-    write_json(tmp_path / "environment.json", {})
-    options = argparse.Namespace(seeds=[0, 1], rollouts=5, results=tmp_path)
-    stream_curves.merge_reference(found, tmp_path / "environment.json", options)
-    figures = json.loads((tmp_path / "stream_curves_reference.json").read_text())
+    write_json(tmp_path / "environment_stream_curves_reference.json", {})
+    options = argparse.Namespace(seeds=[0, 1], rollouts=5, lr=1e-3, delays=[0, 2], out=tmp_path, results=tmp_path)
+    stream_curves.merge_reference(found, options)
+    figures = json.loads((tmp_path / "stream_curves_reference_5_lr_0.001.json").read_text())
+    assert figures["command"].endswith("--reference --delays 0 2 --rollouts 5 --lr 0.001 --seeds 0 1")
     assert figures["comparison"]["2"]["final_accuracy"]["mean"] == pytest.approx(0.305)
     assert figures["comparison"]["2"]["final_accuracy"]["p_value"] == pytest.approx(2 / 6)
 
