@@ -244,7 +244,7 @@ def own_job(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "metrics.csv").unlink(missing_ok=True)  # of a run that was not finished, which this one replaces
     command = cli_command(base, [*overlays, write_overlay(directory / "overlay.yaml", changes)], *last)
-    result = directory / "run.json"
+    result = directory / "curves.json"
     return Job(name, command, result, lambda seconds: write_json(result, read_run(directory / "metrics.csv", seconds)))
 
 
@@ -252,7 +252,7 @@ def reference_job(
     name: str, out: Path, model: Path, *, seed: int, rollouts: int, device: str, **settings: float
 ) -> Job:
     """Return a run of `reference_grpo.py`; `settings` are its `Settings` by name."""
-    result = out / name / "run.json"
+    result = out / name / "curves.json"
     arguments = {"model": model, "out": result, "device": device, "seed": seed, "rollouts": rollouts}
     arguments |= {"val-every": min(VAL_EVERY, rollouts), **settings}
     script = str(Path(__file__).with_name("reference_grpo.py"))

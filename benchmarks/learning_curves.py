@@ -118,7 +118,7 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def merge(out: Path, seeds: Sequence[int], results: Path) -> None:
     """Write figures and plot of the runs that are there."""
-    runs = {side: [json.loads((out / f"{side}_{seed}" / "run.json").read_text()) for seed in seeds] for side in SIDES}
+    runs = {side: [json.loads((out / f"{side}_{seed}" / "curves.json").read_text()) for seed in seeds] for side in SIDES}
     start = runs["reference"][0]["accuracy"][0]
     for run in runs["ours"]:
         run["accuracy"].insert(0, start)  # the same weights and greedy: the reference has looked at them
@@ -154,7 +154,7 @@ def main() -> None:
     model = warm_start(out, device, steps=options.sft_steps)
     todo = jobs(out, model, options.seeds, options.rollouts, device, options.sides)
     run_missing(todo, out / "environment.json", device, options)
-    if all((out / f"{side}_{seed}" / "run.json").exists() for side in SIDES for seed in options.seeds):
+    if all((out / f"{side}_{seed}" / "curves.json").exists() for side in SIDES for seed in options.seeds):
         merge(out, options.seeds, options.results)
 
 

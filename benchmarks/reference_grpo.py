@@ -1,6 +1,6 @@
 """GRPO in one file of plain torch and Transformers: no Megatron, no vLLM, no Lightning. `learning_curves.py` compares.
 
-    python benchmarks/reference_grpo.py --model runs/learning/model --out run.json --seed 0 --device cuda
+    python benchmarks/reference_grpo.py --model runs/learning/model --out curves.json --seed 0 --device cuda
 
 Only the problems are this project's (`data.arithmetic`, generated rows). Everything else is written again: batches in
 the same order, sampling with a key/value cache, the exact-match reward, advantages, loss, AdamW, clipping, schedule.

@@ -176,7 +176,7 @@ def merge(variants: Sequence[Variant], options: argparse.Namespace) -> None:
     """Write figures and plot of the runs that are there."""
     runs = {
         variant.name: [
-            json.loads((options.out / f"{variant.directory}_{seed}" / "run.json").read_text()) for seed in options.seeds
+            json.loads((options.out / f"{variant.directory}_{seed}" / "curves.json").read_text()) for seed in options.seeds
         ]
         for variant in variants
     }

@@ -192,9 +192,9 @@ def test_reference_samples_with_weights_that_are_so_old(qwen3_dir, tmp_path, mon
 
 def test_jobs_end_at_their_deadline_and_are_not_repeated(tmp_path):
     def script(name: str, text: str) -> Job:
-        return Job(name, ["-c", text], tmp_path / name / "run.json")
+        return Job(name, ["-c", text], tmp_path / name / "curves.json")
 
-    good = script("good", f"open({str(tmp_path / 'good' / 'run.json')!r}, 'a').write('1')")
+    good = script("good", f"open({str(tmp_path / 'good' / 'curves.json')!r}, 'a').write('1')")
     jobs = [good, script("slow", "import time; time.sleep(60)"), script("bad", "raise SystemExit('no such thing')")]
     assert run_jobs(jobs, 3, 3.0) == ["slow", "bad"]
     assert "no such thing" in (tmp_path / "bad" / "run.log").read_text()
