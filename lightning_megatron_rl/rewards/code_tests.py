@@ -49,11 +49,11 @@ _IDLE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.Im
 class CodeTests:
     """1.0 where the code in the response passes all tests of its prompt, in the sandbox.
 
-    The code is the last block between ``` fences that is Python or names no language, or the whole response. The tests are a column of the data set, a
-    list (or JSON of one): either Python, each item run after the code (``assert add(1, 2) == 3``), or objects with
-    "input" and "output": the code is then a program whose standard output must be that, up to spaces at line ends.
-    Python tests run in the code's own process, and code that searches its memory for the tests' outcome could forge
-    it; programs with input and output are judged from outside.
+    The code is the last block between ``` fences that is Python or names no language, or the whole response. The tests
+    are a column of the data set, a list (or JSON of one): either Python, each item run after the code (``assert add(1,
+    2) == 3``), or objects with "input" and "output": the code is then a program whose standard output must be that, up
+    to spaces at line ends. Python tests run in the code's own process, and code that searches its memory for the tests'
+    outcome could forge it; programs with input and output are judged from outside.
 
     Args:
         tests_column: Column with the tests.
@@ -137,10 +137,10 @@ class CodeTests:
             )
         if _are_python(tests) and not any(_can_fail(test) for test in tests):
             raise RewardSetupError(
-                f"the tests of the reward {self.name!r} in the column {self.tests_column!r} hold {str(tests)[:100]} for "
-                f"{describe_sample(sample)}: as Python they only define things or are data, so every response would pass "
-                'them. Call what they define (check(add)), or give inputs and outputs as a list of objects {"input": '
-                '"1 2", "output": "3"}'
+                f"the tests of the reward {self.name!r} in the column {self.tests_column!r} are {str(tests)[:100]} for "
+                f"{describe_sample(sample)}: as Python they only define things or are data, so every response would "
+                'pass them. Call what they define (check(add)), or give inputs and outputs as a list of objects '
+                '{"input": "1 2", "output": "3"}'
             )
         return list(tests)
 
