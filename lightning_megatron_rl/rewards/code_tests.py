@@ -139,7 +139,7 @@ class CodeTests:
             raise RewardSetupError(
                 f"the tests of the reward {self.name!r} in the column {self.tests_column!r} are {str(tests)[:100]} for "
                 f"{describe_sample(sample)}: as Python they only define things or are data, so every response would "
-                'pass them. Call what they define (check(add)), or give inputs and outputs as a list of objects '
+                "pass them. Call what they define (check(add)), or give inputs and outputs as a list of objects "
                 '{"input": "1 2", "output": "3"}'
             )
         return list(tests)
