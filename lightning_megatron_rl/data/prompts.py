@@ -141,8 +141,8 @@ class PromptDataModule(RowDataModule[Prompt]):
             if room < 1:
                 raise ValueError(
                     f"responses to {dataset} may have {response[dataset]} tokens, engine.max_model_len is"
-                    f" {max_model_len}: {max_model_len} - {response[dataset]} = {room} tokens are left to a prompt. Lower"
-                    " their max_tokens, or raise engine.max_model_len"
+                    f" {max_model_len}: {max_model_len} - {response[dataset]} = {room} tokens are left to a prompt."
+                    " Lower their max_tokens, or raise engine.max_model_len"
                 )
             rule = (
                 f"prompt + response ({response[dataset]} tokens) > engine.max_model_len ({max_model_len}), which leaves"

@@ -127,7 +127,7 @@ def test_an_event_loop_is_not_shared_between_calls():
     guarded = guard(OneQueue())
     episodes: Any = guarded.start(PROMPTS[:1], [1])
     assert guarded.step(episodes, [Action("x", [9])]) == [Reply("ok")]
-    with pytest.raises(EnvironmentSetupError, match="the environment OneQueue: .*each call has an event loop of its"):
+    with pytest.raises(EnvironmentSetupError, match=r"the environment OneQueue: .*each call has an event loop of its"):
         guarded.step(episodes, [Action("x", [9])])
 
 
