@@ -107,6 +107,11 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         """All encoded rows of the training set, in the source's order; there after `setup("fit")`."""
         return self._sets["train"]
 
+    @property
+    def items(self) -> dict[str, list[Item]]:
+        """All encoded rows by data set, the training set's as "train"; those of the stage that was set up."""
+        return self._sets
+
     def prepare_data(self) -> None:
         """Fill the download caches, in one process per node."""
         for source in [self.train_source, *self.val_sources.values()]:

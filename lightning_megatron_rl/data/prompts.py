@@ -127,8 +127,8 @@ class PromptDataModule(RowDataModule[Prompt]):
             vocab_size: Token ids of the model are below it.
 
         Raises:
-            ValueError: A prompt is too long and `on_long_prompt` is "refuse", or too few are left; a token id that the
-                model does not have.
+            ValueError: A prompt is too long and `on_long_prompt` is "refuse", or too few are left; responses that leave
+                no room to any prompt; a token id that the model does not have.
         """
         for dataset, (whole, _) in self._encoded.items():
             for prompt in whole:
@@ -138,6 +138,12 @@ class PromptDataModule(RowDataModule[Prompt]):
                         f" {vocab_size - 1}: data.tokenizer={self.tokenizer_name!r} is not the tokenizer of this model"
                     )
             room = max_model_len - response[dataset]
+            if room < 1:
+                raise ValueError(
+                    f"responses to {dataset} may have {response[dataset]} tokens, engine.max_model_len is"
+                    f" {max_model_len}: {max_model_len} - {response[dataset]} = {room} tokens are left to a prompt."
+                    " Lower their max_tokens, or raise engine.max_model_len"
+                )
             rule = (
                 f"prompt + response ({response[dataset]} tokens) > engine.max_model_len ({max_model_len}), which leaves"
                 f" {room} tokens to a prompt"

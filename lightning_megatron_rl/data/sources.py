@@ -115,7 +115,22 @@ def column(row: Row, name: str, where: str) -> Any:
 
 
 def _read(source: DataSource) -> list[Row]:
-    return _reader(source)(source)
+    reader = _reader(source)
+    if reader in (_read_jsonl, _read_parquet, _call_dotted_path):
+        _refuse_parts(source)
+    return reader(source)
+
+
+def _refuse_parts(source: DataSource) -> None:
+    """Refuse a split or a configuration of what has none: the rows of a validation would be those of training."""
+    asked = {"split": source.split, "name": source.name}
+    ignored = {key: value for key, value in asked.items() if value not in (None, "train")}
+    if ignored:
+        named = ", ".join(f"{key}={value!r}" for key, value in ignored.items())
+        raise ValueError(
+            f"{source.path!r} with {named}: a file or a callable gives all its rows, it has no splits and no"
+            f" configurations. Leave {' and '.join(ignored)} out, and give each set a file of its own"
+        )
 
 
 def _reader(source: DataSource) -> Callable[[DataSource], list[Row]]:

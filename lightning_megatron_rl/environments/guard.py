@@ -1,7 +1,5 @@
 """A guard around an environment: its errors and timeouts cost one episode, not the run."""
 
-import asyncio
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +15,7 @@ from lightning_megatron_rl.environments.base import (
     EpisodeSettings,
     Reply,
 )
-from lightning_megatron_rl.rewards.deadline import BoundedCalls
+from lightning_megatron_rl.rewards.deadline import BoundedCalls, EventLoopError, awaited
 from lightning_megatron_rl.rewards.guard import DEADLINE_SECONDS
 from lightning_megatron_rl.sample import Prompt
 
@@ -93,14 +91,11 @@ class GuardedEnvironment:
         return results
 
     def _call[T](self, call: Callable[[], Any], check: Callable[[Any], T]) -> T:
-        answer = call()
-        if inspect.isawaitable(answer):
-            answer = asyncio.run(_wait(answer, self.deadline_s))
+        try:
+            answer = awaited(call(), self.deadline_s)
+        except EventLoopError as error:
+            raise EnvironmentSetupError(f"the environment {type(self.environment).__name__}: {error}") from error
         return check(answer)
-
-
-async def _wait(answer: Any, seconds: float) -> Any:
-    return await asyncio.wait_for(answer, seconds)
 
 
 def _checked_episode(episode: Any) -> Episode:

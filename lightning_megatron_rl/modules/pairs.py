@@ -11,7 +11,7 @@ from lightning_megatron_rl.algorithms.preferences import side_gradients
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
 from lightning_megatron_rl.data.preference import PreferenceDataModule, PreferencePair
-from lightning_megatron_rl.modules.batches import check_batch
+from lightning_megatron_rl.modules.batches import check_batch, check_rows
 from lightning_megatron_rl.modules.model import ModelModule
 
 _GRADIENT_FIELD = "gradient"  # of the loss of all pairs by the token's output, times the global number of targets
@@ -50,6 +50,13 @@ class PairModule(ModelModule):
         sides += [self.prepare_side(pair.rejected) for pair in pairs]
         chosen, rejected = self.side_values(sides).double().view(2, len(pairs))
         return sides, chosen, rejected
+
+    def setup(self, stage: str) -> None:
+        """Check model and rows, before weights are loaded."""
+        super().setup(stage)
+        check_rows(
+            self, PreferencePair, lambda pair: [self.prepare_side(pair.chosen), self.prepare_side(pair.rejected)]
+        )
 
     def training_step(self, pairs: list[PreferencePair], batch_idx: int) -> Tensor:
         """Compute the gradients of the mean loss of all replicas' pairs; return that loss, equal on every rank."""

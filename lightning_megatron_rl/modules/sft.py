@@ -10,7 +10,7 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence
 from lightning_megatron_rl.data.sft import SFTDataModule
-from lightning_megatron_rl.modules.batches import check_batch
+from lightning_megatron_rl.modules.batches import check_batch, check_rows
 from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
 _LARGEST = 709.0  # e^710 is no float64
@@ -20,6 +20,11 @@ class SFTModule(PolicyModule):
     """Minimise the negative log-likelihood of the target tokens, averaged over all of them in the global batch."""
 
     default_aux_loss_coeff = 1e-2
+
+    def setup(self, stage: str) -> None:
+        """Check model and rows, before weights are loaded."""
+        super().setup(stage)
+        check_rows(self, TokenSequence, lambda sequence: [sequence])
 
     def training_step(self, sequences: list[TokenSequence], batch_idx: int) -> Tensor:
         """Compute the gradients of one batch; return its loss."""

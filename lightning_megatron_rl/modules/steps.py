@@ -57,11 +57,16 @@ def train_step(
         losses = losses * microbatch.fields.get(WEIGHT_FIELD, torch.ones_like(losses))
         # where, not times: a masked position may hold anything, inf * 0 is nan
         losses = torch.where(microbatch.mask, losses, torch.zeros_like(losses))
-        tally.add_mean(name, losses.detach(), microbatch.mask)
+        tally.add(name, _mean_or_zero, {"total": losses.detach().double().sum(), "count": microbatch.mask.sum()})
         token_losses.append((losses.detach(), microbatch.sequence_index))
         return losses.sum(), microbatch.mask.sum().int(), tally
 
     return _forward(chunk, microbatch, processor, routers), loss
+
+
+def _mean_or_zero(total: float, count: float) -> float:
+    """Return the loss of an update; without a single target it has no gradient, and is 0, not unknown."""
+    return total / count if count else 0.0
 
 
 def _forward(

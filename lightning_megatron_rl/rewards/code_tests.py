@@ -1,5 +1,6 @@
 """Unit tests as a reward: code from the response runs in the sandbox against the tests that came with the prompt."""
 
+import ast
 import json
 import re
 import secrets
@@ -39,17 +40,20 @@ def run(spec, report):
 run(spec, report)
 os._exit(0)
 """
-_FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)  # of any language: each closes with its own
+_LANGUAGES = ("", "python", "py", "python3")
+# of a Python test whose every statement is one of these, nothing can fail
+_IDLE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 
 
 class CodeTests:
     """1.0 where the code in the response passes all tests of its prompt, in the sandbox.
 
-    The code is the last block between ``` fences, or the whole response. The tests are a column of the data set, a
-    list (or JSON of one): either Python, each item run after the code (``assert add(1, 2) == 3``), or objects with
-    "input" and "output": the code is then a program whose standard output must be that, up to spaces at line ends.
-    Python tests run in the code's own process, and code that searches its memory for the tests' outcome could forge
-    it; programs with input and output are judged from outside.
+    The code is the last block between ``` fences that is Python or names no language, or the whole response. The tests
+    are a column of the data set, a list (or JSON of one): either Python, each item run after the code (``assert add(1,
+    2) == 3``), or objects with "input" and "output": the code is then a program whose standard output must be that, up
+    to spaces at line ends. Python tests run in the code's own process, and code that searches its memory for the tests'
+    outcome could forge it; programs with input and output are judged from outside.
 
     Args:
         tests_column: Column with the tests.
@@ -131,6 +135,13 @@ class CodeTests:
                 f"{str(tests)[:100]} for {describe_sample(sample)}: give a list of Python statements, or of objects "
                 'with the texts "input" and "output"'
             )
+        if _are_python(tests) and not any(_can_fail(test) for test in tests):
+            raise RewardSetupError(
+                f"the tests of the reward {self.name!r} in the column {self.tests_column!r} are {str(tests)[:100]} for "
+                f"{describe_sample(sample)}: as Python they only define things or are data, so every response would "
+                "pass them. Call what they define (check(add)), or give inputs and outputs as a list of objects "
+                '{"input": "1 2", "output": "3"}'
+            )
         return list(tests)
 
     def _share_passed(self, code: str, tests: list[Any]) -> float:
@@ -154,13 +165,32 @@ class CodeTests:
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block of a response, or all of it if it has none.
+    """Return the last fenced block of a response that is Python or of no language, or all of it if it has none.
 
     Example:
         ``extract_code("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``
     """
-    blocks = _FENCE.findall(response)
+    blocks = [code for language, code in _FENCE.findall(response) if language.lower() in _LANGUAGES]
     return blocks[-1] if blocks else response
+
+
+def _can_fail(test: str) -> bool:
+    """Whether a Python test does more than define, import or hold data: otherwise every response passes it."""
+    try:
+        statements = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    return any(not isinstance(statement, _IDLE) and not _is_literal(statement) for statement in statements)
+
+
+def _is_literal(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign) or statement.value is None:
+        return False
+    try:
+        ast.literal_eval(statement.value)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _are_python(tests: Sequence[Any]) -> bool:

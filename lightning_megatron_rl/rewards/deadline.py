@@ -1,9 +1,16 @@
 """Calls of code that may hang, under one deadline; late ones are interrupted."""
 
+import asyncio
 import ctypes
+import inspect
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+MOST_ROUNDS = 4  # of calls that are as long as they may be while others wait
+_OF_ANOTHER_LOOP = ("bound to a different event loop", "attached to a different loop", "Event loop is closed")
 
 
 class _Interrupted(SystemExit):
@@ -20,12 +27,45 @@ class DeadlineError(Exception):
     """The call had not returned, or not even begun, when the deadline passed."""
 
 
+class EventLoopError(RuntimeError):
+    """What was awaited holds something of another call's event loop."""
+
+
+def awaited(answer: Any, seconds: float) -> Any:
+    """Return the answer, or what it awaits for at most so long, in an event loop of its own.
+
+    Raises:
+        EventLoopError: It uses something, such as a client with open connections, that an earlier call's loop made.
+    """
+    if not inspect.isawaitable(answer):
+        return answer
+    try:
+        return asyncio.run(_wait(answer, seconds))
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OF_ANOTHER_LOOP):
+                raise EventLoopError(
+                    f"{cause}: each call has an event loop of its own, so make clients, sessions and locks inside the"
+                    " call that awaits them, not once for all"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+async def _wait(answer: Awaitable[Any], seconds: float) -> Any:
+    return await asyncio.wait_for(answer, seconds)
+
+
 class BoundedCalls:
     """Runs calls in threads with a time limit.
 
     A thread cannot be killed. One that is late gets an exception, which ends a loop in Python at once; one that is
     inside native code or waits for a socket gets it when that returns, and until then it is left alone. With
     `max_stuck` such threads no call is made any more, so a reward that hangs for ever does not fill the memory.
+
+    Calls that wait for a thread do not wait for those that hang: meanwhile a call is late after its share of the time,
+    that of a round if all calls are made in rounds of `num_threads`, but no less than a quarter.
 
     Args:
         num_threads: Calls that run at the same time.
@@ -42,27 +82,38 @@ class BoundedCalls:
 
     def run[T](self, calls: Sequence[Callable[[], T]], seconds: float) -> list[T | BaseException]:
         """Return each call's result, or the exception it raised, or `DeadlineError`; after `seconds` at the latest."""
-        with _STUCK:
-            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-            num_stuck = len(self._stuck)
-        if num_stuck >= self.max_stuck:
+        if (num_stuck := self._num_stuck()) >= self.max_stuck:
             message = f"not called: {num_stuck} earlier calls still hang"
             return [DeadlineError(message) for _ in calls]
         batch = _Batch(calls, seconds)
-        threads = [
-            threading.Thread(target=batch.work, name="reward", daemon=True)
-            for _ in range(min(self.num_threads, len(calls)))
-        ]
-        for thread in threads:
-            thread.start()
-        batch.finished.wait(seconds)
+        self._start(batch, min(self.num_threads, len(calls)))
+        end, rounds = time.monotonic() + seconds, -(-len(calls) // self.num_threads)
+        patience = seconds / min(max(rounds, 1), MOST_ROUNDS)
+        while not batch.finished.wait(min(max(end - time.monotonic(), 0.0), patience / 4)):
+            if time.monotonic() >= end:
+                break
+            late = batch.give_up(patience)
+            self._interrupt(late)
+            self._start(batch, min(len(late), max(self.max_stuck - self._num_stuck(), 0)))
         outcomes, busy = batch.close()
+        self._interrupt(busy)
+        return outcomes
+
+    def _num_stuck(self) -> int:
+        with _STUCK:
+            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+            return len(self._stuck)
+
+    def _start(self, batch: "_Batch[Any]", count: int) -> None:
+        for _ in range(count):
+            threading.Thread(target=batch.work, name="reward", daemon=True).start()
+
+    def _interrupt(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
-            if thread.ident in busy and thread.is_alive():
+            if thread.is_alive() and thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
                 with _STUCK:
                     self._stuck.append(thread)
-        return outcomes
 
 
 class _Batch[T]:
@@ -73,7 +124,8 @@ class _Batch[T]:
         self._pending = deque(range(len(calls)))
         self._missing = len(calls)
         self._outcomes: list[T | BaseException] = [DeadlineError(f"not done within {seconds:g} s") for _ in calls]
-        self._busy: set[int] = set()  # threads inside a call
+        self._busy: dict[threading.Thread, tuple[int, float]] = {}  # threads inside a call: which one, since when
+        self._late: set[threading.Thread] = set()  # whose call was given up
         self._lock = threading.Lock()
         self.finished = threading.Event()
         if not calls:
@@ -94,24 +146,42 @@ class _Batch[T]:
         except _Interrupted:  # between the end of the call and here
             return
 
-    def close(self) -> tuple[list[T | BaseException], set[int]]:
+    def give_up(self, patience: float) -> list[threading.Thread]:
+        """Give up calls that have taken longer, at most as many as wait for a thread; return their threads."""
+        with self._lock:
+            now = time.monotonic()
+            late = [thread for thread, (_, since) in self._busy.items() if now - since > patience]
+            late = late[: len(self._pending)]
+            for thread in late:
+                index, _ = self._busy.pop(thread)
+                self._outcomes[index] = DeadlineError(f"not done within {patience:g} s, while others waited")
+                self._missing -= 1
+            self._late.update(late)
+            return late
+
+    def close(self) -> tuple[list[T | BaseException], list[threading.Thread]]:
         """Return what there is, and the threads that are inside a call; whatever comes later is dropped."""
         with self._lock:
             self._pending.clear()
-            return list(self._outcomes), set(self._busy)
+            return list(self._outcomes), list(self._busy)
 
     def _take(self) -> int | None:
+        thread = threading.current_thread()
         with self._lock:
-            self._busy.discard(threading.get_ident())
-            if not self._pending:
+            self._busy.pop(thread, None)
+            if not self._pending or thread in self._late:
                 return None
-            self._busy.add(threading.get_ident())
-            return self._pending.popleft()
+            index = self._pending.popleft()
+            self._busy[thread] = index, time.monotonic()
+            return index
 
     def _give(self, index: int, outcome: T | BaseException) -> None:
+        thread = threading.current_thread()
         with self._lock:
+            if thread in self._late:
+                return
             self._outcomes[index] = outcome
             self._missing -= 1
             if not self._missing:
-                self._busy.discard(threading.get_ident())
+                self._busy.pop(thread, None)
                 self.finished.set()

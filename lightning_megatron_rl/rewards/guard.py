@@ -1,15 +1,13 @@
 """A guard around a reward: samples on which it fails or is late get a default."""
 
-import asyncio
-import inspect
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
 from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describe_sample, reward_name
-from lightning_megatron_rl.rewards.deadline import BoundedCalls
+from lightning_megatron_rl.rewards.deadline import BoundedCalls, EventLoopError, awaited
 from lightning_megatron_rl.sample import Sample, copies
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, POSITIVE, check_ranges
@@ -108,9 +106,11 @@ class GuardedReward:
 
     def _call(self, samples: list[Sample]) -> list[float | BaseException]:
         """Return each sample's number, or what is wrong with it."""
-        scores: Any = self.reward(copies(samples))  # whatever it does to them, now or after its deadline
-        if inspect.isawaitable(scores):
-            scores = asyncio.run(_wait(scores, self.deadline_s))
+        try:
+            # copies: whatever it does to them, now or after its deadline
+            scores: Any = awaited(self.reward(copies(samples)), self.deadline_s)
+        except EventLoopError as error:
+            raise RewardSetupError(f"the reward {self.name!r}: {error}") from error
         if not isinstance(scores, list | tuple):
             raise _WrongResultError(
                 f"the reward {self.name!r} returned a {type(scores).__name__} for {len(samples)} samples: return a list"
@@ -220,7 +220,3 @@ def _raise_setup_error(outcome: object) -> None:
         raise ValueError(str(outcome))
     if isinstance(outcome, RewardSetupError):
         raise outcome
-
-
-async def _wait[T](scores: Awaitable[T], seconds: float) -> T:
-    return await asyncio.wait_for(scores, seconds)

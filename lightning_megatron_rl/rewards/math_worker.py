@@ -6,9 +6,31 @@ It is run by its path and imports nothing of this package, so that it starts wit
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
+from typing import Any
+
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # says itself where the mathematics is
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
+_WORD = re.compile(r"(?<!\S)(?!(?:or|and)\b)[A-Za-z]{2,}")  # "18 dollars", not the "xy" of "2xy+1"
+
+
+def parse_reference(reference: str) -> list[Any]:
+    r"""Return what a reference answer says, in math-verify's form.
+
+    Outside dollars math-verify sees numbers alone: "2\sqrt{3}" would be 2, and "2x+3" too. An answer is read as between
+    dollars, unless it is one number or fraction, has delimiters of its own, or words.
+    """
+    from math_verify import parse
+
+    plain: list[Any] = parse(reference, parsing_timeout=None)
+    is_whole = bool(plain) and plain[-1] == "".join(reference.split())
+    has_words = _WORD.search(_TEXT.sub(" ", reference)) is not None
+    if plain and (is_whole or has_words or _DELIMITED.search(reference)):
+        return plain
+    return parse(f"${reference}$", parsing_timeout=None) or plain
 
 
 def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:
@@ -26,9 +48,7 @@ def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:
     for line in sys.stdin:
         reference, response = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        # a bare `x+1` is no mathematics to the parser, between dollars it is
-        golds = parse(reference, parsing_timeout=None) or parse(f"${reference}$", parsing_timeout=None)
-        equal = verify(golds, parse(response, parsing_timeout=None), timeout_seconds=None)
+        equal = verify(parse_reference(reference), parse(response, parsing_timeout=None), timeout_seconds=None)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(bool(equal)), file=replies, flush=True)
 

@@ -33,6 +33,7 @@ class Transcript:
     game: Episode | BaseException  # what could not be started is an exception
     response: Response = field(default_factory=Response)
     turn_start: int = 0  # of the turn that the policy writes, in the response
+    is_cut: bool = False  # the last turn, by a token limit
     reason: str = ""  # why it is over, if it is
     cause: BaseException | None = None  # of an error
 
@@ -53,7 +54,7 @@ class Transcript:
         response, start = self.response, self.turn_start
         written = response.token_ids[start:]
         text = _decode(tokenizer, written)
-        self.turn_start = len(response.token_ids)
+        self.turn_start, self.is_cut = len(response.token_ids), is_cut
         response.turns.append(Turn(start, self.turn_start, text))
         return Action(text, written, len(response.turns) - 1, is_cut)
 
@@ -75,7 +76,9 @@ class Transcript:
             self.response.outcome = Outcome("error", default_reward, error=describe_error(self.cause))
         else:
             self.response.outcome = Outcome(self.reason, float(ending.reward), ending.success)
-        self.response.finish_reason = "length" if self.reason == "length" else "stop"
+        # an environment may well call an answer done of which it has only the beginning
+        is_truncated = self.reason == "length" or (self.reason == "done" and self.is_cut)
+        self.response.finish_reason = "length" if is_truncated else "stop"
 
 
 def play_episodes(

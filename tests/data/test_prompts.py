@@ -149,6 +149,10 @@ def test_prompts_are_held_to_what_the_engine_takes(tokenizer_dir: str, tokenizer
     with told("cut at their beginning"):
         cutting.fit_into_engine(10, **limits)
     assert [prompt.text for prompt in cutting.train_items] == ["123", "56789", "1234", "34567"]
+    for longest in (14, 17):  # of a validation's responses: no token of a prompt was left, or less than none
+        no_room = {"train": 5, "easy": longest}
+        with pytest.raises(ValueError, match=rf"responses to easy .*14 - {longest} = -?\d tokens are left to a prompt"):
+            data(on_long_prompt="truncate_left").fit_into_engine(14, no_room, limits["vocab_size"])
     with (
         pytest.raises(ValueError, match=r"training set has 1 rows, batch_size is 2"),
         told("3 of 4"),

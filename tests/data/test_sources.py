@@ -113,6 +113,16 @@ def test_what_cannot_be_read_is_refused(write_jsonl, tmp_path: Path):
             DataSource(empty)
 
 
+@pytest.mark.parametrize("options", [{"split": "test"}, {"name": "main"}])
+def test_parts_of_what_has_none_are_refused(options: dict[str, str], write_jsonl, parquet: Path):
+    """All rows were read, those of training for a validation."""
+    for path in (write_jsonl(ROWS), str(parquet / "train.parquet"), f"{__name__}.some_rows"):
+        assert load_rows(DataSource(path, split="train")) == ROWS
+        (key,) = options
+        with pytest.raises(ValueError, match=rf"{key}='{options[key]}': a file or a callable gives all its rows"):
+            load_rows(DataSource(path, **options))
+
+
 def test_files_of_another_kind_are_named(tmp_path: Path):
     text = '{"prompt": "é"}\n'
     kinds = {

@@ -1,5 +1,6 @@
 """The guard: whatever an environment returns instead of a reply is named, and nothing waits for it."""
 
+import asyncio
 import math
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_megatron_rl.environments import (
 )
 from lightning_megatron_rl.rewards.deadline import DeadlineError
 from lightning_megatron_rl.sample import Prompt
-from tests.environments.games import Bad, Patient
+from tests.environments.games import Bad, Patient, PatientEpisode
 
 PROMPTS = [Prompt([1], "a", index=0), Prompt([1], "b", index=1), Prompt([1], "c", index=2)]
 
@@ -97,6 +98,37 @@ def test_environment_may_be_async():
     episodes: Any = guarded.start(PROMPTS, [1, 2, 3])
     assert guarded.step(episodes, [Action("x", [9])] * 3) == [Reply("ok")] * 3
     assert guarded.finish(episodes, ["done"] * 3) == [Ending(0.5)] * 3
+
+
+def test_more_hanging_episodes_than_threads_cost_only_themselves():
+    guarded = guard(Bad("hang"), deadline_s=4.0, concurrency=1)
+    episodes: Any = guarded.start(PROMPTS, [1, 2, 3])
+    _, hanging, last = guarded.step(episodes, [Action("x", [9], number=1)] * 3)
+    assert isinstance(hanging, DeadlineError)
+    assert last == Reply("ok", reward=0.25)
+
+
+class OneQueue(Patient):
+    """Its episode keeps something of the first call's event loop."""
+
+    def start(self, prompt: Prompt, seed: int) -> Any:
+        queue: asyncio.Queue[int] = asyncio.Queue()
+
+        class Waits(PatientEpisode):
+            async def step(self, action: Action) -> Reply:
+                asyncio.get_running_loop().call_later(0.01, queue.put_nowait, 1)
+                await queue.get()
+                return Reply("ok")
+
+        return Waits()
+
+
+def test_an_event_loop_is_not_shared_between_calls():
+    guarded = guard(OneQueue())
+    episodes: Any = guarded.start(PROMPTS[:1], [1])
+    assert guarded.step(episodes, [Action("x", [9])]) == [Reply("ok")]
+    with pytest.raises(EnvironmentSetupError, match=r"the environment OneQueue: .*each call has an event loop of its"):
+        guarded.step(episodes, [Action("x", [9])])
 
 
 def test_deadline_fits_the_ranks_that_wait():

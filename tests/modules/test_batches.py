@@ -1,17 +1,24 @@
 """Batches of a DataLoader of the user's own: what is no list of the method's items is refused with what makes them."""
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
+from lightning_megatron_rl.data.preference import PreferenceDataModule
+from lightning_megatron_rl.data.sft import SFTDataModule
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
+from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
+from tests.module_options import nested
 from tests.modules.runs import ReplayEngine, fit_grpo, parity, prompts
-from tests.training import frozen_sequences
+from tests.tiny_models import make_tokenizer
+from tests.training import Recorder, frozen_sequences, make_trainer
 
 ROWS = [{"prompt": "1+1="}] * 8
 MODULES: dict[type, tuple[dict[str, Any], str, str]] = {
@@ -37,6 +44,50 @@ def test_every_step_names_what_it_works_on(cls, step):
     wrong = frozen_sequences(2) if item != "TokenSequence" else prompts(2)
     with pytest.raises(TypeError, match=rf"got a list of {type(wrong[0]).__name__}\. "):
         getattr(module, step)(wrong, 0)
+
+
+LONG, FOREIGN = {"prompt": "1+1=", "completion": "2" * 90}, {"prompt": "1+1=", "completion": "<extra>"}
+
+
+def sums(last: dict[str, str]) -> list[dict[str, str]]:
+    """Rows of which the last one does not fit."""
+    return [{"prompt": "1+1=", "completion": "2"}] * 7 + [last]
+
+
+def fit_row(model: Path, cls: type, last: dict[str, str], directory: Path) -> tuple[str, int]:
+    """The error of a fit whose last row does not fit, and the steps that it took before."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(directory)
+    common: dict[str, Any] = {"tokenizer": str(directory), "batch_size": 2, "shuffle": False}
+    data: Any
+    if cls is SFTModule:
+        data = SFTDataModule(partial(sums, last), **common)
+    else:
+        rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "3"} for row in sums(last)]
+        data = PreferenceDataModule(partial(list, rows), **common)
+    recorder = Recorder()
+    trainer = make_trainer({}, 1, max_steps=4, callbacks=[recorder])
+    try:
+        trainer.fit(cls(str(model), **nested({"max_tokens_per_microbatch": 64})), data)
+    except Exception as error:
+        return str(error), len(recorder.steps)
+    return "", len(recorder.steps)
+
+
+@pytest.mark.parametrize("cls", [SFTModule, RewardModule])
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (LONG, r"train row 7 of .* has 9\d tokens, which is more than train\.max_tokens_per_microbatch=64 holds"),
+        (FOREIGN, r"train row 7 of .* has the token id 128, the model's vocabulary ends at 127: data\.tokenizer="),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_the_first_step(worker_pool, qwen3_dir, tmp_path, cls, last, message):
+    """The last of many rows ended a run that had gone on for long."""
+    ((error, steps),) = worker_pool.run(fit_row, qwen3_dir, cls, last, tmp_path, world_size=1, init_process_group=False)
+    assert re.search(message, error), error
+    assert steps == 0
 
 
 def fit_rows(model: Path) -> str:

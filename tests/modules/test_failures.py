@@ -2,17 +2,20 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_megatron_rl.environments import Environment, Episode, Reply
 from lightning_megatron_rl.modules.failures import FailureWatch
+from lightning_megatron_rl.modules.shaping import OverlongSettings
 from lightning_megatron_rl.rewards import GuardedReward
+from lightning_megatron_rl.rollout.protocol import Generation, GenerationRequest, SamplingParams
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.distributed import WorkerError
 from tests.modules.episode_runs import episode_options, fit_episodes
-from tests.modules.runs import fit_grpo, length, parity
+from tests.modules.runs import ReplayEngine, fit_grpo, length, parity
 from tests.training import Run
 
 
@@ -58,6 +61,21 @@ class UnplayableEpisode(Episode):
         raise RuntimeError("the board is gone")
 
 
+class Unstartable(Environment):
+    """No episode begins, so no token is sampled."""
+
+    def start(self, prompt: Prompt, seed: int) -> Episode:
+        raise RuntimeError("no board")
+
+
+class AllCut(ReplayEngine):
+    """The limit has cut every response."""
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        groups = super().generate(requests, params)
+        return [[replace(answer, finish_reason="length") for answer in group] for group in groups]
+
+
 def job(pool: Any, model: Any, function: Any = fit_grpo, world_size: int = 1, **kwargs: Any) -> list[Run]:
     strategy = {"timeout_s": 200.0}  # for processes of the pool that this job starts
     return pool.run(function, model, strategy, world_size, world_size=world_size, init_process_group=False, **kwargs)
@@ -89,6 +107,20 @@ def test_some_good_samples_or_no_limit_let_a_run_go_on(worker_pool, qwen3_dir):
     assert run.steps[0]["reward/failed_frac"] == 0.75  # 1 of 4 prompts works
     (run,) = job(worker_pool, qwen3_dir, steps=1, rewards=[broken], module={"max_failed_rollouts": None})
     assert run.steps[0]["reward/failed_frac"] == 1.0
+
+
+@pytest.mark.parametrize("why", ["filtered", "not begun"])
+def test_an_update_without_a_token_to_train_on_has_a_loss_of_zero(worker_pool, qwen3_dir, why):
+    """It was nan, and ended the run as a loss that is not finite."""
+    if why == "filtered":
+        (run,) = job(worker_pool, qwen3_dir, module={"engine": AllCut(), "overlong": OverlongSettings(filter=True)})
+        assert run.steps[0]["rollout/truncated_frac"] == 1
+    else:
+        module = {**episode_options(environment=Unstartable()), "max_failed_rollouts": None}
+        (run,) = job(worker_pool, qwen3_dir, fit_episodes, module=module)
+        assert run.steps[0]["reward/environment_failed_frac"] == 1
+    assert [step["policy/loss"] for step in run.steps] == [0.0, 0.0]
+    assert [step["policy/grad_norm"] for step in run.steps] == [0.0, 0.0]
 
 
 def test_a_reward_cannot_change_what_is_trained_on(worker_pool, qwen3_dir):

@@ -116,3 +116,32 @@ def test_extract_code():
     assert extract_code("```\na\n```") == "a\n"
     assert extract_code("```py\na\n```\n```js\nb\n```") == "a\n"
     assert extract_code("x = 1") == "x = 1"
+
+
+@pytest.mark.parametrize("language", ["text", "bash", "c++", "json title=in"])
+def test_a_block_of_another_language_does_not_move_the_fences(reward, language):
+    """Its end was taken for the beginning of a block, and what stands between the two for the code."""
+    response = f"Input:\n```{language}\n1 2\n```\nSolution:\n```python\n{RIGHT}```"
+    assert extract_code(response) == RIGHT
+    assert reward([with_tests(response)]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        '{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}',  # of APPS: as Python it is a dictionary
+        ['{"input": "1 2", "output": "3"}'],
+        "def check(candidate):\n    assert candidate(1, 1) == 2\n",  # of HumanEval: nobody calls it
+        "import unittest\nMETA = {'author': 'x'}\nclass Test(unittest.TestCase): pass",
+        [""],
+        ["# assert add(1, 2) == 3"],
+    ],
+)
+def test_tests_that_every_response_would_pass_are_refused(reward, tests):
+    with pytest.raises(RewardSetupError, match=r"every response would pass.*Call what they define"):
+        reward([with_tests("no code at all", tests)])
+
+
+def test_what_a_test_needs_may_stand_before_it(reward):
+    tests = ["import math", "x = 1\ndef check(f):\n    assert f(x, 2) == 3", "check(add)"]
+    assert reward([with_tests(RIGHT, tests)]) == [1.0]

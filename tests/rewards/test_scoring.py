@@ -153,6 +153,32 @@ def test_hanging_and_raising_reward_among_a_hundred_samples(release):
     assert "prompt 42" in message
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_more_hanging_samples_than_threads_cost_only_themselves(concurrency, release):
+    """Those that waited for a thread had their time pass, and all got the default."""
+
+    def reward(samples: list[Sample]) -> list[float]:
+        while any(sample.response == "loop" for sample in samples):
+            pass
+        if any(sample.response == "hang" for sample in samples):
+            release.wait()
+        return [1.0] * len(samples)
+
+    bad = ["hang", "loop", "hang"][: concurrency + 1]
+    samples = [make_sample(text) for text in [*bad, *["fine"] * 20]]
+    started = time.monotonic()
+    with told(rf"failed on {len(bad)} of {len(samples)} samples.*not done within .* s, while others waited"):
+        scores = GuardedReward(reward, deadline_s=2 * DEADLINE, concurrency=concurrency)(samples)
+    assert time.monotonic() - started < 4 * DEADLINE + SLACK
+    assert scores == [0.0] * len(bad) + [1.0] * 20
+
+
+def test_slow_calls_that_fit_into_the_time_are_not_given_up():
+    calls = BoundedCalls(num_threads=2)
+    outcomes = calls.run([functools.partial(time.sleep, 0.4 * DEADLINE)] * 4, seconds=DEADLINE)  # two rounds of 0.4
+    assert outcomes == [None] * 4
+
+
 def test_loop_in_python_is_interrupted():
     """Without the interrupt the thread would take half of this process's time for ever."""
     rounds = 0
@@ -264,6 +290,28 @@ def test_async_rewards():
     while any(thread.name == "reward" for thread in threading.enumerate()):
         assert time.monotonic() < patience
         time.sleep(0.01)
+
+
+class OneClient:
+    """Keeps something of the first call's event loop, as a client with open connections does."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[int] = asyncio.Queue()
+
+    async def __call__(self, samples: list[Sample]) -> list[float]:
+        asyncio.get_running_loop().call_later(0.01, self.queue.put_nowait, 1)
+        try:
+            return [float(await self.queue.get())]
+        except RuntimeError as error:
+            raise ConnectionError("no judge") from error  # as clients do
+
+
+def test_an_event_loop_is_not_shared_between_calls():
+    """All samples failed from the second rollout on, without a word about why."""
+    reward = GuardedReward(OneClient(), deadline_s=10 * DEADLINE)
+    assert reward([make_sample("a")]) == [1.0]
+    with pytest.raises(RewardSetupError, match=r"'one_client'.* different event loop: each call has an event loop of"):
+        reward([make_sample("a")])
 
 
 def test_interruption_inside_an_event_loop_is_not_lost():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron_rl.environments import EpisodeSettings, GuardedEnvironment, Reply
+from lightning_megatron_rl.environments import Action, Ending, Environment, EpisodeSettings, GuardedEnvironment, Reply
 from lightning_megatron_rl.modules.rollout_batch import to_sequence, turn_rewards
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, derive_seed
@@ -131,9 +131,34 @@ def test_lengths_stay_within_all_limits():
         assert len(sample.policy_ids) <= 9
         assert all(1 <= turn.stop - turn.start <= 3 for turn in sample.turns)
         assert sample.outcome is not None
-        assert sample.is_truncated == (sample.outcome.reason == "length")
+        assert sample.is_truncated or sample.outcome.reason != "length"
     assert any(sample.is_truncated and len(sample.policy_ids) == 9 for sample in samples)
     assert any(sample.is_truncated and len(sample.policy_ids) < 9 for sample in samples), "max_model_len"
+
+
+class OneTurn(Environment):
+    """Calls whatever it gets an answer, and notes which it got in part."""
+
+    def start(self, prompt: Prompt, seed: int) -> Any:
+        return OneTurnEpisode()
+
+
+class OneTurnEpisode:
+    def step(self, action: Action) -> Reply:
+        self.is_cut = action.is_cut
+        return Reply(done=True)
+
+    def finish(self, reason: str) -> Ending:
+        return Ending(float(self.is_cut))
+
+
+def test_an_answer_that_a_limit_cut_is_truncated_whatever_the_environment_calls_it():
+    samples = play(OneTurn(), prompts=prompts(8), max_tokens=2)
+    assert {sample.outcome.reason for sample in samples if sample.outcome is not None} == {"done"}
+    assert [sample.is_truncated for sample in samples] == [
+        bool(sample.outcome.reward) for sample in samples if sample.outcome is not None
+    ]
+    assert len({sample.is_truncated for sample in samples}) == 2
 
 
 def test_prompt_without_room_for_a_turn_is_refused():
