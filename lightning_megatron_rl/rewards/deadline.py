@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-MOST_ROUNDS = 4  # of calls that are as long as they may be while others wait
+MOST_ROUNDS = 4  # of calls that are as long as they may be before others get threads beside them
 _OF_ANOTHER_LOOP = ("bound to a different event loop", "attached to a different loop", "Event loop is closed")
 
 
@@ -64,11 +64,12 @@ class BoundedCalls:
     inside native code or waits for a socket gets it when that returns, and until then it is left alone. With
     `max_stuck` such threads no call is made any more, so a reward that hangs for ever does not fill the memory.
 
-    Calls that wait for a thread do not wait for those that hang: meanwhile a call is late after its share of the time,
-    that of a round if all calls are made in rounds of `num_threads`, but no less than a quarter.
+    Calls that wait for a thread do not wait for those that hang: one that takes longer than its share of the time (that
+    of a round if all calls are made in rounds of `num_threads`, but no less than a quarter) goes on, and another thread
+    takes its place. A single thread makes calls one after the other whatever they do.
 
     Args:
-        num_threads: Calls that run at the same time.
+        num_threads: Calls that run at the same time, without those that take long.
         max_stuck: Late threads that may be alive.
 
     Example:
@@ -89,12 +90,14 @@ class BoundedCalls:
         self._start(batch, min(self.num_threads, len(calls)))
         end, rounds = time.monotonic() + seconds, -(-len(calls) // self.num_threads)
         patience = seconds / min(max(rounds, 1), MOST_ROUNDS)
+        room = self.max_stuck - num_stuck  # for threads that may turn out to hang
         while not batch.finished.wait(min(max(end - time.monotonic(), 0.0), patience / 4)):
             if time.monotonic() >= end:
                 break
-            late = batch.give_up(patience)
-            self._interrupt(late)
-            self._start(batch, min(len(late), max(self.max_stuck - self._num_stuck(), 0)))
+            if self.num_threads > 1:
+                replaced = batch.replace_slow(patience, room)
+                self._start(batch, replaced)
+                room -= replaced
         outcomes, busy = batch.close()
         self._interrupt(busy)
         return outcomes
@@ -125,7 +128,7 @@ class _Batch[T]:
         self._missing = len(calls)
         self._outcomes: list[T | BaseException] = [DeadlineError(f"not done within {seconds:g} s") for _ in calls]
         self._busy: dict[threading.Thread, tuple[int, float]] = {}  # threads inside a call: which one, since when
-        self._late: set[threading.Thread] = set()  # whose call was given up
+        self._replaced: set[threading.Thread] = set()  # by another one: they take no further call
         self._lock = threading.Lock()
         self.finished = threading.Event()
         if not calls:
@@ -146,18 +149,14 @@ class _Batch[T]:
         except _Interrupted:  # between the end of the call and here
             return
 
-    def give_up(self, patience: float) -> list[threading.Thread]:
-        """Give up calls that have taken longer, at most as many as wait for a thread; return their threads."""
+    def replace_slow(self, patience: float, most: int) -> int:
+        """Return for how many threads whose call takes longer others are to take what waits: at most so many."""
         with self._lock:
             now = time.monotonic()
-            late = [thread for thread, (_, since) in self._busy.items() if now - since > patience]
-            late = late[: len(self._pending)]
-            for thread in late:
-                index, _ = self._busy.pop(thread)
-                self._outcomes[index] = DeadlineError(f"not done within {patience:g} s, while others waited")
-                self._missing -= 1
-            self._late.update(late)
-            return late
+            slow = [thread for thread, (_, since) in self._busy.items() if now - since > patience]
+            slow = [thread for thread in slow if thread not in self._replaced][: min(most, len(self._pending))]
+            self._replaced.update(slow)
+            return len(slow)
 
     def close(self) -> tuple[list[T | BaseException], list[threading.Thread]]:
         """Return what there is, and the threads that are inside a call; whatever comes later is dropped."""
@@ -169,7 +168,7 @@ class _Batch[T]:
         thread = threading.current_thread()
         with self._lock:
             self._busy.pop(thread, None)
-            if not self._pending or thread in self._late:
+            if not self._pending or thread in self._replaced:
                 return None
             index = self._pending.popleft()
             self._busy[thread] = index, time.monotonic()
@@ -178,8 +177,6 @@ class _Batch[T]:
     def _give(self, index: int, outcome: T | BaseException) -> None:
         thread = threading.current_thread()
         with self._lock:
-            if thread in self._late:
-                return
             self._outcomes[index] = outcome
             self._missing -= 1
             if not self._missing:

@@ -101,10 +101,10 @@ def test_environment_may_be_async():
 
 
 def test_more_hanging_episodes_than_threads_cost_only_themselves():
-    guarded = guard(Bad("hang"), deadline_s=4.0, concurrency=1)
-    episodes: Any = guarded.start(PROMPTS, [1, 2, 3])
-    _, hanging, last = guarded.step(episodes, [Action("x", [9], number=1)] * 3)
-    assert isinstance(hanging, DeadlineError)
+    guarded = guard(Bad("hang"), deadline_s=4.0, concurrency=2)
+    episodes: Any = guarded.start([PROMPTS[1], PROMPTS[1], PROMPTS[2]], [1, 2, 3])
+    *bad, last = guarded.step(episodes, [Action("x", [9], number=1)] * 3)
+    assert [type(one) for one in bad] == [DeadlineError] * 2
     assert last == Reply("ok", reward=0.25)
 
 
