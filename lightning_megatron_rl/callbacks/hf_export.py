@@ -60,7 +60,8 @@ class HFExport(Callback):
             too. The old one stays until the new one is checked.
         adapter: "merged" writes the whole model, "peft" the adapters alone, "both" both.
         max_shard_size_gb: Largest file of weights, in 10^9 bytes.
-        average: Export the average that a `WeightAverage` callback keeps, in place of the weights themselves.
+        average: Export the average that a `WeightAverage` callback before this one keeps, in place of the weights
+            themselves; before its first update these, with a warning.
         on_error: What an export that fails does to the run: with "fail" it goes on, saves, and ends in an error that
             lists the failures (exit code 1); "warn" only logs a warning; "raise" stops the run at once.
     """
@@ -111,10 +112,14 @@ class HFExport(Callback):
                 " adapter='merged', which writes the weights of any model."
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self.average and not any(isinstance(callback, WeightAverage) for callback in callbacks):
+        before = callbacks[: callbacks.index(self)]
+        if self.average and not any(isinstance(callback, WeightAverage) for callback in before):
+            what = "keeps no average"
+            if any(isinstance(callback, WeightAverage) for callback in callbacks):
+                what = "updates its average after this callback: exports would be one update behind"
             raise ValueError(
-                "HFExport(average=True): the run keeps no average. Add WeightAverage(decay=...) to the Trainer's"
-                " callbacks, before HFExport, or leave average out."
+                f"HFExport(average=True): the run {what}. List WeightAverage(decay=...) among the Trainer's callbacks,"
+                " before HFExport, or leave average out."
             )
         run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
@@ -200,8 +205,14 @@ class HFExport(Callback):
         Raises:
             ValueError: It failed, and `on_error` is "raise".
         """
-        weights = pl_module.strategy.averages[AVERAGE].in_place() if self.average else nullcontext()
-        with pl_module.phase("hf_export"), weights:
+        average = pl_module.strategy.averages[AVERAGE] if self.average else None
+        if average is not None and average.count == 0:
+            rank_zero_only(tell_loss)(
+                f"HFExport(average=True): {directory} has the weights themselves, for the average has had no update by"
+                f" step {pl_module.trainer.global_step}. Lower WeightAverage(update_starting_at_step=...)."
+            )
+            average = None
+        with pl_module.phase("hf_export"), nullcontext() if average is None else average.in_place():
             probe = _probe(pl_module.hf_model.config.vocab_size)
             expected = pl_module.export_outputs(probe) if self.verify else []
             for target in self._directories(directory):

@@ -79,6 +79,7 @@ class PendingCheckpoint:
 
     Raises:
         OSError: The directory cannot be written, or has too little room, on every rank.
+        ValueError: What is at `path` is no checkpoint, on every rank.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class PendingCheckpoint:
         self._staged: StagedShards | None = None
 
         def prepare() -> Path:
+            _check_replaceable(path)
             with _writing(path):
                 # names that begin with "last" are not counted up, and are looked for when a run resumes
                 self._directory = UnfinishedDirectory(path, reserve=later and not path.name.startswith("last"))
@@ -201,6 +203,20 @@ class PendingCheckpoint:
             raise
 
 
+def _check_replaceable(path: Path) -> None:
+    """Refuse to write over a directory of the user's: what a checkpoint takes the place of is deleted."""
+    if path.is_symlink() or not path.is_dir() or is_checkpoint(path):
+        return
+    names = sorted(entry.name for entry in path.iterdir())
+    if names:
+        raise ValueError(
+            f"cannot save a checkpoint as {path}: there is a directory with {len(names)} entries"
+            f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) that is no checkpoint, for it has no"
+            f" {MANIFEST_FILE}. It would be deleted. Give a name that is free, such as {path / 'step=1.ckpt'}, or move"
+            " it away."
+        )
+
+
 def _stage(sharded: dict[str, Any], directory: Path, *, copy: bool) -> "StagedShards":
     from lightning_megatron_rl.checkpoints.shards import stage
 
@@ -292,13 +308,15 @@ def load_sharded(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     """Load `sharded` (this layout's sharded state dict) from the checkpoint; returns it filled.
 
     Raises:
-        ValueError: The checkpoint is of another model: missing or extra parameters, or other shapes.
+        ValueError: The checkpoint is of another model (missing or extra parameters, or other shapes), or lacks state
+            of the optimizer.
     """
-    from lightning_megatron_rl.checkpoints.same_model import check_same_model
+    from lightning_megatron_rl.checkpoints.same_model import check_same_model, check_same_optimizer
     from lightning_megatron_rl.checkpoints.shards import SavedShards, check_extra_state
 
     saved = _on_all_ranks(lambda: SavedShards(path / SHARDED))
     check_same_model(path, saved, sharded, read_manifest(path)["layout"]["tensor_model_parallel_size"])
+    check_same_optimizer(path, saved, sharded)
 
     def load() -> dict[str, Any]:
         loaded = saved.load(_without_missing_extras(saved, sharded))

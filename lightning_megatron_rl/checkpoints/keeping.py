@@ -24,6 +24,7 @@ from lightning_megatron_rl.parallel.collectives import broadcast
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.utilities.files import Lock, check_writable
 from lightning_megatron_rl.utilities.notices import tell_loss
+from lightning_megatron_rl.utilities.text_files import user_path
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class CheckpointKeeper:
         path = (run_arguments(trainer) or {}).get("ckpt_path") if fits else None
         if path is None and self.run_id and (trainer.global_step > 0 or not fits):  # the same Trainer again
             return
-        known = run_on_rank_zero(lambda: None if path is None else _run_id(Path(path)))
+        known = run_on_rank_zero(lambda: None if path is None else _run_id(user_path(path)))
         self.run_id = known or broadcast(uuid.uuid4().hex[:12])
 
     def keep_one_last(self, trainer: "pl.Trainer") -> None:

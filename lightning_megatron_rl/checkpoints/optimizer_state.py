@@ -110,7 +110,7 @@ class OptimizerState:
                 state["grad_scaler"] = loaded["grad_scaler"]
             part.load_state_dict(state)
         for part, found in self._slices:
-            _give(part, found)
+            give_tensors(part, found)
         for average, target in self._averages:
             average.copy_(target)
 
@@ -222,8 +222,8 @@ def _grad_scaler(part: "CoreOptimizer") -> Any:
 
 
 @torch.no_grad()
-def _give(part: "CoreOptimizer", loaded: Sequence[Slice]) -> None:
-    """Copy loaded tensors to where the optimizer has them."""
+def give_tensors(part: "CoreOptimizer", loaded: Sequence[Slice]) -> None:
+    """Copy tensors, of all slices in the order of `slices`, to where the optimizer has them."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron_rl.compat.lightning import run_arguments, validation_is_due
+from lightning_megatron_rl.utilities.text_files import user_path
 
 _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
 
@@ -14,7 +15,7 @@ _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_
 def starting_checkpoint(trainer: "pl.Trainer") -> Path | None:
     """Return the checkpoint that the run which calls this, in a hook, starts from; None: none, or unknown."""
     path = (run_arguments(trainer) or {}).get("ckpt_path")
-    return None if path is None else Path(path)
+    return None if path is None else user_path(path)
 
 
 def resumes(trainer: "pl.Trainer") -> bool | None:

@@ -61,6 +61,34 @@ def check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any], 
         )
 
 
+def check_same_optimizer(path: Path, saved: "SavedShards", sharded: dict[str, Any]) -> None:
+    """Refuse a checkpoint without the optimizer's state of some parameter; a collective.
+
+    Args:
+        path: Of the checkpoint.
+        saved: What it has.
+        sharded: What is asked for, by part.
+
+    Raises:
+        ValueError: Names what is missing.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    parts = (state["tensors"] for part, state in sharded.items() if part.startswith("optimizer"))
+    tensors = chain.from_iterable(nested_values(state) for state in parts)
+    own = {tensor.key for tensor in tensors if isinstance(tensor, ShardedTensor)}
+    wanted = sorted(set().union(*run_on_all_ranks(lambda: own)))
+    missing = [key for key in wanted if key not in saved.shapes]
+    if missing:
+        raise ValueError(
+            f"checkpoint {path} lacks {len(missing)} of {len(wanted)} tensors of this run's optimizer{_first(missing)}:"
+            " it was saved with other parameters frozen, or by another optimizer. Resume with the same ones trained and"
+            f" the same OptimizerConfig.optimizer, or start a new run with its weights: init_from={str(path)!r} of the"
+            " module."
+        )
+
+
 def is_same_shape(saved: tuple[int, ...], own: tuple[int, ...], splits: tuple[int, int] | None = None) -> bool:
     """Whether two shapes are of one tensor.
 

@@ -1,7 +1,7 @@
 """`CheckpointSaver`: a run's weights, optimizer and random-number states, as distributed checkpoints of any layout."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,7 +133,9 @@ class SavedMoment:
     """The last checkpoint of this fit, and the weights it holds."""
 
     path: Path
+    step: int
     has_optimizer: bool
+    averages: dict[str, int]  # updates of each
     sums: list[float]  # of this rank's parameters and buffers
 
 
@@ -177,7 +179,8 @@ class CheckpointSaver:
         if self._keeper.links(path, step, has_optimizer, later=later):
             return
         state = checkpoint.pop("state_dict")
-        moment = SavedMoment(path, has_optimizer, _weight_sums(contents.all_chunks))
+        averages = {name: average.count for name, average in contents.averages.items()}
+        moment = SavedMoment(path, step, has_optimizer, averages, _weight_sums(contents.all_chunks))
         sharded: dict[str, Any] = {key: value for key, value in state.items() if key != "other"}
         source = self._already_saved(moment, in_fit)
         if source is None:
@@ -192,7 +195,7 @@ class CheckpointSaver:
             "has_optimizer": has_optimizer,
             "use_distributed_optimizer": run.use_distributed_optimizer,
             "trained_on_top_of": contents.trained_on_top_of,
-            "averages": {name: average.count for name, average in contents.averages.items()},
+            "averages": averages,
         }
         trainer_state = {**checkpoint, "state_dict": state["other"]}
         pending = checkpoint_io.PendingCheckpoint(
@@ -209,7 +212,7 @@ class CheckpointSaver:
     def _already_saved(self, moment: SavedMoment, in_fit: bool) -> Path | None:
         """Return the path of a checkpoint of this moment, such as the best one when the last one is saved."""
         saved = self._saved
-        same = saved is not None and saved.has_optimizer == moment.has_optimizer and saved.sums == moment.sums
+        same = saved is not None and replace(saved, path=moment.path) == moment
         same = all(run_on_all_ranks(lambda: same)) and in_fit
         return saved.path if same and saved is not None else None
 

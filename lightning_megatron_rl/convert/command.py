@@ -90,7 +90,7 @@ def main(args: list[str]) -> int:
 def _convert(args: list[str]) -> int:
     parser = make_parser()
     options = parser.parse_args(args)
-    destination = Path(options.destination).expanduser()
+    destination = Path(options.destination).expanduser().resolve()  # a link's target, not a directory in its place
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         parser.error(f"DST {destination} exists and is not empty: remove it or choose another directory")
 

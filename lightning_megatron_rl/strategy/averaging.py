@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron_rl.checkpoints.main_parameters import MAIN
-from lightning_megatron_rl.checkpoints.optimizer_state import Slice, slices
+from lightning_megatron_rl.checkpoints.optimizer_state import Slice, give_tensors, slices
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
@@ -75,8 +76,12 @@ class AveragedWeights:
             self._exchange(kept)
 
     def keep_in_place(self) -> None:
-        """Let the model have the average from now on; a collective."""
+        """Let the model and the optimizer's main parameters have the average from now on; a collective."""
         self._exchange(self.tensors)
+        averages = iter(self.tensors)
+        for part in self._parts:
+            found = [replace(own, tensors={**own.tensors, MAIN: next(averages)}) for own in slices(part)]
+            give_tensors(part, found)
 
     @torch.no_grad()
     def _exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
@@ -85,11 +86,15 @@ class RunCheckpoints:
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Load everything from a checkpoint of any layout and return Lightning's part; see `CheckpointSaver.load`.
 
+        Outside of a fit no optimizer is loaded, and none is kept.
+
         `weights_only` is that of `trainer.fit`, `validate` and so on, which Lightning does not pass on.
         """
         if weights_only is None:
             weights_only = (run_arguments(self._strategy.trainer) or {}).get("weights_only")
         check_local(path, "ckpt_path")
+        if self._strategy.trainer.state.fn != TrainerFn.FITTING:
+            self._strategy.optimizers = []  # an earlier fit's, which are not of the weights that come now
         with self._strategy.phase("checkpoint load"):
             contents, given = self._contents(self._strategy.own_optimizers), user_path(broadcast(str(path)))
             return self._saver.load(given, contents, self._facts(), weights_only=weights_only is not False)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from lightning_megatron_rl.compat.cpu_optimizer import is_on_host, make_moments
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.gradients import Gradients
 from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
@@ -186,6 +188,7 @@ class MegatronOptimizer(Optimizer):
         """
         parts = [part for part in self.parts() if not part.is_stub_optimizer]
         groups = [[_saved_group(group, loaded["groups"]) for group in part.param_groups] for part in parts]
+        _tell_ignored(self.param_groups, loaded["groups"])
         state.load(loaded, groups)
         # loading replaces the dictionaries; schedulers must go on writing into those that Megatron reads
         self._take_groups()
@@ -228,6 +231,27 @@ def _saved_group(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict
         f"the checkpoint's optimizer has no parameters with the settings {settings}: resume with the OptimizerConfig"
         " that it was saved with, or start a new run from an export."
     )
+
+
+@rank_zero_only
+def _tell_ignored(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Warn of settings that the saved groups have otherwise: as in torch, theirs are in force."""
+    pairs = [(group, _saved_group(group, saved)) for group in groups]
+    ignored = {
+        f"{name} {theirs[name]}, not {group[name]}"
+        for group, theirs in pairs
+        for name in ("weight_decay", "betas", "eps", "momentum")
+        if name in group and name in theirs and _plain(group[name]) != _plain(theirs[name])
+    }
+    if ignored:
+        tell_loss(
+            f"the optimizer goes on as the checkpoint has it: {'; '.join(sorted(ignored))} as set for this run. To"
+            " train with other settings start a new run with the checkpoint's weights (init_from of the module)."
+        )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) else value
 
 
 def _alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

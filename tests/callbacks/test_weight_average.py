@@ -381,10 +381,31 @@ def test_callbacks_in_an_order_that_cannot_work_are_refused(callbacks, message):
         own.setup(trainer, None, "fit")
 
 
-def test_export_of_an_average_that_nobody_keeps_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [([], r"the run keeps no average.*WeightAverage"), ([WeightAverage()], "updates its average after this callback")],
+)
+def test_export_of_an_average_that_is_not_there_is_refused(tmp_path, others, message):
     export = HFExport(str(tmp_path), average=True)
+    callbacks = [export, *others]
     trainer = pl.Trainer(
-        strategy="megatron", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[export]
+        strategy="megatron", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks
     )
-    with pytest.raises(ValueError, match=r"the run keeps no average.*WeightAverage"):
+    with pytest.raises(ValueError, match=message):
         export.setup(trainer, None, "fit")
+
+
+def export_early(model: Path, directory: Path) -> Run:
+    callbacks = [WeightAverage(DECAY, update_starting_at_step=9), HFExport(str(directory), average=True)]
+    return fit_sft(model, {}, 1, callbacks=callbacks)
+
+
+def test_export_before_the_first_update_has_the_weights(worker_pool, qwen3_dir, tmp_path):
+    """Fails when it has what the average begins with: the model that was not trained."""
+    from safetensors.torch import load_file
+
+    run = worker_pool.run(export_early, qwen3_dir, tmp_path, world_size=1, init_process_group=False)[0]
+    exported, start = (load_file(path / "model.safetensors") for path in (tmp_path / "last", qwen3_dir))
+    for name, weight in run.weights.items():
+        assert torch.equal(exported[name], weight)
+    assert any(not torch.equal(exported[name], weight) for name, weight in start.items())

@@ -213,3 +213,14 @@ sys.exit(main({arguments!r}))
     assert "Traceback" not in done.stderr
     assert done.stderr.endswith("lightning-megatron-rl convert: interrupted; DST is complete or not there\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_destination_that_is_a_link(worker_pool: WorkerPool, qwen3_dir: Path, source: Path, tmp_path: Path):
+    """What is written lies where the link leads, on another disk perhaps."""
+    for name, given, file in (("hf", source, "config.json"), ("ckpt", qwen3_dir, MANIFEST_FILE)):
+        (tmp_path / f"large-{name}").mkdir()
+        link = tmp_path / name
+        link.symlink_to(f"large-{name}")
+        must_convert(worker_pool, given, link)
+        assert link.is_symlink()
+        assert (tmp_path / f"large-{name}" / file).is_file()
