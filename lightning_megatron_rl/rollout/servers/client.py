@@ -13,7 +13,7 @@ import aiohttp
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
-from lightning_megatron_rl.rollout.servers.guard import ABOUT, LEASE, RUN
+from lightning_megatron_rl.rollout.servers.guard import ABOUT, GENERATE, LEASE, RUN
 from lightning_megatron_rl.weights.reads import Reads
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ class ServerLostError(RuntimeError):
     """The server does not answer, or cannot be used any more."""
 
     is_refused = False  # whether its host answers, and has no such server
+
+
+class RequestRefusedError(RuntimeError):
+    """What was asked for is refused, as it would be by any server: it is not asked again."""
 
 
 class ServerRefusedError(ValueError):
@@ -41,8 +45,16 @@ def check_url(url: str) -> str:
         ValueError: It is no URL of a server, or has a password in it.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"engine.urls: {url!r} is no address of a server: give http://host:port")
+    try:
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        has_place = False
+    others = parts.path.strip("/") or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not has_place or others or url != url.strip():
+        raise ValueError(
+            f"engine.urls: {url!r} is no address of a server: give http://host:port, with a port in [1, 65535] and an"
+            " IPv6 address in brackets"
+        )
     if parts.username or parts.password:
         raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
     return url.rstrip("/")
@@ -140,6 +152,8 @@ class ServerClient:
         """
         who = f"{socket.gethostname()}, process {os.getpid()}"
         answer = await self._ask("POST", LEASE, PROBE_S, text=who)
+        if "instance" not in answer:
+            raise ServerRefusedError(f"another program than a server answers at {self.url}: {str(answer)[:200]!r}")
         return str(answer["instance"]), bool(answer["is_fresh"])
 
     async def check_health(self) -> None:
@@ -237,7 +251,10 @@ class ServerClient:
                 f"the server {self.url} has no {path}: plain vLLM, or another program. Start it by"
                 " `lightning-megatron-rl serve`, which puts a guard before it and takes weights."
             )
-        raise ServerLostError(f"the server {self.url} answers {path} with status {status}: {str(said)[:500]}")
+        words = f"the server {self.url} answers {path} with status {status}: {str(said)[:500]}"
+        if path == GENERATE and status in (400, 413, 422):
+            raise RequestRefusedError(f"{words}. If a proxy is in between, it may limit the size of a request.")
+        raise ServerLostError(words)
 
     async def generate(
         self, name: str, token_ids: list[int], params: SamplingParams, *, seed: int, max_tokens: int, salt: str
@@ -246,6 +263,7 @@ class ServerClient:
 
         Raises:
             ServerLostError: The connection ended before the response.
+            RequestRefusedError: The server, or a proxy before it, refuses the request.
         """
         assert self._session is not None
         body = {
@@ -268,9 +286,9 @@ class ServerClient:
         }
         reason = None
         try:
-            async with self._session.post("/inference/v1/generate", json=body) as response:
+            async with self._session.post(GENERATE, json=body) as response:
                 if response.status != 200:
-                    self._check(response.status, "/inference/v1/generate", await response.text())
+                    self._check(response.status, GENERATE, await response.text())
                 self._streams.add(response)
                 try:
                     async for line in response.content:
