@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, StreamRequest
+from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, StreamRequest, WeightsLostError
 from lightning_megatron_rl.rollout.servers import connections as watching
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
@@ -161,6 +161,19 @@ def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_di
     until(lambda: server.load == 0 and engine.num_restarts == 1)
     until(lambda: server.load == 1)  # it is back
     assert list(engine.connections.board.flights) == ["a"]
+
+
+def test_a_server_whose_engine_hangs_is_lost_until_it_takes_weights(about, stack, qwen3_dir):
+    """What does not need the engine is answered, health too, and no connection ends."""
+    url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", FIRST))
+    engine = VLLMServers([url], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    began = time.monotonic()
+    with pytest.raises(WeightsLostError):
+        engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
+    assert 1.0 < time.monotonic() - began < 60.0
+    assert (engine.num_restarts, engine.connections.servers[0].state) == (1, STALE)
 
 
 def test_a_response_whose_server_is_lost_in_an_update_waits_for_its_end(about, stack, qwen3_dir):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,6 +83,7 @@ class ServerClient:
         self.takes_buckets = False  # for as long as it has these workers: the ranks do not reach them, or lack a part
         self.load = 0  # responses under way
         self.failure: str | None = None  # why it will never answer, if somebody knows
+        self._moved_at = 0.0  # when a response last began here, or had tokens
         self._run = run
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
         self._timeout_s = timeout_s
@@ -95,6 +97,16 @@ class ServerClient:
         """Know no more of its workers: they are gone, or other ones."""
         self.met, self.reads, self.direct_key = None, None, None
         self.takes_buckets = False
+
+    @property
+    def stands_still(self) -> str:
+        """Say so if there was no token of any response for too long: its routes may answer, and its engine hang."""
+        if not self.load or self._is_paused or time.monotonic() - self._moved_at < self._timeout_s:
+            return ""
+        return (
+            f"the server {self.url} has given no token of {self.load} responses for {self._timeout_s:.0f} s"
+            " (engine.call_timeout_s)"
+        )
 
     async def move(self, url: str) -> None:
         """Ask at another address, or anew at this one, from now on; what is under way is lost."""
@@ -191,6 +203,7 @@ class ServerClient:
         if self._is_paused:
             await self._ask("POST", "/resume", self._timeout_s)
             self._is_paused = False
+        self._moved_at = time.monotonic()
 
     async def _abort(self) -> None:
         self._is_paused = True
@@ -284,7 +297,7 @@ class ServerClient:
                 "detokenize": bool(params.stop),
             },
         }
-        reason = None
+        reason, self._moved_at = None, time.monotonic()
         try:
             async with self._session.post(GENERATE, json=body) as response:
                 if response.status != 200:
@@ -293,6 +306,7 @@ class ServerClient:
                 try:
                     async for line in response.content:
                         if line.startswith(b"data: {"):
+                            self._moved_at = time.monotonic()
                             for token_ids, logprobs, reason in self._read(line[6:]):
                                 yield token_ids, logprobs, reason if reason in ("stop", "length") else None
                 finally:

@@ -220,6 +220,10 @@ class Connections:
             has = server.pushed == (instance, self.version)
             if server.state == READY and not has and server.pushed is not None and server.pushed[0] != instance:
                 self.lose(server, ServerLostError(f"the server {server.url} was started anew"))
+            elif still := server.stands_still:
+                self.lose(server, ServerLostError(still))
+                server.pushed = None  # weights come first, which an engine that hangs does not take
+                continue
             if server.state == LOST:
                 log.warning("the server %s is back%s", server.url, "" if has else ": it waits for weights")
                 server.state = READY if has else STALE

@@ -31,7 +31,7 @@ class VLLMServers(ServerPool):
         token_file: File with the token, readable by its owner alone.
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
         start_timeout_s: How long to wait for servers that do not answer yet, before weights load. # seconds
-        call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
+        call_timeout_s: Deadline of an update, of waiting for a token, and for a server when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
         weights_over: "nccl" sends weights from the trainer's GPUs to those of servers after a server's first update,
             "gloo" through the host's memory. "auto" is gloo for now: NCCL between trainer and servers has not been run
