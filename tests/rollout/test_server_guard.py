@@ -314,7 +314,7 @@ def test_a_tokenizer_that_ends_responses_elsewhere_is_refused(qwen3_dir, tmp_pat
     for name, change in {
         "tokenizer_config.json": {"eos_token": "<|im_end|>"},
         "generation_config.json": {"eos_token_id": [1, 7]},
-        "tokenizer.json": {"added_tokens": []},
+        "tokenizer.json": {"model": {"type": "WordLevel", "vocab": {"<eos>": 1, "a": 2}}},
     }.items():
         other = shutil.copytree(qwen3_dir, tmp_path / name)
         file = other / name

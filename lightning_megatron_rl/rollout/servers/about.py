@@ -89,15 +89,16 @@ def tokenizer_kind(model_path: str | Path) -> str:
         return ""
     tokenizer = read_json(directory / "tokenizer.json")
     added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
-    vocabulary = tokenizer["model"].get("vocab") or {}
-    settings = _read_if_there(directory / "tokenizer_config.json")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    settings = _read_if_there(directory / "special_tokens_map.json")
+    settings |= _read_if_there(directory / "tokenizer_config.json")
     end = settings.get("eos_token")
     word = end.get("content") if isinstance(end, dict) else end
     ends = {added.get(word, vocabulary.get(word, word) if isinstance(vocabulary, dict) else word)}
     has_generation = (directory / "generation_config.json").is_file()
     also = read_json(directory / ("generation_config.json" if has_generation else "config.json")).get("eos_token_id")
     ends |= set(also) if isinstance(also, list) else {also}
-    text = json.dumps([sorted(str(each) for each in ends - {None}), vocabulary, added], sort_keys=True)
+    text = json.dumps([sorted(str(each) for each in ends - {None}), vocabulary], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
