@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -14,7 +13,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.utilities.arguments import new_parser
-from lightning_megatron_rl.utilities.text_files import text_file
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.parallel.presence import Presence
@@ -64,34 +62,41 @@ def make_parser() -> argparse.ArgumentParser:
         "--master-port", type=int, default=29600, help="of node 0, and the next one (default: %(default)s)"
     )
     parser.add_argument("--num-threads", type=int, help="CPU threads of each process")
-    parser.add_argument("--vllm-args", type=json.loads, default={}, help="other arguments of vLLM's, as JSON")
+    parser.add_argument("--vllm-args", type=json_object, default={}, help="other arguments of vLLM's, as JSON")
     return parser
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object that JSON has.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error}): give '{{\"name\": value}}'") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: give '{{\"name\": value}}'")
+    return found
 
 
 def read_token(path: str | None, environment: Mapping[str, str]) -> str:
     """Return the server's token.
 
     Raises:
-        ValueError: There is none, it is short, or others can read its file.
+        ValueError: There is none, it cannot be one, or others can read its file.
     """
-    from lightning_megatron_rl.rollout.servers.engine import TOKEN_VARIABLE
-    from lightning_megatron_rl.rollout.servers.guard import LEAST_TOKEN
+    from lightning_megatron_rl.rollout.servers.shared_token import TOKEN_VARIABLE, check_token, read_token_file
 
     how = f'python -c "import secrets; print(secrets.token_urlsafe(32))" > {path or "token"}'
     if path is None:
         token, where = environment.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
     else:
-        file = text_file(path)
-        if file.stat().st_mode & 0o077:
-            raise ValueError(f"--token-file {path} can be read by others: chmod 600 {path}")
-        token, where = file.read_text().strip(), path
-    if not token:
+        token, where = read_token_file(path, "--token-file"), path
+    if not token.strip():
         raise ValueError(f"no token in {where}: without one anybody could change the weights. Make one: {how}")
-    if len(token) < LEAST_TOKEN or re.search(r"\s", token):
-        raise ValueError(
-            f"the token in {where} has {len(token)} characters: at least {LEAST_TOKEN}, without blanks. Make one: {how}"
-        )
-    return token
+    return check_token(token, where, f"Make one: {how}")
 
 
 def choose_address(host: str, interface: str | None, *, everywhere: bool) -> str:
@@ -124,8 +129,8 @@ def make_engine(options: argparse.Namespace) -> "VLLMEngine":
     """
     from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 
-    if not 0 <= options.port < 2**16:
-        raise ValueError(f"--port {options.port} must be in [0, 65535]")
+    if not 0 < options.port < 2**16:
+        raise ValueError(f"--port {options.port} must be in [1, 65535]: trainers are told its number")
     return VLLMEngine(
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
@@ -183,6 +188,25 @@ def choose_node_address(address: str, nodes: "EngineNodes") -> str:
             " (--interface eth0), or give --master this host's"
         )
     return address
+
+
+def check_listening(address: str, port: int) -> str:
+    """Return the URL of a server, whose port is free here: vLLM looks when it has taken its time to start.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    try:
+        socket.create_server((address, port), family=family).close()
+    except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]  # the address is said already
+        raise OSError(
+            f"cannot listen on {place} ({why}): give a free --port (`ss -ltnp` says who has this one) and an"
+            " address of this host (`ip -brief address`)"
+        ) from error
+    return f"http://{place}"
 
 
 def run_server(
@@ -246,14 +270,16 @@ def main(arguments: Sequence[str]) -> int:
         vllm_arguments, environment = server_settings(
             options.model, engine, (address, options.port), token_digest(token), inherited, nodes
         )
+        serves = nodes is None or nodes.rank == 0
+        url = check_listening(address, options.port) if serves else ""
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     try:
-        if nodes is None or nodes.rank == 0:
-            print(f"serving {options.model} on http://{address}:{options.port}", flush=True)
-        else:
-            print(f"sharing {options.model} with the server of {nodes.master}", flush=True)
+        where = (
+            f"serving {options.model} on {url}" if serves else f"sharing {options.model} with node 0, {options.master}"
+        )
+        print(where, flush=True)
         join = None if nodes is None else partial(nodes.join, token, fingerprint(options.model), vllm_arguments)
         code = run_server(vllm_arguments, environment, join)
     except (RuntimeError, OSError) as error:

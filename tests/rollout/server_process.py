@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import uvicorn
 
-from lightning_megatron_rl.rollout.servers.guard import Guard, token_digest
+from lightning_megatron_rl.rollout.servers.guard import GENERATE, Guard, token_digest
 from tests.distributed import CHILD_PATH, ROOT, free_port
 
 TOKEN = "0123456789abcdef-of-a-test"
@@ -109,13 +109,16 @@ class ServerProcess:
 
 
 @contextmanager
-def guarded(about: dict[str, Any], silent: str | None = None, first: str = "", **answers: Any) -> Iterator[str]:
+def guarded(
+    about: dict[str, Any], silent: str | None = None, first: str = "", refused: int = 0, **answers: Any
+) -> Iterator[str]:
     """A server with the real guard, and behind it one that answers by path; yields its URL.
 
     Args:
         about: What it says of itself.
         silent: Path of a request that gets no answer, or only the beginning of one.
         first: That beginning.
+        refused: Status of the answer to requests for responses; 0: they are not refused.
         answers: Others, by path.
     """
 
@@ -130,7 +133,8 @@ def guarded(about: dict[str, Any], silent: str | None = None, first: str = "", *
                 pass
             return
         body = json.dumps(answers.get(scope["path"].strip("/"), {})).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        status = refused if refused and scope["path"] == GENERATE else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
     guard = Guard(app, {"digest": token_digest(TOKEN), "about": about})

@@ -2,6 +2,7 @@
 
 import asyncio
 import http.server
+import json
 import shutil
 import socket
 import threading
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamRequest
-from lightning_megatron_rl.rollout.servers.about import About, check_about, fingerprint
+from lightning_megatron_rl.rollout.servers.about import About, check_about, fingerprint, tokenizer_kind
 from lightning_megatron_rl.rollout.servers.client import READY, ServerClient
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import SLACK, Board, Flight, choose_server
@@ -250,6 +252,11 @@ def test_unreachable_server_is_named(qwen3_dir):
         ({"urls": []}, "give a list of one URL or more"),
         ({"urls": ["node-1:8000"]}, "'node-1:8000' is no address of a server"),
         ({"urls": ["http://a:1/v1"]}, "is no address of a server"),
+        ({"urls": ["http://a:1#b"]}, "is no address of a server"),
+        ({"urls": [" http://a:1"]}, "is no address of a server"),
+        ({"urls": ["http://a:80000"]}, r"is no address of a server.* a port in \[1, 65535\]"),
+        ({"urls": ["http://a:0"]}, r"is no address of a server.* a port in \[1, 65535\]"),
+        ({"urls": ["http://::1:8000"]}, "is no address of a server.* an IPv6 address in brackets"),
         ({"urls": ["http://user:pass@a:1"]}, r"a URL with a password in it \(a\)"),
         ({"urls": ["http://a:1", "http://a:1/"]}, "one of them is there twice"),
         ({"urls": ["http://a:1"], "token": "x", "token_file": "y"}, "give one of them"),
@@ -278,8 +285,67 @@ def test_token_comes_from_a_private_file_or_the_environment(qwen3_dir, tmp_path,
         start([url], qwen3_dir, token=None)
 
 
+@pytest.mark.parametrize("token", ["short", "п" * 20, "0123456789 abcdefg"])
+def test_token_that_no_server_has_is_refused(qwen3_dir, token):
+    with pytest.raises(ValueError, match=r"the token in engine\.token has .* Give the one that the servers were"):
+        start(["http://a:1"], qwen3_dir, token=token)
+
+
+def test_end_of_a_line_is_no_part_of_a_token(qwen3_dir, monkeypatch):
+    """Secrets of a cluster are often made with one."""
+    monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", f"{TOKEN}\n")
+    with guarded(replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()) as url:
+        start([url], qwen3_dir, token=None)
+
+
+def test_a_server_under_two_names_is_refused(qwen3_dir):
+    with guarded(replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()) as url:
+        other = url.replace("127.0.0.1", "localhost")
+        with pytest.raises(ValueError, match=rf"engine\.urls: {url} and {other} are one server: name each once"):
+            start([url, other], qwen3_dir)
+
+
 def test_token_is_in_no_log():
     assert TOKEN not in str(describe_settings(VLLMServers(["http://a:1"], token=TOKEN)))
+
+
+def test_a_tokenizer_that_ends_responses_elsewhere_is_refused(qwen3_dir, tmp_path):
+    kinds = [tokenizer_kind(qwen3_dir)]
+    for name, change in {
+        "tokenizer_config.json": {"eos_token": "<|im_end|>"},
+        "generation_config.json": {"eos_token_id": [1, 7]},
+        "tokenizer.json": {"model": {"type": "WordLevel", "vocab": {"<eos>": 1, "a": 2}}},
+    }.items():
+        other = shutil.copytree(qwen3_dir, tmp_path / name)
+        file = other / name
+        had = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(had | change))
+        assert fingerprint(other) == fingerprint(qwen3_dir)
+        kinds.append(tokenizer_kind(other))
+    assert len(set(kinds)) == len(kinds)
+    alone = shutil.copytree(qwen3_dir, tmp_path / "alone")
+    (alone / "tokenizer.json").unlink()
+    assert tokenizer_kind(alone) == ""
+    about = replace(ABOUT, fingerprint=fingerprint(qwen3_dir))
+    with guarded(replace(about, tokenizer=kinds[0]).to_plain()) as same:
+        start([same], qwen3_dir)
+        start([same], alone)
+    words = r"another tokenizer with /models/a .*end-of-sequence tokens"
+    with guarded(replace(about, tokenizer=kinds[1]).to_plain()) as different, pytest.raises(ValueError, match=words):
+        start([different], qwen3_dir)
+
+
+def test_a_tokenizer_that_was_saved_anew_is_the_same(qwen3_dir, tmp_path):
+    """As an export writes it: other fields, the same tokens."""
+    other = shutil.copytree(qwen3_dir, tmp_path / "other")
+    AutoTokenizer.from_pretrained(qwen3_dir).save_pretrained(other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer | {"truncation": None, "padding": None}))
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["eos_token"] = {"content": settings["eos_token"], "lstrip": False}
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "temperature": 0.6}))
+    assert tokenizer_kind(other) == tokenizer_kind(qwen3_dir)
 
 
 # ---- responses under way -------------------------------------------------------------------------------------------

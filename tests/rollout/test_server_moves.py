@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_megatron_rl.rollout.protocol import SamplingParams, StreamRequest
+from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, StreamRequest, WeightsLostError
 from lightning_megatron_rl.rollout.servers import connections as watching
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
@@ -78,6 +78,53 @@ def test_a_server_that_its_last_trainer_left_paused_goes_on(about, stack, qwen3_
     assert calls.count("/resume") == 1
 
 
+@pytest.mark.parametrize("change", [{"fingerprint": "another"}, {"vllm": "0.1"}, {"max_model_len": 8}])
+def test_a_server_that_was_started_anew_with_something_else_is_not_taken_back(about, stack, qwen3_dir, change):
+    """However often it is looked at."""
+    plain = about.to_plain()
+    connections = connect(stack, qwen3_dir, stack.enter_context(guarded(plain)))
+    connections.admit()
+    (client,), looks, introduce = connections.servers, [], ServerClient.introduce
+
+    async def look(client: ServerClient) -> About:
+        looks.append(client.state)
+        return await introduce(client)
+
+    with patch.object(ServerClient, "introduce", look):
+        plain.update(change, instance="another")
+        until(lambda: len(looks) > 4)
+        assert looks[1:] == [LOST] * (len(looks) - 1)
+        plain.update(about.to_plain(), instance="a third")
+        until(lambda: client.state == STALE)
+
+
+def test_another_program_at_a_servers_address_is_lost(about, stack, qwen3_dir, monkeypatch):
+    url = stack.enter_context(guarded(about.to_plain()))
+    connections = connect(stack, qwen3_dir, url)
+    connections.admit()
+    (client,), ask = connections.servers, ServerClient._ask
+
+    async def page(*arguments: Any, **options: Any) -> dict[str, Any]:
+        return {"text": "<html>"}
+
+    monkeypatch.setattr(ServerClient, "_ask", page)
+    until(lambda: client.state == LOST)
+    monkeypatch.setattr(ServerClient, "_ask", ask)
+    until(lambda: client.state == READY)
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_a_request_that_is_refused_is_not_asked_again(about, stack, qwen3_dir, status):
+    """It would be refused for ever: by the server itself, or by a proxy before it."""
+    url = stack.enter_context(guarded(about.to_plain(), refused=status))
+    engine = VLLMServers([url], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    with pytest.raises(RuntimeError, match=f"answers /inference/v1/generate with status {status}.* may limit the size"):
+        engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
+    assert engine.num_restarts == 0
+
+
 def test_a_server_without_an_address_is_waited_for(about, stack, qwen3_dir):
     url = stack.enter_context(guarded(about.to_plain()))
     connections = connect(stack, qwen3_dir, "")
@@ -114,6 +161,19 @@ def test_responses_of_a_server_that_falls_silent_leave_it(about, stack, qwen3_di
     until(lambda: server.load == 0 and engine.num_restarts == 1)
     until(lambda: server.load == 1)  # it is back
     assert list(engine.connections.board.flights) == ["a"]
+
+
+def test_a_server_whose_engine_hangs_is_lost_until_it_takes_weights(about, stack, qwen3_dir):
+    """What does not need the engine is answered, health too, and no connection ends."""
+    url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", FIRST))
+    engine = VLLMServers([url], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    began = time.monotonic()
+    with pytest.raises(WeightsLostError):
+        engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
+    assert 1.0 < time.monotonic() - began < 60.0
+    assert (engine.num_restarts, engine.connections.servers[0].state) == (1, STALE)
 
 
 def test_a_response_whose_server_is_lost_in_an_update_waits_for_its_end(about, stack, qwen3_dir):

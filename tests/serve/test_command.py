@@ -1,12 +1,20 @@
 """What `serve` refuses before anything is loaded; real servers are in tests/rollout/test_servers.py."""
 
 import os
+import socket
 
 import pytest
 
 from lightning_megatron_rl.rollout.servers import launch
 from lightning_megatron_rl.rollout.servers.process_group import members, shared_files
-from lightning_megatron_rl.serve.command import choose_address, main, make_engine, make_parser, read_token
+from lightning_megatron_rl.serve.command import (
+    check_listening,
+    choose_address,
+    main,
+    make_engine,
+    make_parser,
+    read_token,
+)
 from tests.rollout.server_process import TOKEN
 
 
@@ -36,14 +44,17 @@ def test_token_is_needed_long_and_private(tmp_path):
         read_token(str(file), {})
     with pytest.raises(ValueError, match=r"no token in LIGHTNING_MEGATRON_RL_TOKEN: without one anybody could"):
         read_token(None, {})
-    assert read_token(None, {"LIGHTNING_MEGATRON_RL_TOKEN": TOKEN}) == TOKEN
+    for found in (TOKEN, f"{TOKEN}\n"):
+        assert read_token(None, {"LIGHTNING_MEGATRON_RL_TOKEN": found}) == TOKEN
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["no-such-directory"], "no-such-directory is no Hugging Face model directory"),
-        (["MODEL", "--port", "70000"], "--port 70000 must be in [0, 65535]"),
+        (["MODEL", "--port", "70000"], "--port 70000 must be in [1, 65535]"),
+        (["MODEL", "--port", "0"], "--port 0 must be in [1, 65535]"),
+        (["MODEL", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         (["MODEL", "--max-num-seqs", "0"], "engine.max_num_seqs=0 must be at least 1"),
         (["MODEL", "--host", "0.0.0.0"], "listens on all interfaces"),
         (["MODEL", "--vllm-args", '{"model": "x"}'], "model"),
@@ -56,6 +67,34 @@ def test_bad_input_ends_with_2_and_a_line(arguments, words, qwen3_dir, capsys, m
     printed = capsys.readouterr().err
     assert printed.startswith("lightning-megatron-rl serve: error: ")
     assert words in printed
+
+
+@pytest.mark.parametrize("text", ['{"max_logprobs": 1', "[1]", "3"])
+def test_vllm_args_are_a_json_object(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["model", "--vllm-args", text])
+    assert ended.value.code == 2
+    assert f"argument --vllm-args: {text!r} is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_port_that_is_taken_is_named_before_anything_loads(host, shown, qwen3_dir, capsys, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(qwen3_dir), "--host", host, "--port", str(port)]) == 2
+    assert f"cannot listen on {shown}:{port} (Address already in use): give a free --port" in capsys.readouterr().err
+    assert check_listening(host, port) == f"http://{shown}:{port}"
+
+
+def test_a_key_of_vllms_own_does_not_keep_the_trainer_out(qwen3_dir):
+    """vLLM asks for it where responses are asked for, and nowhere else: the server would be taken, and lost."""
+    engine = make_engine(make_parser().parse_args([str(qwen3_dir)]))
+    _, environment = launch.server_settings(
+        str(qwen3_dir), engine, ("127.0.0.1", 8000), "digest", {"VLLM_API_KEY": "of another server"}
+    )
+    assert not environment["VLLM_API_KEY"]
 
 
 @pytest.mark.parametrize(("options", "eager"), [([], False), (["--enforce-eager"], True)])

@@ -28,6 +28,7 @@ class About:
     num_workers: int
     device: str  # of the workers: "cuda" or "cpu"
     instance: str  # another one after each start
+    tokenizer: str = ""  # what ends a response, and how text becomes tokens, as `tokenizer_kind` has it
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> "About":
@@ -78,6 +79,33 @@ def fingerprint(model_path: str | Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def tokenizer_kind(model_path: str | Path) -> str:
+    """Return a short name of what ends a response and of the vocabulary; "" if the directory has no tokenizer.
+
+    A server's tokenizer and generation config say at which tokens a response ends, whatever weights are pushed.
+    """
+    directory = Path(model_path)
+    if not (directory / "tokenizer.json").is_file():
+        return ""
+    tokenizer = read_json(directory / "tokenizer.json")
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    settings = _read_if_there(directory / "special_tokens_map.json")
+    settings |= _read_if_there(directory / "tokenizer_config.json")
+    end = settings.get("eos_token")
+    word = end.get("content") if isinstance(end, dict) else end
+    ends = {added.get(word, vocabulary.get(word, word) if isinstance(vocabulary, dict) else word)}
+    has_generation = (directory / "generation_config.json").is_file()
+    also = read_json(directory / ("generation_config.json" if has_generation else "config.json")).get("eos_token_id")
+    ends |= set(also) if isinstance(also, list) else {also}
+    text = json.dumps([sorted(str(each) for each in ends - {None}), vocabulary], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
+
+
 def vocabulary_size(model_path: str | Path) -> int:
     """Return the number of tokens of a model, as its config has it.
 
@@ -103,6 +131,7 @@ def check_about(
     own_fingerprint: str,
     max_model_len: int,
     weights_over: WeightsOver = "auto",
+    own_tokenizer: str = "",
 ) -> None:
     """Refuse a server that would sample something else than the trainer trains, or that speaks another language.
 
@@ -113,6 +142,7 @@ def check_about(
         own_fingerprint: Of that.
         max_model_len: That the trainer asks for. # tokens
         weights_over: What the trainer sends weights over.
+        own_tokenizer: Kind of that of the trainer's model, "" if its directory has none.
 
     Raises:
         ValueError: Names the server, both values, and what to do.
@@ -131,6 +161,13 @@ def check_about(
         raise ValueError(
             f"the server {url} has another model, {about.model} ({about.fingerprint}), than the trainer's {model_path}"
             f" ({own_fingerprint}): config, names or shapes of weights differ. Start it with the trainer's model."
+        )
+    if about.tokenizer and own_tokenizer and about.tokenizer != own_tokenizer:
+        raise ValueError(
+            f"the server {url} has another tokenizer with {about.model} ({about.tokenizer}) than the trainer's"
+            f" {model_path} ({own_tokenizer}): vocabulary or end-of-sequence tokens (tokenizer.json,"
+            " tokenizer_config.json, generation_config.json) differ, and responses would end at others. Start it with"
+            " the trainer's directory."
         )
     if about.max_model_len < max_model_len:
         raise ValueError(

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ import aiohttp
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
-from lightning_megatron_rl.rollout.servers.guard import ABOUT, LEASE, RUN
+from lightning_megatron_rl.rollout.servers.guard import ABOUT, GENERATE, LEASE, RUN
 from lightning_megatron_rl.weights.reads import Reads
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ class ServerLostError(RuntimeError):
     """The server does not answer, or cannot be used any more."""
 
     is_refused = False  # whether its host answers, and has no such server
+
+
+class RequestRefusedError(RuntimeError):
+    """What was asked for is refused, as it would be by any server: it is not asked again."""
 
 
 class ServerRefusedError(ValueError):
@@ -41,8 +46,16 @@ def check_url(url: str) -> str:
         ValueError: It is no URL of a server, or has a password in it.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"engine.urls: {url!r} is no address of a server: give http://host:port")
+    try:
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        has_place = False
+    others = parts.path.strip("/") or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not has_place or others or url != url.strip():
+        raise ValueError(
+            f"engine.urls: {url!r} is no address of a server: give http://host:port, with a port in [1, 65535] and an"
+            " IPv6 address in brackets"
+        )
     if parts.username or parts.password:
         raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
     return url.rstrip("/")
@@ -70,6 +83,7 @@ class ServerClient:
         self.takes_buckets = False  # for as long as it has these workers: the ranks do not reach them, or lack a part
         self.load = 0  # responses under way
         self.failure: str | None = None  # why it will never answer, if somebody knows
+        self._moved_at = 0.0  # when a response last began here, or had tokens
         self._run = run
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
         self._timeout_s = timeout_s
@@ -83,6 +97,16 @@ class ServerClient:
         """Know no more of its workers: they are gone, or other ones."""
         self.met, self.reads, self.direct_key = None, None, None
         self.takes_buckets = False
+
+    @property
+    def stands_still(self) -> str:
+        """Say so if there was no token of any response for too long: its routes may answer, and its engine hang."""
+        if not self.load or self._is_paused or time.monotonic() - self._moved_at < self._timeout_s:
+            return ""
+        return (
+            f"the server {self.url} has given no token of {self.load} responses for {self._timeout_s:.0f} s"
+            " (engine.call_timeout_s)"
+        )
 
     async def move(self, url: str) -> None:
         """Ask at another address, or anew at this one, from now on; what is under way is lost."""
@@ -140,6 +164,8 @@ class ServerClient:
         """
         who = f"{socket.gethostname()}, process {os.getpid()}"
         answer = await self._ask("POST", LEASE, PROBE_S, text=who)
+        if "instance" not in answer:
+            raise ServerRefusedError(f"another program than a server answers at {self.url}: {str(answer)[:200]!r}")
         return str(answer["instance"]), bool(answer["is_fresh"])
 
     async def check_health(self) -> None:
@@ -177,6 +203,7 @@ class ServerClient:
         if self._is_paused:
             await self._ask("POST", "/resume", self._timeout_s)
             self._is_paused = False
+        self._moved_at = time.monotonic()
 
     async def _abort(self) -> None:
         self._is_paused = True
@@ -237,7 +264,10 @@ class ServerClient:
                 f"the server {self.url} has no {path}: plain vLLM, or another program. Start it by"
                 " `lightning-megatron-rl serve`, which puts a guard before it and takes weights."
             )
-        raise ServerLostError(f"the server {self.url} answers {path} with status {status}: {str(said)[:500]}")
+        words = f"the server {self.url} answers {path} with status {status}: {str(said)[:500]}"
+        if path == GENERATE and status in (400, 413, 422):
+            raise RequestRefusedError(f"{words}. If a proxy is in between, it may limit the size of a request.")
+        raise ServerLostError(words)
 
     async def generate(
         self, name: str, token_ids: list[int], params: SamplingParams, *, seed: int, max_tokens: int, salt: str
@@ -246,6 +276,7 @@ class ServerClient:
 
         Raises:
             ServerLostError: The connection ended before the response.
+            RequestRefusedError: The server, or a proxy before it, refuses the request.
         """
         assert self._session is not None
         body = {
@@ -266,15 +297,16 @@ class ServerClient:
                 "detokenize": bool(params.stop),
             },
         }
-        reason = None
+        reason, self._moved_at = None, time.monotonic()
         try:
-            async with self._session.post("/inference/v1/generate", json=body) as response:
+            async with self._session.post(GENERATE, json=body) as response:
                 if response.status != 200:
-                    self._check(response.status, "/inference/v1/generate", await response.text())
+                    self._check(response.status, GENERATE, await response.text())
                 self._streams.add(response)
                 try:
                     async for line in response.content:
                         if line.startswith(b"data: {"):
+                            self._moved_at = time.monotonic()
                             for token_ids, logprobs, reason in self._read(line[6:]):
                                 yield token_ids, logprobs, reason if reason in ("stop", "length") else None
                 finally:

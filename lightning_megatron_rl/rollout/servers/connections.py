@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
-from lightning_megatron_rl.rollout.servers.about import WeightsOver, check_about, fingerprint
+from lightning_megatron_rl.rollout.servers.about import WeightsOver, check_about, fingerprint, tokenizer_kind
 from lightning_megatron_rl.rollout.servers.client import (
     LOST,
     READY,
@@ -65,7 +65,8 @@ class Connections:
         self.num_lost = 0
         self.weights_over = weights_over
         self.has_told_of_buckets = False  # that NCCL is asked for and not used
-        self._expected = (model_path, fingerprint(model_path), max_model_len, weights_over)  # of a server
+        kind, tokenizer = fingerprint(model_path), tokenizer_kind(model_path)
+        self._expected = (model_path, kind, max_model_len, weights_over, tokenizer)  # of a server
         self._start_timeout_s = start_timeout_s
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="vLLM servers", daemon=True)
@@ -155,8 +156,17 @@ class Connections:
         for result in self.run(all_of_them()):
             if isinstance(result, BaseException):
                 raise result
+        self._check_apart()
         for server in self.servers:
             asyncio.run_coroutine_threadsafe(self._look_after(server), self.loop)
+
+    def _check_apart(self) -> None:
+        seen: dict[str, str] = {}  # URL by instance
+        for server in self.servers:
+            assert server.about is not None
+            other = seen.setdefault(server.about.instance, server.url)
+            if other != server.url:
+                raise ValueError(f"engine.urls: {other} and {server.url} are one server: name each once")
 
     async def _admit(self, server: ServerClient, deadline: float) -> None:
         """Wait for a server; the lease of a trainer that has just ended runs out first."""
@@ -198,8 +208,9 @@ class Connections:
                 instance, _ = await server.take_lease()
                 await server.check_health()
                 if server.about is None or server.about.instance != instance:  # it was started anew
-                    server.about = await server.introduce()
-                    check_about(server.about, server.url, *self._expected)
+                    about = await server.introduce()
+                    check_about(about, server.url, *self._expected)
+                    server.about = about  # not before: one that was refused would not be looked at again
             except (ServerLostError, ValueError) as error:
                 at_once = isinstance(error, ValueError) or error.is_refused
                 if at_once or time.monotonic() - heard > LOST_AFTER_S:
@@ -209,6 +220,10 @@ class Connections:
             has = server.pushed == (instance, self.version)
             if server.state == READY and not has and server.pushed is not None and server.pushed[0] != instance:
                 self.lose(server, ServerLostError(f"the server {server.url} was started anew"))
+            elif still := server.stands_still:
+                self.lose(server, ServerLostError(still))
+                server.pushed = None  # weights come first, which an engine that hangs does not take
+                continue
             if server.state == LOST:
                 log.warning("the server %s is back%s", server.url, "" if has else ": it waits for weights")
                 server.state = READY if has else STALE

@@ -8,10 +8,10 @@ from lightning_megatron_rl.parallel.distributed import replica_share
 from lightning_megatron_rl.rollout.servers.about import WeightsOver
 from lightning_megatron_rl.rollout.servers.client import ServerClient, check_url
 from lightning_megatron_rl.rollout.servers.pool import ServerPool
+from lightning_megatron_rl.rollout.servers.shared_token import TOKEN_VARIABLE, check_token, read_token_file
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, Range, check_ranges
-from lightning_megatron_rl.utilities.text_files import text_file
 
-TOKEN_VARIABLE = "LIGHTNING_MEGATRON_RL_TOKEN"
+_REMEDY = "Give the one that the servers were started with."
 
 
 class VLLMServers(ServerPool):
@@ -31,7 +31,7 @@ class VLLMServers(ServerPool):
         token_file: File with the token, readable by its owner alone.
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
         start_timeout_s: How long to wait for servers that do not answer yet, before weights load. # seconds
-        call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
+        call_timeout_s: Deadline of an update, of waiting for a token, and for a server when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
         weights_over: "nccl" sends weights from the trainer's GPUs to those of servers after a server's first update,
             "gloo" through the host's memory. "auto" is gloo for now: NCCL between trainer and servers has not been run
@@ -97,17 +97,14 @@ class VLLMServers(ServerPool):
 
     def _read_token(self) -> str:
         if self.token_file is not None:
-            path = text_file(self.token_file)
-            if path.stat().st_mode & 0o077:
-                raise ValueError(f"engine.token_file={str(path)!r} can be read by others: chmod 600 {path}")
-            return path.read_text().strip()
+            return check_token(read_token_file(self.token_file, "engine.token_file"), self.token_file, _REMEDY)
         token = self.token or os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise ValueError(
                 f"engine.urls without a token: give engine.token_file, or set the variable {TOKEN_VARIABLE}, to the one"
                 " that the servers were started with"
             )
-        return token
+        return check_token(token, "engine.token" if self.token else TOKEN_VARIABLE, _REMEDY)
 
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""

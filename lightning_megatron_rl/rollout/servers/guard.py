@@ -15,12 +15,12 @@ from typing import Any
 SETTINGS = "LIGHTNING_MEGATRON_RL_SERVER"  # variable with the guard's settings as JSON
 RUN = "x-run"  # header with which a trainer says who it is
 LEASE_S = 15.0  # after which a trainer that was not heard of has lost the server
-LEAST_TOKEN = 16  # characters
 ABOUT, LEASE = "/about", "/lease"
+GENERATE = "/inference/v1/generate"
 CALL = "/collective_rpc"  # of methods of the workers, such as those that take weights
 FREE_ROUTES = {("GET", "/health"), ("GET", "/metrics")}  # for whoever has the token
 ROUTES = {  # for the trainer that has the lease
-    ("POST", "/inference/v1/generate"),
+    ("POST", GENERATE),
     ("POST", "/pause"),
     ("POST", "/resume"),
     ("POST", CALL),

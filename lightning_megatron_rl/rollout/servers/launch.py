@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
-from lightning_megatron_rl.rollout.servers.about import About, fingerprint, installed_vllm, vocabulary_size
+from lightning_megatron_rl.rollout.servers.about import (
+    About,
+    fingerprint,
+    installed_vllm,
+    tokenizer_kind,
+    vocabulary_size,
+)
 from lightning_megatron_rl.rollout.servers.guard import SETTINGS
 from lightning_megatron_rl.rollout.servers.nodes import EngineNodes
 from lightning_megatron_rl.rollout.servers.process_group import end_group, members, shared_files
@@ -80,9 +86,11 @@ def server_settings(
         num_workers=size,
         device=device,
         instance=uuid.uuid4().hex,
+        tokenizer=tokenizer_kind(model),
     )
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # the server's engine core has a process of its own
+        "VLLM_API_KEY": "",  # of an other server, maybe, that this environment is for: the guard has a token
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights, behind the guard
         SETTINGS: json.dumps({"digest": digest, "about": about.to_plain()}),
     }

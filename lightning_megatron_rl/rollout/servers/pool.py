@@ -62,7 +62,7 @@ class ServerPool(StreamingEngine):
     Args:
         num_servers: Of the run, which its replicas share.
         max_model_len: Longest prompt and response together, at most the servers'. # [tokens]
-        call_timeout_s: Deadline of an update, and of waiting for a server when all are lost. # seconds
+        call_timeout_s: Deadline of an update, of waiting for a token, and for a server when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
         weights_over: What they go over then.
 

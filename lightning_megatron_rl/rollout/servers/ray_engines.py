@@ -45,7 +45,7 @@ class RayEngines(ServerPool):
         num_threads: CPU threads of each of an engine's processes; unset: by the size of the model.
         vllm_args: Other arguments of vLLM's own, as `VLLMEngine` takes them.
         start_timeout_s: How long to wait for the resources, and then for engines to load. # seconds
-        call_timeout_s: Deadline of an update, and of waiting for an engine when all are lost. # seconds
+        call_timeout_s: Deadline of an update, of waiting for a token, and for an engine when all are lost. # seconds
         bucket_mb: Size of the buffers that a rank sends weights to a server in. # MiB
         weights_over: "nccl" sends weights from the trainer's GPUs to those of servers after a server's first update,
             "gloo" through the host's memory. "auto" is gloo for now: NCCL between trainer and servers has not been run
