@@ -118,7 +118,8 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def merge(out: Path, seeds: Sequence[int], results: Path) -> None:
     """Write figures and plot of the runs that are there."""
-    runs = {side: [json.loads((out / f"{side}_{seed}" / "curves.json").read_text()) for seed in seeds] for side in SIDES}
+    places = {side: [out / f"{side}_{seed}" for seed in seeds] for side in SIDES}
+    runs = {side: [json.loads((at / "curves.json").read_text()) for at in found] for side, found in places.items()}
     start = runs["reference"][0]["accuracy"][0]
     for run in runs["ours"]:
         run["accuracy"].insert(0, start)  # the same weights and greedy: the reference has looked at them

@@ -174,12 +174,10 @@ def plot(curves: dict[str, list[list[list[float]]]], path: Path) -> None:
 
 def merge(variants: Sequence[Variant], options: argparse.Namespace) -> None:
     """Write figures and plot of the runs that are there."""
-    runs = {
-        variant.name: [
-            json.loads((options.out / f"{variant.directory}_{seed}" / "curves.json").read_text()) for seed in options.seeds
-        ]
-        for variant in variants
+    places = {
+        variant.name: [options.out / f"{variant.directory}_{seed}" for seed in options.seeds] for variant in variants
     }
+    runs = {name: [json.loads((at / "curves.json").read_text()) for at in found] for name, found in places.items()}
     curves = {name: [run["accuracy"] for run in found] for name, found in runs.items()}
     ahead = {name: found for name, found in runs.items() if name != SYNCHRONOUS.name}
     more = [] if tuple(variants) == VARIANTS else ["--variants", *(variant.name for variant in variants)]
