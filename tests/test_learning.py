@@ -378,3 +378,18 @@ def test_configs_of_runs_are_plain_yaml(tmp_path):
     overlay = yaml.safe_load((tmp_path / "run" / "overlay.yaml").read_text())
     assert overlay["trainer"]["precision"] == "32-true"  # on a GPU, too
     assert overlay["model"]["init_args"]["train"]["layer_backend"] == "torch"  # fp32 without TF32 on CUDA
+
+
+def test_a_delay_bears_a_lower_learning_rate():
+    """At three times the usual one it ruins runs of both sides alike; without it none."""
+    ends = {}
+    for name, synchronous, behind in (("", "synchronous", "separate, 2"), ("_reference", "0", "2")):
+        figures = json.loads((RESULTS / f"stream_curves{name}_60_lr_0.001.json").read_text())
+        assert figures["comparison"] == stream_curves.compare(figures["curves"], synchronous)
+        assert figures["lr"] == 1e-3
+        ends[name] = [figures["comparison"][kind]["final_accuracy"]["mean"] for kind in (synchronous, behind)]
+    text = (ROOT / "docs" / "asynchronous.md").read_text()
+    for alone, late in ends.values():
+        assert alone > 0.8 > 0.6 > late
+        assert f"{alone:.2f}" in text
+        assert f"{late:.2f} ± " in text
