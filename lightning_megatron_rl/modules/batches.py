@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.models.hf.files import has_tokenizer
 from lightning_megatron_rl.modules.sharing import microbatch_rules
 
 if TYPE_CHECKING:
@@ -70,4 +73,38 @@ def check_rows[Item](
             f"{long[0].origin} has {len(long[0])} tokens, which is more than train.max_tokens_per_microbatch={budget}"
             f" holds ({len(long)} sequences are too long, the longest has {longest}): raise it to at least"
             f" {-(-longest // rules.row_multiple) * rules.row_multiple}, or lower data.max_length"
+        )
+
+
+def check_tokenizer(module: "ModelModule") -> None:
+    """Refuse data that another tokenizer than the model's has encoded; warn of another template or end of a sequence.
+
+    Args:
+        module: Whose model is known.
+
+    Raises:
+        ValueError: The vocabularies differ: with the first difference, and the remedy.
+    """
+    data, model = module.trainer.datamodule, module.hf_model  # type: ignore[attr-defined]
+    if not isinstance(data, RowDataModule) or data.tokenizer_name in (module.model_path, str(model.path)):
+        return
+    if not has_tokenizer(model.path):
+        return  # whoever decodes samples asks for one
+    given, own = data.tokenizer, model.tokenizer
+    theirs, ours = given.get_vocab(), own.get_vocab()
+    if theirs != ours:
+        token, _ = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
+        found, there = (f"id {vocabulary[token]}" if token in vocabulary else "no id" for vocabulary in (theirs, ours))
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer_name!r} has another vocabulary than the model {module.model_path!r}:"
+            f" {len(theirs)} tokens, there {len(ours)}; {token!r} has {found}, there {there}. The model would be"
+            " trained on other text than the data's, and an export has its own tokenizer. Set data.tokenizer to the"
+            " model, or save the tokenizer into its directory (save_pretrained)"
+        )
+    differ = [name for name in ("chat_template", "eos_token") if getattr(given, name, None) != getattr(own, name, None)]
+    if differ:
+        rank_zero_warn(
+            f"data.tokenizer={data.tokenizer_name!r} has another {' and '.join(differ)} than the model"
+            f" {module.model_path!r}: the data has that, while samplers and exports have the model's own. Save the"
+            " tokenizer into the model's directory (save_pretrained) if they are to be the same"
         )

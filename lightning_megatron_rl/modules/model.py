@@ -21,6 +21,7 @@ from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, scatte
 from lightning_megatron_rl.data.planning import SequenceCost
 from lightning_megatron_rl.models.flops import sequence_flops
 from lightning_megatron_rl.models.layers.moe import MoESettings, resolve_moe_settings
+from lightning_megatron_rl.modules.batches import check_tokenizer
 from lightning_megatron_rl.modules.budget import Budget
 from lightning_megatron_rl.modules.exporting import PlannedViews, no_single_file, no_whole_model
 from lightning_megatron_rl.modules.monitors import check_monitors
@@ -131,6 +132,7 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
             )
         if self._hf_model is None:
             self._hf_model = self.find_model()
+        check_tokenizer(self)
         check_sampled(self, self._hf_model.config.model_type)
         check_positions(self, self.trainer.datamodule, self._hf_model.config.rope_parameters or {})  # type: ignore[attr-defined]
         self.budget.settle(training=stage == "fit")

@@ -1,6 +1,8 @@
 """Batches of a DataLoader of the user's own: what is no list of the method's items is refused with what makes them."""
 
 import re
+import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +58,11 @@ def sums(last: dict[str, str]) -> list[dict[str, str]]:
 
 def fit_row(model: Path, cls: type, last: dict[str, str], directory: Path) -> tuple[str, int]:
     """The error of a fit whose last row does not fit, and the steps that it took before."""
+    model = shutil.copytree(model, directory / "model")
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<extra>"])
-    tokenizer.save_pretrained(directory)
-    common: dict[str, Any] = {"tokenizer": str(directory), "batch_size": 2, "shuffle": False}
+    tokenizer.save_pretrained(model)  # with a token more than the model has rows
+    common: dict[str, Any] = {"tokenizer": str(model), "batch_size": 2, "shuffle": False}
     data: Any
     if cls is SFTModule:
         data = SFTDataModule(partial(sums, last), **common)
@@ -88,6 +91,39 @@ def test_rows_that_do_not_fit_are_refused_before_the_first_step(worker_pool, qwe
     ((error, steps),) = worker_pool.run(fit_row, qwen3_dir, cls, last, tmp_path, world_size=1, init_process_group=False)
     assert re.search(message, error), error
     assert steps == 0
+
+
+def fit_other_tokenizer(model: Path, directory: Path, change: str) -> tuple[str, list[str]]:
+    """The error of a fit on data with a tokenizer of their own, and its warnings."""
+    tokenizer = make_tokenizer()
+    if change == "token":
+        tokenizer.add_tokens(["<extra>"])
+    elif change == "template":
+        tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(directory)
+    data = SFTDataModule(partial(sums, sums({})[0]), str(directory), batch_size=2, shuffle=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            make_trainer({}, 1, max_steps=1).fit(SFTModule(str(model)), data)
+        except ValueError as error:
+            return str(error), []
+    return "", [text for one in told if "data.tokenizer" in (text := str(one.message))]
+
+
+@pytest.mark.parametrize("change", ["", "token", "template"])
+def test_data_have_the_models_tokenizer(worker_pool, qwen3_dir, tmp_path, change):
+    """Text in another vocabulary was trained on, and sampled from, without a word."""
+    ((error, told),) = worker_pool.run(
+        fit_other_tokenizer, qwen3_dir, tmp_path, change, world_size=1, init_process_group=False
+    )
+    if change == "token":
+        pattern = r"another vocabulary than the model .*: \d+ tokens, there \d+; '<extra>' has id \d+, there no id\. "
+        assert re.search(pattern, error), error
+        return
+    assert error == ""
+    expected = ["has another chat_template than the model"] if change else []
+    assert [re.search("has another .* than the model", text)[0] for text in told] == expected  # type: ignore[index]
 
 
 def fit_rows(model: Path) -> str:

@@ -95,13 +95,18 @@ def tokenizer_source(name_or_path: str) -> str:
     return str(path)
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has a tokenizer's vocabulary."""
+    return any(any(path.glob(name)) for name in _VOCABULARIES)
+
+
 def check_tokenizer_files(path: Path) -> None:
     """Refuse a directory without a tokenizer, and files of it that cannot be read.
 
     Raises:
         ValueError: With the file.
     """
-    if not any(any(path.glob(name)) for name in _VOCABULARIES):
+    if not has_tokenizer(path):
         raise ValueError(
             f"{path} has no tokenizer: none of {', '.join(_VOCABULARIES)} is there. Save it with the tokenizer's"
             " `save_pretrained`, or copy these files from the original model"
