@@ -19,7 +19,7 @@ BYTES_PER_NUMBER = 10.0  # that a forward pass moves for each number that it kee
 BACKWARD_BYTES = 2.4  # times as many move in the backward pass
 # of vLLM's Python for one token of all sequences, beside the GPU, from rows of 1 to 512 sequences:
 STEP_OF_SAMPLER_S = 1.6e-3
-SEQUENCE_OF_SAMPLER_S = 1.6e-5  # for each of them
+SEQUENCE_OF_SAMPLER_S = 1.4e-5  # for each of them
 BESIDE = 1.25  # exponent of how both add up: 1 is one after the other, a large one only the longer
 ALL_REDUCE_S = 8e-6  # of a small message within a machine; a layer of the sampler has two
 # of Python for the kernels of one layer and micro-batch, from the rows of 2,048 and 4,096 tokens, where the GPU waits:

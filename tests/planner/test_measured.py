@@ -128,6 +128,9 @@ def step_row(name: str, device: str, row: dict[str, Any], command: str) -> Measu
     )
 
 
+IN_PROCESS = "sampler in the trainer's processes"  # whose cache is in the peak
+
+
 def stated() -> dict[str, dict[str, Any]]:
     """Every row of a GPU that states a peak, by name: its file, and which of its sides."""
     found: dict[str, dict[str, Any]] = {}
@@ -138,6 +141,8 @@ def stated() -> dict[str, dict[str, Any]]:
         sides = [("rows", row) for row in result.get("rows", [])]
         for side, row in [*sides, *((side, result.get(side)) for side in ("ours", "asleep"))]:
             if not isinstance(row, dict) or row.get("peak_memory_gib") is None:
+                continue
+            if row.get("place") == IN_PROCESS:
                 continue
             # weight_sync_*.json repeats the run of the grpo_step_*.json that measured both
             if any(row == other["row"] for other in found.values()):
