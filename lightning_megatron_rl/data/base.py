@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
 from lightning_megatron_rl.data.sources import DataSource, Row, Source, describe_source, load_rows, needs_download
@@ -253,4 +253,10 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             raise ValueError(
                 f"the training set has {num_rows} rows, batch_size is {self.batch_size}: {num_rows} // "
                 f"{self.batch_size} = 0 batches per epoch. Set batch_size to at most {num_rows}, or add rows"
+            )
+        if (left := num_rows % self.batch_size) and not self.shuffle:
+            rank_zero_warn(
+                f"data.shuffle=false: {num_rows} rows make {num_rows // self.batch_size} batches of {self.batch_size},"
+                f" and the last {left} rows are trained on in no epoch. Set shuffle to true, or a batch_size that"
+                f" divides {num_rows}"
             )

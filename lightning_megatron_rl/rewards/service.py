@@ -67,7 +67,13 @@ class ServiceReward(ABC):
         return headers
 
     def _score(self, samples: list[Sample], headers: dict[str, str]) -> list[float]:
-        body = json.dumps(self.request(samples)).encode()
+        try:
+            body = json.dumps(self.request(samples)).encode()
+        except (TypeError, ValueError) as error:  # it would fail on every such sample
+            raise RewardSetupError(
+                f"the reward {self.name!r} sends samples as JSON, and a column of the data is none ({error}): make it"
+                " text or numbers, or leave it out"
+            ) from error
         try:
             text = self._post(body, headers)
         except (ConnectionResetError, http.client.RemoteDisconnected):  # a server may close an idle connection, once

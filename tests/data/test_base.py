@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -201,6 +202,18 @@ def test_batch_size_that_does_not_divide_is_refused(tokenizer_dir: str, tmp_path
     with pytest.raises(ValueError, match=message):
         data.setup("fit")
     data.setup("validate")  # validation batches may be uneven
+
+
+@pytest.mark.parametrize(("shuffle", "batch_size"), [(False, 4), (True, 4), (False, 11)])
+def test_rows_that_no_epoch_takes_are_told_of(tokenizer_dir: str, tmp_path: Path, shuffle: bool, batch_size: int):
+    data = make_data(tokenizer_dir, batch_size=batch_size, shuffle=shuffle)
+    data.trainer = make_trainer(tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        data.setup("fit")
+    found = [str(one.message) for one in told if "data.shuffle" in str(one.message)]
+    expected = "22 rows make 5 batches of 4, and the last 2 rows are trained on in no epoch"
+    assert [expected in text for text in found] == ([True] if (shuffle, batch_size) == (False, 4) else [])
 
 
 class WriteSeen(L.Callback):

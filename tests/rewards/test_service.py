@@ -1,5 +1,6 @@
 """Rewards over HTTP against servers on this machine: right, slow, down, and talking nonsense."""
 
+import datetime
 import json
 import threading
 import time
@@ -161,6 +162,14 @@ def test_settings_are_checked(options, message):
 def test_token_that_is_not_set_is_named():
     with pytest.raises(RewardSetupError, match="environment variable NO_SUCH_TOKEN, which is not set"):
         GuardedReward(HTTPReward("http://127.0.0.1:9", token_variable="NO_SUCH_TOKEN"))([make_sample("a")])
+
+
+def test_columns_that_are_no_json_end_the_run():
+    """Each sample failed and got the default."""
+    sample = make_sample("a")
+    sample.prompt.columns["when"] = datetime.date(2026, 1, 1)
+    with pytest.raises(RewardSetupError, match=r"'http' .* a column of the data is none .*date"):
+        GuardedReward(HTTPReward("http://127.0.0.1:9"))([sample])
 
 
 @pytest.mark.parametrize("inputs", ["tokens", "text"])
