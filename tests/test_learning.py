@@ -197,7 +197,7 @@ def test_jobs_end_at_their_deadline_and_are_not_repeated(tmp_path):
     good = script("good", f"open({str(tmp_path / 'good' / 'curves.json')!r}, 'a').write('1')")
     jobs = [good, script("slow", "import time; time.sleep(60)"), script("bad", "raise SystemExit('no such thing')")]
     assert run_jobs(jobs, 3, 3.0) == ["slow", "bad"]
-    assert "no such thing" in (tmp_path / "bad" / "run.log").read_text()
+    assert "no such thing" in (tmp_path / "bad" / "curves.log").read_text()
     assert run_jobs([good], 1, 10.0) == []
     assert good.result.read_text() == "1"
 
