@@ -1,4 +1,4 @@
-"""What a module refuses by name before anything is made of it: a DataLoader's batch, and rows that do not fit it."""
+"""What a module refuses by name before anything is made of it: batches, rows and tokenizers that do not fit it."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -101,8 +101,8 @@ def check_tokenizer(module: "ModelModule") -> None:
             " trained on other text than the data's, and an export has its own tokenizer. Set data.tokenizer to the"
             " model, or save the tokenizer into its directory (save_pretrained)"
         )
-    differ = [name for name in ("chat_template", "eos_token") if getattr(given, name, None) != getattr(own, name, None)]
-    if differ:
+    pairs = {"chat_template": (given.chat_template, own.chat_template), "eos_token": (given.eos_token, own.eos_token)}
+    if differ := [name for name, (there, here) in pairs.items() if there != here]:
         rank_zero_warn(
             f"data.tokenizer={data.tokenizer_name!r} has another {' and '.join(differ)} than the model"
             f" {module.model_path!r}: the data has that, while samplers and exports have the model's own. Save the"

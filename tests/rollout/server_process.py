@@ -110,7 +110,12 @@ class ServerProcess:
 
 @contextmanager
 def guarded(
-    about: dict[str, Any], silent: str | None = None, first: str = "", refused: int = 0, **answers: Any
+    about: dict[str, Any],
+    silent: str | None = None,
+    first: str = "",
+    refused: int = 0,
+    gone: threading.Event | None = None,
+    **answers: Any,
 ) -> Iterator[str]:
     """A server with the real guard, and behind it one that answers by path; yields its URL.
 
@@ -119,6 +124,7 @@ def guarded(
         silent: Path of a request that gets no answer, or only the beginning of one.
         first: That beginning.
         refused: Status of the answer to requests for responses; 0: they are not refused.
+        gone: While it is set, another program answers at the address.
         answers: Others, by path.
     """
 
@@ -138,8 +144,16 @@ def guarded(
         await send({"type": "http.response.body", "body": body})
 
     guard = Guard(app, {"digest": token_digest(TOKEN), "about": about})
+
+    async def front(scope: Any, receive: Any, send: Any) -> None:
+        if gone is None or not gone.is_set():
+            await guard(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<html>"})
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(guard, lifespan="off", log_level="error")
+        config = uvicorn.Config(front, lifespan="off", log_level="error")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()

@@ -1,6 +1,7 @@
 """Servers that move: a client asks at the other address, and samples there only with the newest weights."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -98,18 +99,14 @@ def test_a_server_that_was_started_anew_with_something_else_is_not_taken_back(ab
         until(lambda: client.state == STALE)
 
 
-def test_another_program_at_a_servers_address_is_lost(about, stack, qwen3_dir, monkeypatch):
-    url = stack.enter_context(guarded(about.to_plain()))
-    connections = connect(stack, qwen3_dir, url)
+def test_another_program_at_a_servers_address_is_lost(about, stack, qwen3_dir):
+    gone = threading.Event()
+    connections = connect(stack, qwen3_dir, stack.enter_context(guarded(about.to_plain(), gone=gone)))
     connections.admit()
-    (client,), ask = connections.servers, ServerClient._ask
-
-    async def page(*arguments: Any, **options: Any) -> dict[str, Any]:
-        return {"text": "<html>"}
-
-    monkeypatch.setattr(ServerClient, "_ask", page)
+    (client,) = connections.servers
+    gone.set()
     until(lambda: client.state == LOST)
-    monkeypatch.setattr(ServerClient, "_ask", ask)
+    gone.clear()
     until(lambda: client.state == READY)
 
 
