@@ -146,7 +146,7 @@ class _Decoding:
     """Plans steps in which every response that is under way gets one token."""
 
     def __init__(self, scheduler: Scheduler, cache: _Cache) -> None:
-        self._scheduler, self._cache = scheduler, cache
+        self._scheduler, self._keys_and_values = scheduler, cache
         self._plain = scheduler.schedule
         self._counts_ahead = type(scheduler) is AsyncScheduler  # tokens that are begun, and not there yet
 
@@ -157,7 +157,7 @@ class _Decoding:
 
     def _look(self) -> _Step | None:
         """Return what gets a token; None for another kind of step."""
-        scheduler, cache = self._scheduler, self._cache
+        scheduler, cache = self._scheduler, self._keys_and_values
         waits = scheduler.waiting or scheduler.skipped_waiting
         if (
             (waits and len(scheduler.running) < scheduler.max_num_running_reqs)
@@ -192,7 +192,7 @@ class _Decoding:
         return step if requests and cache.can_give(len(asking)) else None
 
     def _plan(self, step: _Step) -> SchedulerOutput:
-        scheduler, manager = self._scheduler, self._cache.manager
+        scheduler, manager = self._scheduler, self._keys_and_values.manager
         scheduler.current_step += 1
         manager.new_step_starts()
         requests, names, num_computed, num_drawn, asking = step
@@ -251,7 +251,7 @@ class _Taking:
     """Takes the tokens of a step: those that end nothing at once, the others as vLLM does."""
 
     def __init__(self, scheduler: Scheduler, cache: _Cache, notes: Callable[[str], Note | None]) -> None:
-        self._scheduler, self._cache, self._notes = scheduler, cache, notes
+        self._scheduler, self._keys_and_values, self._notes = scheduler, cache, notes
         self._plain = scheduler.update_from_output
         self._counts_ahead = type(scheduler) is AsyncScheduler
 
@@ -273,7 +273,7 @@ class _Taking:
 
     def _take(self, counts: dict[str, int], output: "ModelRunnerOutput") -> dict[str, int]:
         """Take what can be taken at once; return what cannot, as in `counts`."""
-        requests, cache, counts_ahead = self._scheduler.requests, self._cache, self._counts_ahead
+        requests, cache, counts_ahead = self._scheduler.requests, self._keys_and_values, self._counts_ahead
         size, num_cached = cache.block_size, cache.num_cached
         places, drawn, lists = output.req_id_to_index, output.sampled_token_ids, output.logprobs
         assert lists is not None

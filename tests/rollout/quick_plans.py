@@ -1,4 +1,4 @@
-"""Two schedulers of vLLM, one of them with `quicken_scheduler`, that are told the same: plans, outputs and caches.
+"""Two schedulers of vLLM, one of them made quick (`compat/vllm_*`), that are told the same: plans, outputs and caches.
 
 A model is not needed: tokens follow from names and lengths. So there is room for everything that happens to a stream:
 prompts in parts, responses that end, are withdrawn or put off, a cache that is reset, a scheduler that is held.
@@ -7,10 +7,12 @@ prompts in parts, responses that end, are withdrawn or put off, a cache that is 
 import dataclasses
 import random
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
+from lightning_megatron_rl.compat.vllm_cache import cached_blocks_alone
 from lightning_megatron_rl.compat.vllm_steps import quicken_scheduler
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.vllm.step_loop import vllm_params
@@ -34,6 +36,7 @@ def compare(core: Any, seed: int, *, asynchronous: bool, newer_runner: bool) -> 
     """
     both = [Told(core, asynchronous, newer_runner) for _ in range(2)]
     assert quicken_scheduler(both[1].scheduler, both[1].notes)
+    both[1].is_quick = True
     plain_plans = count_plain_plans(both[1].scheduler)
     chance, quiet, happens = random.Random(seed), 0, None
     for step in range(STEPS):
@@ -86,6 +89,7 @@ class Told:
         )
         self.scheduler.use_v2_model_runner = newer_runner
         self.hasher = core.request_block_hasher
+        self.is_quick = False
         self.depth = 2 if asynchronous else 1
         self.begun: deque[tuple[Any, Any]] = deque()
         self.num_requests = self.num_plans = self.num_noted = 0
@@ -110,7 +114,8 @@ class Told:
             names = chance.sample(sorted(scheduler.requests), min(3, len(scheduler.requests)))
             return [one.request_id for one in scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)]
         elif what == "reset":
-            return scheduler.reset_prefix_cache(reset_running_requests=chance.random() < 0.5)
+            with cached_blocks_alone(scheduler) if self.is_quick else nullcontext():
+                return scheduler.reset_prefix_cache(reset_running_requests=chance.random() < 0.5)
         elif what in ("hold", "go on"):
             scheduler.set_pause_state(PauseState.PAUSED_ALL if what == "hold" else PauseState.UNPAUSED)
         return None

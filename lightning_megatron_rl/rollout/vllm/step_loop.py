@@ -3,6 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_megatron_rl.compat.vllm_cache import reset_prefix_cache
 from lightning_megatron_rl.rollout.protocol import Progress, SamplingParams, StreamRequest
 from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
 
@@ -164,7 +165,7 @@ class StepLoop:
         self.note(version)
         if self._keeps_cache and self._under_way:
             return  # later ones cannot share it: see `tokens_prompt`
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+        if not reset_prefix_cache(self._engine, preempt=True):
             raise RuntimeError("vLLM did not reset its cache")
 
 

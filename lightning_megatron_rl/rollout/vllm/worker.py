@@ -12,6 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_megatron_rl.compat.vllm_cache import reset_prefix_cache
 from lightning_megatron_rl.rollout.protocol import (
     Generation,
     GenerationRequest,
@@ -173,7 +174,7 @@ class Worker:
             self._stream.forget_cache(self._version)
             return
         # vLLM keys its prefix cache by tokens alone: prompts seen before would go on with stale keys and values.
-        if not self._llm.reset_prefix_cache():
+        if not reset_prefix_cache(self._llm.llm_engine):
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self, level: int) -> tuple[int, int]:
