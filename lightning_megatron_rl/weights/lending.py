@@ -63,6 +63,9 @@ class Lending:
         self.gpus, self._all = self._meet()
         self._places: list[int] = []
         self._lent: LentWeights | None = None
+        self._least_ready = Readiness.CANNOT  # of the last agreement
+        self._is_apart = False  # no rank reads another's memory
+        self._asked: tuple[dist.Work, Tensor] | None = None  # an agreement that goes on beside the copies
 
     def _meet(self) -> tuple[frozenset[str], dist.ProcessGroup | None]:
         """Return whose memory the parameters lie in, and all ranks concerned; nothing if any rank cannot lend its own.
@@ -89,6 +92,8 @@ class Lending:
     ) -> tuple[bool, LentWeights | None]:
         """Return whether weights are lent, and to this rank's readers what they need.
 
+        As long as no rank reads another's memory, one that is ready does not wait for the others: `settle` does.
+
         Args:
             readiness: Of this rank's sampler.
             readers: Its processes.
@@ -100,16 +105,32 @@ class Lending:
         if places != self._places:
             few = len(self._blocks()) <= MOST_BLOCKS
             readiness = min(readiness, Readiness.NEEDS_PLACES) if few else Readiness.CANNOT
-        least = self._least(readiness)
-        if least == Readiness.CANNOT:
+        if self._is_apart:
+            self._asked = self._ask(readiness)
+            if readiness == Readiness.KNOWS_PLACES:
+                return True, self._lent
+            self._hear()  # the others have begun, so that it is too late for places
             return False, None
-        if least == Readiness.NEEDS_PLACES:
+        self._least_ready = Readiness(self._least(readiness))
+        if self._least_ready == Readiness.CANNOT:
+            return False, None
+        if self._least_ready == Readiness.NEEDS_PLACES:
             self._places = places if self._describe(readers, in_process=in_process) else []
         return bool(self._places), self._lent
 
-    def settle(self, loaded: bool) -> bool:
-        """Return whether all have what they were lent; until then no rank goes on."""
-        return bool(self._least(int(loaded)))
+    def settle(self, loaded: bool, *, apart: bool = False) -> bool:
+        """Return whether all have what they were lent; until then no rank goes on.
+
+        Args:
+            loaded: Whether this rank's readers have.
+            apart: They have read no memory but that of their own process.
+        """
+        if self._asked is not None:
+            assert loaded
+            return self._hear()
+        least = self._least(int(loaded) + int(loaded and apart))
+        self._is_apart = least == 2 and self._least_ready == Readiness.KNOWS_PLACES
+        return bool(least)
 
     def let_go(self) -> None:
         """Forget what was lent."""
@@ -121,9 +142,25 @@ class Lending:
         """The minimum over the ranks, after all earlier work of their GPUs."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        box = torch.tensor([value])
-        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._all)
+        work, box = self._ask(value)
+        work.wait()
         return int(box)
+
+    def _ask(self, value: int) -> tuple[dist.Work, Tensor]:
+        """Begin to find the minimum over the ranks."""
+        box = torch.tensor([value])
+        work = dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._all, async_op=True)
+        assert work is not None
+        return work, box
+
+    def _hear(self) -> bool:
+        """Whether all ranks were ready where none has waited; if not, all of them begin anew the next time."""
+        assert self._asked is not None
+        (work, box), self._asked = self._asked, None
+        work.wait()
+        if int(box) < Readiness.KNOWS_PLACES:
+            self._places, self._is_apart = [], False
+        return self._is_apart
 
     def _describe(self, readers: int, *, in_process: bool) -> bool:
         """Tell all ranks where this one's parameters lie; returns whether every rank could, and if not, never again."""

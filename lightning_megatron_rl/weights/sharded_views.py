@@ -143,12 +143,12 @@ class _Push:
             self._way = "lent"
         return lent
 
-    def settle(self, loaded: bool) -> bool:
+    def settle(self, loaded: bool, *, apart: bool = False) -> bool:
         """See `Lender`; a collective."""
         assert self._way == "lent"
         assert self._lending is not None
         self._way = "buckets"
-        done = self._lending.settle(loaded)
+        done = self._lending.settle(loaded, apart=apart)
         if done:
             self._next = len(self._buckets)
             self._views.free()

@@ -99,10 +99,14 @@ class Lender(Protocol):
             The same object until something has moved or a rank needs it anew; None: take buckets.
         """
 
-    def settle(self, loaded: bool) -> bool:
+    def settle(self, loaded: bool, *, apart: bool = False) -> bool:
         """Take back what was lent; returns whether every rank's sampler has read it: if not, take buckets.
 
-        A collective; until it returns, no rank changes its weights.
+        A collective; until it returns, no rank changes weights that others read.
+
+        Args:
+            loaded: Whether this rank's sampler has.
+            apart: It has read no memory but that of its own process.
         """
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron_rl.weights import sharded_views
@@ -144,6 +145,60 @@ def test_samplers_in_the_trainers_processes_read_their_own_memory_as_it_is(worke
         for _, own in rounds:
             assert any(own)
             assert not all(own)
+
+
+def push_apart(model: Path, strategy: dict[str, Any]) -> list[Any]:
+    """Samplers in the ranks' processes that read their own memory alone, so that no rank waits for another."""
+    policy = train(model, strategy, 2)
+    is_late = policy.strategy.global_rank == 1
+    readiness = [Readiness.NEEDS_PLACES]
+    found: list[Any] = []
+
+    def push(*, late: bool = False) -> None:
+        expected = exported(policy)
+        with lendable():
+            weights = policy.weights_to_push()
+        assert weights.lender is not None
+        if late and is_late:
+            dist.barrier()  # the other rank has its weights
+        lent = weights.lender.lend(readiness[0], 1, in_process=True)
+        if late and not is_late:
+            dist.barrier()
+        has = lent is not None and weights.lender.settle(True, apart=True)
+        readiness[0] = Readiness.KNOWS_PLACES if has else Readiness.NEEDS_PLACES
+        found.append("buckets" if lent is None else "lent" if has else "too early")
+        if lent is not None and has:
+            blocks = [open_memory(one.handles[0]) if one.block is None else one.block for one in lent.memories]
+            assert not differences(read(lent, blocks), expected)
+        else:
+            assert not differences(list(in_buckets(weights)), expected)
+        dist.barrier()  # what is compared is also the other's
+        disturb(policy)
+
+    push()
+    push()  # memory has moved, to where processes share it
+    push()
+    for _ in range(2):
+        push(late=True)
+    for forget in (False, True):
+        if is_late and forget:
+            policy.planned_views.let_go()
+        elif is_late:
+            parameter = next(policy.model.parameters())
+            parameter.data = parameter.data.clone()
+        push()
+        for _ in range(3):
+            push()
+        push(late=True)
+    return found
+
+
+def test_ranks_that_read_their_own_memory_do_not_wait_for_each_other(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    first, second = worker_pool.run(push_apart, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    again = ["lent"] * 4
+    assert first == ["lent"] * 5 + ["too early", *again] * 2
+    assert second == ["lent"] * 5 + ["buckets", *again] * 2
 
 
 def push_with_trouble(model: Path, strategy: dict[str, Any]) -> list[Any]:

@@ -40,6 +40,7 @@ class Trainer:
         self._gpus = gpus
         self.said: list[Readiness] = []
         self.settled: list[bool] = []
+        self.apart: list[bool] = []
 
     @property
     def gpus(self) -> frozenset[str]:
@@ -49,8 +50,9 @@ class Trainer:
         self.said.append(readiness)
         return None if readiness == CANNOT else self._lent
 
-    def settle(self, loaded: bool) -> bool:
+    def settle(self, loaded: bool, *, apart: bool = False) -> bool:
         self.settled.append(loaded)
+        self.apart.append(apart)
         return loaded
 
 
@@ -126,13 +128,21 @@ def test_a_worker_in_this_process_takes_its_own_memory_as_it_is():
             assert (peer[0], peer[DEVICE]) == ("b0", 1)
         assert workers.names == names
         assert transport.peer_bytes == 1000
+    assert trainer.apart == [False, False]
+    workers.answers = [0]  # it reads nothing of the other GPU
+    trainer._lent = LentWeights(lent.weights, list(memories))
+    assert transport.send(source, workers, 4) == (16, 0, True)
+    memories[0] = LentMemory("a", (handle("a0"),))  # another process's, perhaps the one that was read
+    trainer._lent = LentWeights(lent.weights, list(memories))
+    assert transport.send(source, workers, 5) == (16, 0, True)
+    assert (workers.names, trainer.apart[2:]) == (["borrow", "replace"] * 2, [True, False])
     transport.forget()
     workers.answers = [None]
     with mock.patch.object(borrowing, "take_back") as take_back:
-        assert transport.send(source, workers, 4) == (0, 0, False)
-    assert [call.args[0][0] for call in take_back.call_args_list] == ["b0"]
+        assert transport.send(source, workers, 6) == (0, 0, False)
+    assert [call.args[0][0] for call in take_back.call_args_list] == ["a0"]
     assert workers.names == ["borrow", "let_go", "begin", "end"]
-    assert trainer.settled == [True, True, False]
+    assert trainer.settled == [True] * 4 + [False]
 
 
 def send(transport: IPCTransport) -> None:

@@ -67,7 +67,7 @@ class Borrowing:
         replayed = False
         if self._lent is not None:
             replayed = ask(("replace", Part(0, None, keep=True, stays=True, borrowed=True), version))
-        if not lender.settle(self._lent is not None):
+        if not lender.settle(self._lent is not None, apart=self._is_apart(lent)):
             return None
         return Sent(lent.num_bytes, 0, replayed)
 
@@ -88,6 +88,12 @@ class Borrowing:
         ask(("let_go",))  # those that could
         self.handles = []
         self._take_back(new)  # those that could not have opened nothing that they could close
+
+    def _is_apart(self, lent: LentWeights) -> bool:
+        """Whether the only reader reads nothing but its own process's memory."""
+        own = {memory.gpu for memory in lent.memories if memory.block is not None}
+        others = {memory.gpu for memory in lent.memories if memory.block is None}
+        return self._in_process and self.peer_bytes == 0 and not own & others
 
     def _open_by(self, memory: LentMemory, worker: int) -> Any:
         """What a worker opens memory with: a handle, or in this process the memory itself."""
