@@ -45,7 +45,7 @@ def tokens(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("layout", by_default(["cp2"], LAYOUTS))
+@pytest.mark.parametrize("layout", by_default(["tp1"], LAYOUTS))
 def test_yarn_is_that_of_transformers_beyond_the_original_length(
     layout: str, scaled: dict[str, Path], checkpoint: Callable[[str], Path], worker_pool: WorkerPool
 ):
