@@ -100,7 +100,7 @@ class PendingCheckpoint:
         self._staged: StagedShards | None = None
 
         def prepare() -> Path:
-            _check_replaceable(path)
+            _check_replaceable(path, self._beside)
             with _writing(path):
                 # names that begin with "last" are not counted up, and are looked for when a run resumes
                 self._directory = UnfinishedDirectory(path, reserve=later and not path.name.startswith("last"))
@@ -203,12 +203,17 @@ class PendingCheckpoint:
             raise
 
 
-def _check_replaceable(path: Path) -> None:
-    """Refuse to write over a directory of the user's: what a checkpoint takes the place of is deleted."""
+def _check_replaceable(path: Path, beside: Mapping[str, bytes]) -> None:
+    """Refuse to write over a directory of the user's: what a checkpoint takes the place of is deleted.
+
+    A checkpoint that has lost its manifest is no such directory.
+    """
     if path.is_symlink() or not path.is_dir() or is_checkpoint(path):
         return
     names = sorted(entry.name for entry in path.iterdir())
-    if names:
+    parts = {SHARDED, _TRAINER_FILE, _RNG, *(file.partition("/")[0] for file in beside)}
+    was_one = SHARDED in names and set(names) <= parts
+    if names and not was_one:
         raise ValueError(
             f"cannot save a checkpoint as {path}: there is a directory with {len(names)} entries"
             f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) that is no checkpoint, for it has no"

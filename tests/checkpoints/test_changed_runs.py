@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.checkpoints.main_parameters import MAIN
-from lightning_megatron_rl.checkpoints.manifest import read_manifest
+from lightning_megatron_rl.checkpoints.manifest import check_files, read_manifest
 from lightning_megatron_rl.checkpoints.optimizer_state import slices
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
@@ -133,6 +133,26 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(worker_pool, qwen3_di
         message
     )
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "table.csv"]
+
+
+def save_without_manifest(model: Path, path: Path) -> tuple[dict[str, Any], str]:
+    """Save again where a checkpoint has lost its manifest, and then where there is something else beside it."""
+    for _ in range(2):
+        fit(make_module(model), SavesAt(1, path))
+        files = read_manifest(path)["files"]
+        check_files(path, read_manifest(path), verify=True)
+        (path / "manifest.json").unlink()
+    (path / "notes.txt").write_text("mine")
+    return files, save_over(model, path)
+
+
+def test_a_checkpoint_without_its_manifest_is_replaced(worker_pool, qwen3_dir, tmp_path):
+    """Else a run that goes on from an older one could not save its `last.ckpt`."""
+    arguments = (save_without_manifest, qwen3_dir, tmp_path / "last.ckpt")
+    ((files, message),) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    assert "trainer.pt" in files
+    assert "(hf, notes.txt, rng, ...) that is no checkpoint" in message
+    assert (tmp_path / "last.ckpt" / "notes.txt").read_text() == "mine"
 
 
 def validate_weights(model: Path, directory: Path) -> dict[str, Any]:

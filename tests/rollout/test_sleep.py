@@ -64,6 +64,9 @@ def test_refusals(harness, fault_harness):
         fault_harness.engine.sleep(3)
     with pytest.raises(ValueError, match=r"wake\(tags=\['cache'\]\)"):
         fault_harness.engine.wake(["cache"])
-    for values, message in (({"sleep_level": 3}, "sleep_level=3 must be 0"), ({"bucket_mb": 0}, "bucket_mb=0")):
+    for values, message in (
+        ({"sleep_level": 3}, r"sleep_level=3 must be in \[0, 2\]"),
+        ({"bucket_mb": 0}, "bucket_mb=0"),
+    ):
         with pytest.raises(ValueError, match=message):
             VLLMEngine(**values)

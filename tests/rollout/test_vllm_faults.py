@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron_rl.rollout import EngineCallError, SamplingParams
-from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout, SourceCheck
 from lightning_megatron_rl.weights.source import source_of
 from tests.distributed import CHILD_PATH
 from tests.policing import leaked_memory, shared_memory
@@ -168,12 +168,13 @@ def test_update_that_never_was_complete_leaves_the_old_weights(fault_harness):
 def test_update_that_fails_inside_vllm_never_samples(fault_harness):
     """A failed reload leaves layers without weights behind. The check of the shapes is taken away to get there."""
     engine, requests = fault_harness.engine, make_requests(2)
-    layout, restarts = engine._layout, engine.num_restarts
+    layout, check, restarts = engine._layout, engine._check, engine.num_restarts
     weights = random_weights(fault_harness.model, 25)
     name = "model.layers.2.mlp.down_proj.weight"
     wrong = [(n, tensor[:, :-1] if n == name else tensor) for n, tensor in weights if n != "lm_head.weight"]
     shapes = layout.shapes | {name: tuple(dict(wrong)[name].shape)}
-    engine._layout, engine.max_restarts = CheckpointLayout(shapes, layout.dtype, layout.is_tied), restarts
+    engine._check = SourceCheck(CheckpointLayout(shapes, layout.dtype, layout.is_tied))
+    engine.max_restarts = restarts
     try:
         with pytest.raises(RuntimeError, match=r"(?s)gives up.*update_weights failed in the engine's process"):
             engine.update_weights(source_of(wrong), 999)
@@ -181,7 +182,7 @@ def test_update_that_fails_inside_vllm_never_samples(fault_harness):
         with pytest.raises(RuntimeError, match="gives up"):
             engine.generate(requests, PARAMS)
     finally:
-        engine._layout, engine.max_restarts = layout, 100
+        engine._check, engine.max_restarts = check, 100
     fault_harness.push_random_weights(26)
     assert engine.num_restarts == restarts + 1
     assert max_logprob_error(fault_harness.model, requests, engine.generate(requests, PARAMS)) <= TOLERANCE
