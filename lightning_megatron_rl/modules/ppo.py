@@ -243,6 +243,7 @@ class PPOModule(GRPOModule):
         assert optimizer_closure is not None
         if self.is_warming_up:
             optimizer_closure()
+            self.report.log_update()
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
