@@ -26,6 +26,8 @@ class CountsRows(pl.LightningModule):
         """Count the rows."""
         CountsRows.on_train_batch_start(self, batch, batch_idx)
 
-    def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; without a `batch_size` the mean of an epoch is over the rows of its batches."""
-        super().log(name, value, *args, batch_size=self._num_rows if batch_size is None else batch_size, **kwargs)
+        if kwargs.get("batch_size") is None:
+            kwargs["batch_size"] = self._num_rows
+        super().log(name, value, *args, **kwargs)
