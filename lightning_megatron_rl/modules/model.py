@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,6 +27,7 @@ from lightning_megatron_rl.modules.monitors import check_monitors
 from lightning_megatron_rl.modules.parts import UpdateParts
 from lightning_megatron_rl.modules.reporting import StepReport
 from lightning_megatron_rl.modules.routing import routed_pass
+from lightning_megatron_rl.modules.rows import CountsRows
 from lightning_megatron_rl.modules.sharing import Share, share_sequences
 from lightning_megatron_rl.modules.start import check_gpu, check_positions, check_sampled, describe_plan
 from lightning_megatron_rl.modules.steps import OutputProcessor, TokenLoss, score_step, train_step
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in")
 
 
-class ModelModule(pl.LightningModule, RefusesMovedArguments):
+class ModelModule(CountsRows, RefusesMovedArguments):
     """A model on Megatron: builds it, scores sequences with it, updates it.
 
     What its last layer gives per token (log-probs, values) is `output_processor`, which subclasses choose.
@@ -250,10 +250,16 @@ class ModelModule(pl.LightningModule, RefusesMovedArguments):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the report of a step."""
+        super().on_train_batch_start(batch, batch_idx)
         self.report.begin_step(batch)
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Take the step and log its gradient norm, before callbacks see the batch's end."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.report.log_update()
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what is known only after the optimizer step."""
+        """Log what is known only when all is done."""
         self.report.end_step()
         self.budget.end_step()
 

@@ -35,6 +35,7 @@ TRAINING = {
     " trainer_kept_gb trainer_idle_frac sampler_idle_frac sampler_tokens_per_s sync_gb_per_s sync_link_frac",
 }
 EVALUATIONS = ("val", "test")
+COUNTERS = ("epoch", "step")  # which Lightning has beside what is logged, to keep the newest checkpoints by
 
 
 def monitors(trainer: pl.Trainer) -> list[tuple[str, str]]:
@@ -56,6 +57,8 @@ def check_monitors(trainer: pl.Trainer, module: "ModelModule") -> None:
     data = trainer.datamodule  # type: ignore[attr-defined]
     for owner, monitor in monitors(trainer):
         namespace = monitor.partition("/")[0]
+        if monitor in COUNTERS:
+            continue
         if namespace in EVALUATIONS:
             if not isinstance(data, RowDataModule):
                 continue  # what its sets are called is not known

@@ -45,7 +45,7 @@ class PPOModule(GRPOModule):
         rewards: Functions or objects from samples to rewards; see `Reward`.
         reward_weights: Weight of each reward in the sum; 1 each if not given.
         critic: Where the critic starts, and how values become advantages.
-        critic_optimizer: Megatron's own `OptimizerConfig` of the critic.
+        critic_optimizer: Megatron's own `OptimizerConfig` of the critic, whose learning rate is constant.
         engine: Samples the responses; vLLM in a child process of its own by default.
         environment: Replies to what the policy writes, over several turns; none if not given. Its reward comes on top
             of those of `rewards`, which may be empty then.
@@ -243,6 +243,7 @@ class PPOModule(GRPOModule):
         assert optimizer_closure is not None
         if self.is_warming_up:
             optimizer_closure()
+            self.report.log_update()
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 

@@ -36,6 +36,7 @@ class StepReport:
         self.table: list[tuple[str, str]] = []  # at start, once it was printed
         self._others = OthersLoad()  # until then
         self._checked_monitors = False  # whether the first step of the fit has been logged
+        self._has_logged_update = False  # of the current step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -70,10 +71,25 @@ class StepReport:
         """Return when the current step began, the sync before it included, and the time. # seconds of time.monotonic"""
         return self._step_began - self._sync_seconds, time.monotonic()
 
-    def end_step(self) -> None:
-        """Log what is known only after the optimizer step: gradient norm, learning rate and times; a collective."""
+    def log_update(self) -> None:
+        """Log gradient norm and learning rate of the step that was taken, and how many were skipped."""
         module = self._module
         optimizer: Any = module.strategy.optimizers[0]
+        module.log_metrics(
+            {
+                f"{module.metrics_prefix}/grad_norm": optimizer.grad_norm,
+                f"{module.metrics_prefix}/lr": optimizer.last_lr,
+                **optimizer.take_step_metrics(module.metrics_prefix),
+            }
+        )
+        self._has_logged_update = True
+
+    def end_step(self) -> None:
+        """Log what is known only at the end of a step: times and memory; a collective."""
+        module = self._module
+        if not self._has_logged_update:  # an `optimizer_step` of the user's own
+            self.log_update()
+        self._has_logged_update = False
         local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
         # 0 after the first step: Lightning's logs would repeat a value that is left out
         local.setdefault("time/start_s", 0.0)
@@ -87,9 +103,6 @@ class StepReport:
         largest = self._over_ranks(local, torch.distributed.ReduceOp.MAX)
         module.log_metrics(
             {
-                f"{module.metrics_prefix}/grad_norm": optimizer.grad_norm,
-                f"{module.metrics_prefix}/lr": optimizer.last_lr,
-                **optimizer.take_step_metrics(module.metrics_prefix),
                 "perf/tokens_per_s_per_gpu": tokens / largest["time/step_s"] / module.trainer.world_size,
                 **largest,
                 **totals,

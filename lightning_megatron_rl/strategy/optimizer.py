@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Skipped = Literal["overflow", "loss", "gradient", "threshold", "dropped"]
 _KIND = "is_expert_parallel"
 _OWN = ("params", _KIND, "step")  # of a parameter group; schedulers write the rest
+_TOLD = ("lr", "betas", "momentum")  # what schedulers and `LearningRateMonitor` look for in an optimizer's defaults
 
 
 class MegatronOptimizer(Optimizer):
@@ -41,7 +42,8 @@ class MegatronOptimizer(Optimizer):
         self.megatron = megatron
         self.gradients = Gradients(chunks)
         # torch refuses Megatron's parameter shards, which are views: start with a placeholder, then take its groups
-        super().__init__([torch.empty(0)], defaults={"lr": megatron.param_groups[0]["lr"]})
+        first = megatron.param_groups[0]
+        super().__init__([torch.empty(0)], defaults={name: first[name] for name in _TOLD if name in first})
         self._take_groups()
         self.grad_norm: float = 0.0  # global norm before clipping, of the last step
         self.last_lr: float = 0.0  # learning rate of the last step; a scheduler may have moved on since
@@ -61,8 +63,7 @@ class MegatronOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_lr = float(self.param_groups[0]["lr"])
-        for group, leader in self._followers:
-            group.update({key: value for key, value in leader.items() if key not in _OWN})
+        self._follow()
         if self.gradients.use():
             self.skipped = self._step_if_finite()
         else:
@@ -186,6 +187,7 @@ class MegatronOptimizer(Optimizer):
         Raises:
             ValueError: It has no parameters of a group's settings.
         """
+        self._follow()  # schedulers write what groups are told by, too: OneCycleLR a `max_lr` of its own
         parts = [part for part in self.parts() if not part.is_stub_optimizer]
         groups = [[_saved_group(group, loaded["groups"]) for group in part.param_groups] for part in parts]
         _tell_ignored(self.param_groups, loaded["groups"])
@@ -206,6 +208,11 @@ class MegatronOptimizer(Optimizer):
                 self.param_groups.append(group)
             else:
                 self._followers.append((group, leader))
+
+    def _follow(self) -> None:
+        """Give groups of experts what schedulers have written into those that they see."""
+        for group, leader in self._followers:
+            group.update({key: value for key, value in leader.items() if key not in _OWN})
 
     def parts(self) -> list["CoreOptimizer"]:
         """Return Megatron's optimizers: one, or one more for experts."""
@@ -240,7 +247,7 @@ def _tell_ignored(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, An
     ignored = {
         f"{name} {theirs[name]}, not {group[name]}"
         for group, theirs in pairs
-        for name in ("weight_decay", "betas", "eps", "momentum")
+        for name in ("weight_decay", "eps", *(() if "max_momentum" in group else ("betas", "momentum")))  # cycled
         if name in group and name in theirs and _plain(group[name]) != _plain(theirs[name])
     }
     if ignored:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_megatron_rl.compat.ddp import ddp_class
 from lightning_megatron_rl.compat.fused_gradients import fuse_weight_gradients
@@ -77,7 +78,9 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
+    before = _main_parameters(chunks)
     optimizer = get_megatron_optimizer(config, list(chunks))
+    _keep_main_parameters(before, chunks)
     for group in optimizer.param_groups:
         # Megatron's own scheduler would do this in every step: no weight decay of norms and biases, and another
         # learning rate of embeddings with `decoupled_lr`; Lightning's schedulers scale each group's own rate
@@ -92,3 +95,18 @@ def make_optimizer(config: "OptimizerConfig", chunks: Sequence[nn.Module]) -> Me
         chunk_config.grad_scale_func = optimizer.scale_loss
         chunk_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return MegatronOptimizer(optimizer, chunks)
+
+
+def _main_parameters(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, Tensor]:
+    """This rank's fp32 main parameters of 16-bit ones, where an optimizer has made them and they are not offloaded."""
+    found = {parameter: getattr(parameter, "main_param", None) for chunk in chunks for parameter in chunk.parameters()}
+    return {its: main for its, main in found.items() if main is not None and main.untyped_storage().size()}
+
+
+@torch.no_grad()
+def _keep_main_parameters(before: dict[nn.Parameter, Tensor], chunks: Sequence[nn.Module]) -> None:
+    """Go on from the main parameters of an earlier fit, where the weights still are what they were rounded to."""
+    for parameter, main in _main_parameters(chunks).items():
+        old = before.get(parameter)
+        if old is not None and torch.equal(old.to(parameter.dtype).to(main), main):
+            main.copy_(old)

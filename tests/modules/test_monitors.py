@@ -12,11 +12,12 @@ from lightning_megatron_rl.data.arithmetic import ArithmeticRows
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.modules.monitors import TRAINING, check_monitors
 from lightning_megatron_rl.modules.sft import SFTModule
+from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.modules.runs import ReplayEngine, fit_grpo, prompts
 from tests.test_readme import documented
 from tests.tiny_models import save_tiny_model
-from tests.training import SequenceDataModule, fit_arithmetic
+from tests.training import SequenceDataModule, fit_arithmetic, fit_sft, frozen_sequences, make_trainer
 
 
 class NeverStarted(ReplayEngine):
@@ -157,3 +158,43 @@ def test_known_names_are_the_documented_ones():
             missing.add(name)
     assert missing == set()
     assert listed - {"time/<phase>_s"} <= documented()
+
+
+def keep_by(model: Path, directory: Path, monitor: str) -> tuple[dict[str, float], list[float]]:
+    """Scores of the checkpoints of an SFT run by their names, and what was logged after each step."""
+    keeper = ModelCheckpoint(
+        directory, "{step}", monitor=monitor, mode="max", save_top_k=2, every_n_train_steps=1,
+        save_on_train_epoch_end=False,
+    )  # fmt: skip
+    run = fit_sft(model, {}, 1, steps=4, callbacks=[keeper], trainer={"enable_checkpointing": True})
+    kept = {Path(path).name: float(score) for path, score in keeper.best_k_models.items()}
+    return kept, [step[monitor] for step in run.steps]
+
+
+def test_checkpoints_are_kept_by_the_gradient_norm_of_their_own_step(worker_pool, qwen3_dir, tmp_path):
+    """Callbacks come before the module at a batch's end: what it logged there was that of the step before."""
+    arguments = (keep_by, qwen3_dir, tmp_path, "policy/grad_norm")
+    ((kept, logged),) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    best = sorted(enumerate(logged, start=1), key=lambda step: step[1])[-2:]
+    assert kept == {f"step={step}.ckpt": norm for step, norm in best}
+
+
+def keep_newest(model: Path, root: Path) -> list[list[str]]:
+    """Names of the checkpoints of runs without a class of the user's own, which might log anything."""
+    found = []
+    for monitor in ("step", "epoch"):
+        keeper = ModelCheckpoint(
+            root / monitor, "{step}", monitor=monitor, mode="max", save_top_k=2, every_n_train_steps=1
+        )
+        trainer = make_trainer({}, 1, max_steps=4, limit_val_batches=0, enable_checkpointing=True, callbacks=[keeper])
+        settings = TrainingSettings(max_tokens_per_microbatch=64)
+        trainer.fit(SFTModule(str(model), train=settings), SequenceDataModule(frozen_sequences(16), 4))
+        found.append(sorted(Path(path).name for path in keeper.best_k_models))
+    return found
+
+
+def test_counters_that_lightning_has_itself_may_be_monitored(worker_pool, qwen3_dir, tmp_path):
+    """`ModelCheckpoint(monitor="step", mode="max", save_top_k=2)` is how the newest two are kept."""
+    ((by_step, by_epoch),) = worker_pool.run(keep_newest, qwen3_dir, tmp_path, world_size=1, init_process_group=False)
+    assert by_step == ["step=3.ckpt", "step=4.ckpt"]
+    assert len(by_epoch) == 2

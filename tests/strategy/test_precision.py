@@ -16,7 +16,7 @@ from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from tests.checkpoints.test_saving import OrderedDataModule
 from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE
-from tests.training import Recorder, Run, fit_sft, frozen_sequences, make_trainer
+from tests.training import Recorder, Run, SequenceDataModule, fit_sft, frozen_sequences, make_trainer
 
 PLAIN = {"use_distributed_optimizer": False}
 # name: (main parameters, gradients, moments) beside parameters of the precision's own dtype
@@ -249,3 +249,48 @@ def test_norms_and_biases_have_no_weight_decay(worker_pool, qwen3_dir):
         factor = 1.0 if "norm" in name else 1 - 1e-9 * 1e8
         # gradients of up to 10 times 1e-9 are left
         torch.testing.assert_close(run.weights[name], factor * weight, rtol=1e-5, atol=1e-6)
+
+
+class MainParameters(pl.Callback):
+    """Notes the main parameters at the start and the end of each fit."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[torch.Tensor]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer: Any = trainer.optimizers[0]
+        self.seen.append([parameter.detach().clone() for parameter in optimizer.megatron.get_parameters()])
+
+    on_train_end = on_train_start
+
+
+def fit_twice(model: Path, name: str, sharded: bool) -> list[list[torch.Tensor]]:
+    """Main parameters around two fits of a module, and around a third behind which its weights were set."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    # so small that no bf16 weight changes by it
+    settings = TrainingSettings(OptimizerConfig(lr=1e-7, weight_decay=0.0), max_tokens_per_microbatch=64)
+    policy, notes = SFTModule(str(model), train=settings), MainParameters()
+    for number in range(3):
+        trainer = make_trainer(
+            {"use_distributed_optimizer": sharded}, 1, max_steps=1, callbacks=[notes], **precision(name)
+        )
+        if number == 2:
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.mul_(1.25)
+        trainer.fit(policy, SequenceDataModule(frozen_sequences(4), 4))
+    return notes.seen
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("bf16-mixed", True), ("bf16-mixed", False), ("16-mixed", True)])
+def test_second_fit_goes_on_from_the_main_parameters(worker_pool, qwen3_dir, name, sharded):
+    """As stock Lightning's, whose parameters are fp32: rounded to 16 bits, a first fit with small steps is lost."""
+    arguments = (fit_twice, qwen3_dir, name, sharded)
+    (seen,) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    start, end, start_again, end_again, start_elsewhere, _ = (torch.cat([it.flatten() for it in all_]) for all_ in seen)
+    assert not torch.equal(end, start)
+    assert torch.equal(start_again, end)
+    assert not torch.equal(end_again, end)
+    # weights that were set in between are those that count; they have 8 or 11 bits
+    torch.testing.assert_close(start_elsewhere, 1.25 * end_again, rtol=2**-7, atol=1e-6)
