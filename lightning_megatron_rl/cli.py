@@ -277,7 +277,7 @@ class CommandLine(LightningCLI):
         """Run; what this package refuses while the run is set up is the user's error, too. Callbacks know it by now."""
         try:
             method(**arguments)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if _is_debugging() or not _is_refusal(error):
                 raise
             self._fail(f"{error}\n{_WHERE_RAISED}")
@@ -352,7 +352,7 @@ def _is_debugging() -> bool:
     return os.environ.get(_DEBUG, "").lower() == "true"
 
 
-def _is_refusal(error: ValueError) -> bool:
+def _is_refusal(error: ValueError | OSError) -> bool:
     """Whether this package has raised it, and no loop had begun: a loop runs rewards and other code of the user's."""
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return names[-1].startswith("lightning_megatron_rl.") and not any(map(_LOOPS.match, names))

@@ -505,6 +505,19 @@ def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, 
     assert message in json.loads((tmp_path / "sft" / "run.json").read_text())["ending"]
 
 
+def test_a_directory_that_takes_no_log_is_one_line(qwen3_dir, tmp_path):
+    """Below a file, where nobody, root included, can make one."""
+    config = yaml.safe_load(SFT.read_text().replace("runs/demo/model", str(qwen3_dir)))
+    config["trainer"] |= {"limit_val_batches": 0, "max_steps": 1, "callbacks": []}
+    config["trainer"]["logger"]["init_args"]["save_dir"] = str(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    run = start("fit", "--config", tmp_path / "config.yaml", "--config", ROOT / "configs/layouts/tp1.yaml")
+    output, _ = run.communicate(timeout=180)
+    assert run.returncode == 2, output
+    assert "Traceback" not in output
+    assert re.search(r"fit: error: directory of the logger .*config.yaml/sft' cannot be written: .*Choose", output)
+
+
 @pytest.mark.slow
 def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, tmp_path):
     """Two real ranks and vLLM: Ctrl-C after the first step, then the saved config, into the same directory.

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.utilities import console
+from lightning_megatron_rl.utilities.files import check_writable
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 LOG_FILE = "run.log"
@@ -36,6 +37,7 @@ class RunLog(Callback):
         directory = Path(trainer.log_dir or trainer.default_root_dir)  # the same on all ranks
         log = console.current()
         if log is not None:
+            check_writable(directory, f"directory of {LOG_FILE} (trainer.default_root_dir, without a logger)")
             self.path = directory / (LOG_FILE if trainer.is_global_zero else f"run.rank{trainer.global_rank}.log")
             log.take_over()
             log.write_to(self.path)

@@ -184,7 +184,13 @@ class ModelModule(CountsRows, RefusesMovedArguments):
     @property
     def num_averages(self) -> int:
         """Averages of the weights that a fit keeps beside the optimizer's state."""
-        return sum(isinstance(callback, WeightAverage) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return sum(isinstance(callback, WeightAverage) for callback in callbacks) + self.own_averages
+
+    @property
+    def own_averages(self) -> int:
+        """Those of them that are no callback's."""
+        return 0
 
     def describe_plan(self) -> list[tuple[str, str]]:
         """Return rows for the table at start: what "auto" chose, planned memory, expected seconds of a step."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.planner.divisibility import DividedSizes, PipelineSplit
 from lightning_megatron_rl.planner.hardware import Hardware
@@ -115,14 +116,18 @@ def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
     """Return what a step of a module does: a rollout with its passes, or a batch of sequences."""
     batch = int(getattr(data, "batch_size", 1))
     sampling = getattr(module, "sampling", None)
+    reference = getattr(module, "reference", None)
+    referred = reference is not None and reference.kind != "none"
     if sampling is None or module.engine is None:
         longest = getattr(data, "max_length", SEQUENCE_TOKENS)
         tokens = min((lengths.prompt or 0) + (lengths.response or SEQUENCE_TOKENS), longest)
-        return Work(sequences=batch, tokens=tokens)
+        sequences = batch * (2 if isinstance(data, PreferenceDataModule) else 1)  # both sides of a pair
+        if (most := getattr(data, "max_tokens_per_batch", None)) is not None:
+            sequences = max(1, min(sequences, most // tokens))
+        return Work(sequences=sequences, tokens=tokens, scored=int(referred), longest=longest, rows=batch)
     response = min(lengths.response or sampling.max_tokens, sampling.max_tokens)
     room = max(1, module.engine.max_model_len - sampling.max_tokens)
     prompt = min(lengths.prompt or PROMPT_TOKENS, room)
-    reference = module.reference is not None and module.reference.kind != "none"
     return Work(
         sequences=batch * module.num_generations,
         tokens=prompt + response,
@@ -130,7 +135,8 @@ def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
         prompt_tokens=prompt,
         response_tokens=response,
         updates=module.updates_per_rollout,
-        scored=int(module.scores_first) + int(reference),
+        scored=int(module.scores_first) + int(referred),
+        longest=module.engine.max_model_len,
     )
 
 

@@ -56,9 +56,9 @@ class PolicyModule(ModelModule):
         return 0 if self.reference is None else self.reference.num_on_gpu
 
     @property
-    def num_averages(self) -> int:
-        """One more, where the reference is an average."""
-        return super().num_averages + (self.reference is not None and self.reference.kind == "average")
+    def own_averages(self) -> int:
+        """The reference, where it is an average."""
+        return int(self.reference is not None and self.reference.kind == "average")
 
     @property
     def logprob_chunk_size(self) -> int:

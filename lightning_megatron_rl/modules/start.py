@@ -23,7 +23,7 @@ from lightning_megatron_rl.models.families.registry import FAMILIES
 from lightning_megatron_rl.models.families.rope import scaled_positions
 from lightning_megatron_rl.models.hf.size import model_size
 from lightning_megatron_rl.models.layers.backend import LayerBackend, resolve_layer_backend
-from lightning_megatron_rl.modules.planning import Model, describe_run
+from lightning_megatron_rl.modules.planning import Lengths, Model, describe_run, describe_work
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
 from lightning_megatron_rl.planner.hardware import Hardware, recognise
@@ -172,11 +172,15 @@ def make_plan(
     strategy, settings = module.strategy, settings or module.train_settings
     checkpoint = CheckpointLayout.read(module.hf_model.path)
     size = model_size(module.hf_model.config, checkpoint.shapes)
+    tokens, stages = settings.token_budget, strategy.layout.pipeline_model_parallel_size
+    in_flight = stages  # micro-batches whose backward pass is to come, on the first stage
+    if (most := _most_tokens(module)) is not None:
+        tokens, in_flight = min(tokens, most), min(stages, -(-most // tokens))
     parts = trainer_parts(
-        size,
+        replace(size, layers=-(-size.layers * in_flight // stages)),
         make_split(strategy.layout, strategy.world_size, sharded=strategy.use_distributed_optimizer),
         precision=strategy.precision_plugin.precision,
-        tokens=settings.token_budget,
+        tokens=tokens,
         logprob_chunk=module.logprob_chunk_size,
         recompute=settings.recomputed(strategy.layout.chunk_layers(size.layers)),
         fused_activation=_fuses_activation(module),
@@ -192,6 +196,14 @@ def make_plan(
     needs = _needs_of(engine)
     sampler = needs.parts(size, engines=engines, stored=checkpoint.dtype, total=total) if needs else ()
     return MemoryPlan(parts, sampler, free=free, apart=sleeps, offloads=strategy.offloads)
+
+
+def _most_tokens(module: "ModelModule") -> int | None:
+    """Return what a replica has in one update at most; None where nothing is known of what a step does."""
+    data, strategy = module.trainer.datamodule, module.strategy  # type: ignore[attr-defined]
+    if not isinstance(data, RowDataModule):
+        return None
+    return describe_work(module, data, Lengths()).most_tokens(strategy.layout.data_parallel_size(strategy.world_size))
 
 
 def plan_sampler(module: "ModelModule", engine: RolloutEngine, number: int, gpu: GPU) -> MemoryPlan:
@@ -237,7 +249,7 @@ def plan_run(module: "ModelModule", data: Any, kind: Hardware) -> Run:
         strategy,
         model=model,
         precision=strategy.precision_plugin,
-        kind=kind,
+        kind=kind.in_nodes(len(_numbers(strategy)), strategy.num_nodes),
         world=strategy.world_size,
         averages=module.num_averages,
     )

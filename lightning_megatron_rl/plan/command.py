@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -78,7 +80,7 @@ def main(args: list[str]) -> int:
         built = FromConfig(fit_args)
         run = built.describe(kind, devices=options.devices, nodes=options.nodes, lengths=lengths)
         if options.search:
-            return _search(run, options)
+            return _search(run, built.model.train_settings.model_config, options)
         if gpus is not None:
             return _scale(run, gpus, options)
         run.check()
@@ -113,10 +115,10 @@ def _scale(run: Run, gpus: list[int], options: argparse.Namespace) -> int:
     return 0 if all(row.run for row in rows) else 1
 
 
-def _search(run: Run, options: argparse.Namespace) -> int:
+def _search(run: Run, model_config: Mapping[str, Any], options: argparse.Namespace) -> int:
     found = search(run)
     per_node = options.devices or run.kind.per_node
-    overlays = [candidate.overlay(per_node) for candidate in found]
+    overlays = [candidate.overlay(per_node, model_config) for candidate in found]
     if options.json:
         print(json.dumps([{**as_data(c.run), "overlay": o} for c, o in zip(found, overlays, strict=True)], indent=1))
     for number, (candidate, overlay) in enumerate(zip(found, overlays, strict=True), 1):

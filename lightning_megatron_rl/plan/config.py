@@ -1,11 +1,13 @@
 """Builds module, data and strategy of the YAML files of `fit`, without devices, and describes them to the planner."""
 
+import pydoc
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 from jsonargparse import Namespace
 
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.cli import GPU_PRECISION, Built
 from lightning_megatron_rl.models.published import read_config
 from lightning_megatron_rl.modules.model import ModelModule
@@ -40,6 +42,9 @@ class FromConfig:
         self.devices, self.nodes = trainer["devices"], int(trainer["num_nodes"])
         self.precision: Any = trainer["precision"] or GPU_PRECISION
         self._callbacks, self._logger = _plain(trainer["callbacks"]), _plain(trainer["logger"])
+        given = self._callbacks if isinstance(self._callbacks, list) else [self._callbacks]
+        paths = [callback["class_path"] for callback in given if isinstance(callback, dict)]
+        self._averages = sum(issubclass(pydoc.locate(path), WeightAverage) for path in paths)  # type: ignore[arg-type]
 
     def settings(self) -> dict[str, Any]:
         """Return all settings of `fit` as plain data, as ``config.yaml`` has them."""
@@ -64,6 +69,7 @@ class FromConfig:
             if not str(self.devices).isdecimal():
                 raise ValueError(f"trainer.devices={self.devices}: say how many GPUs a node has, as --devices 8")
             devices = int(self.devices)
+        nodes = nodes or self.nodes
         model = self.model.model_path
         run = describe_run(
             self.model,
@@ -71,9 +77,10 @@ class FromConfig:
             self.strategy,
             model=describe_model(model),
             precision=MegatronPrecision(self.precision),
-            kind=kind,
-            world=devices * (nodes or self.nodes),
+            kind=kind.in_nodes(devices, nodes),
+            world=devices * nodes,
             lengths=lengths,
+            averages=self._averages + self.model.own_averages,
         )
         settings = self.model.train_settings
         if not settings.is_open:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from lightning_megatron_rl.planner.moments import ACTIVATIONS, COMPUTING, PROCESS, MemoryPlan
 from lightning_megatron_rl.planner.run import Run
 
-MARGIN = 0.95  # of the free memory that a choice takes at most: allocators round up
+MARGIN = 0.95  # of the free memory that a choice takes at most while the trainer works: allocators round up
 EQUAL = 1.01  # times the least seconds: nobody can tell such steps apart, and fewer tokens leave more memory
 WITHOUT_GPU = 8192  # tokens of a micro-batch where nothing is planned
 SLOW_HOST = 1.4  # times the seconds of launches, of which nobody knows before on which host they will run
@@ -65,7 +65,7 @@ def fastest(runs: Sequence[Run]) -> Run:
 
 
 def choose(run: Run, *, tokens: bool, recompute: bool, least: int) -> Run:
-    """Return what `auto` takes on GPUs that are not there; what needs least if nothing fits.
+    """Return what `auto` takes on GPUs that are not there; what needs least, which does not fit, if nothing does.
 
     Args:
         run: As `candidates` has it, and all the others.
@@ -73,14 +73,14 @@ def choose(run: Run, *, tokens: bool, recompute: bool, least: int) -> Run:
         recompute: See there.
         least: See there.
     """
-    found = list(candidates(run, tokens=tokens, recompute=recompute, least=least))
-    fitting = [candidate for candidate in found if fits(candidate.memory())]
+    found = list(candidates(replace(run, margin=MARGIN), tokens=tokens, recompute=recompute, least=least))
+    fitting = [candidate for candidate in found if candidate.has_room]
     return fastest(fitting) if fitting else min(found, key=lambda candidate: candidate.memory().needed)
 
 
 def fits(plan: MemoryPlan) -> bool:
     """Whether a plan leaves the margin."""
-    return plan.needed <= MARGIN * plan.free
+    return plan.leaves(MARGIN)
 
 
 def expected_peak(measured: float, tried: MemoryPlan, wanted: MemoryPlan, *, whole: bool = False) -> float:

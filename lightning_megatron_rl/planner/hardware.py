@@ -1,7 +1,7 @@
 """The GPUs that a plan can be made for: memory, arithmetic and links, from the makers' data sheets."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 
@@ -39,6 +39,10 @@ class Hardware:
     def free(self) -> int:
         """What a run finds of it: the driver keeps some. # bytes"""
         return int((self.memory_gib - 0.6) * GIB)
+
+    def in_nodes(self, devices: int, nodes: int) -> "Hardware":
+        """Return it in machines of so many GPUs, where a run has several; a run on one leaves its others alone."""
+        return self if nodes == 1 else replace(self, per_node=devices)
 
 
 _KINDS = (

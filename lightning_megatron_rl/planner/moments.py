@@ -110,6 +110,14 @@ class MemoryPlan:
         """Whether a sampler that can sleep need not: awake it fits beside the trainer, and the plan may be wrong."""
         return replace(self, apart=False).needed <= (1 - SPARE) * self.free
 
+    def leaves(self, margin: float) -> bool:
+        """Whether it fits, and the moments of the trainer take at most that share of the free memory.
+
+        A sampler that works or wakes alone takes what it was told to, whatever the trainer's settings are.
+        """
+        trained = [total for moment, total in self.totals.items() if moment not in (PUSHING, SAMPLING)]
+        return self.needed <= self.free and max(trained) <= margin * self.free
+
     def describe(self) -> str:
         """Return the arithmetic as lines: all parts, those that are not there at the fullest moment marked."""
         (fullest, needed), *others = self.totals.items()

@@ -20,7 +20,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "gpus": run.world,
         "layout": run.layout.describe(run.world),
         "fits": run.fits,
-        "needed_gib": max(plan.needed for _, plan in plans) / GIB,
+        "needed_gib": run.memory().needed / GIB,
         "free_gib": run.kind.free / GIB,
         "stages": [
             {
@@ -64,7 +64,7 @@ def divisibility(run: Run) -> list[str]:
     if sizes.experts is not None:
         name, count = sizes.experts.count
         found.append(f"{name} {count} / ep {ep} = {count / ep:g}")
-    batch = run.work.prompts or run.work.sequences
+    batch = run.work.batch
     found.append(f"batch_size {batch} / dp {replicas} = {batch / replicas:g}")
     return found
 
@@ -97,6 +97,10 @@ def as_text(run: Run) -> str:
             f"samplers: {engines} x {needs.tensor_parallel_size} GPU(s), cache for {data['cache_tokens']} tokens"
             f" ({data['cache_tokens'] // run.sampling.tokens} sequences of {run.sampling.tokens})"
         )
+        if (alone := run.samplers_alone()) is not None:
+            lines.append(
+                f"samplers have GPUs without a trainer: {alone.needed / GIB:.1f} of {alone.free / GIB:.1f} GiB of each"
+            )
     if work.sampled and run.servers is not None:
         lines.append(f"samplers: {run.servers.servers} server(s), whose memory and time are not planned")
     lines += ["", "GiB of one GPU, by pipeline stage and phase:"]
@@ -162,7 +166,7 @@ def scaled_cells(rows: Sequence[Scaled]) -> list[list[str]]:
         run, seconds = row.run, {phase.name: phase.seconds for phase in row.run.seconds()}
         network = sum(item.seconds for item in run.traffic() if item.link == "network")
         phases = [_short(seconds[name]) if name in seconds else "-" for name in ("rollout", "log-probs", "update")]
-        batch = str(run.work.prompts or run.work.sequences)
+        batch = str(run.work.batch)
         layout = run.layout.describe(row.gpus).split(" = ", 1)[1]
         rate = [f"{row.samples_per_s:.3g}", f"{share:.0%}"]
         table.append([str(row.gpus), layout, batch, _short(run.step_seconds), *phases, _short(network), *rate])

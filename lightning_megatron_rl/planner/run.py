@@ -1,5 +1,6 @@
 """`Run`: everything that a plan depends on, and the plan: memory by stage and phase, seconds, traffic, changes."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -97,6 +98,7 @@ class Run:
     stored: str = "bfloat16"  # the checkpoint's dtype
     dispatcher: str | None = None  # of tokens to experts; None: the default of the layout
     launch_factor: float = 1.0  # times the seconds of kernels' launches, which are those of a fast host
+    margin: float = field(default=1.0, compare=False)  # of the free memory that the trainer may take
 
     @property
     def data_parallel(self) -> int:
@@ -133,11 +135,17 @@ class Run:
         """
         replicas = self.data_parallel
         check_layout(self.divided, self.layout, self.pipeline_split)
-        batch = self.work.prompts or self.work.sequences
+        batch = self.work.batch
         if batch % replicas:
             raise ValueError(
                 f"data.batch_size={batch} over {replicas} data-parallel replicas: {batch} % {replicas} ="
                 f" {batch % replicas}: use a multiple of {replicas}"
+            )
+        if self.sampling is not None and self.sampling.tokens > self.microbatch_tokens:
+            raise ValueError(
+                f"train.max_tokens_per_microbatch={self.microbatch_tokens} < engine.max_model_len="
+                f"{self.sampling.tokens}: a sampled sequence may not fit into a micro-batch. Raise"
+                " train.max_tokens_per_microbatch or lower max_model_len."
             )
         if self.work.tokens > self.microbatch_tokens:
             raise ValueError(
@@ -210,7 +218,7 @@ class Run:
         share = layers / size.layers
         one = size.vocabulary * size.hidden
         embeddings = size.embeddings if stages == 1 else one * (is_first or is_last)
-        kept = min(stages - stage, self._training().microbatches)  # micro-batches whose backward pass is to come
+        kept = min(stages - stage, self.most_microbatches)  # micro-batches whose backward pass is to come
         if self.layout.virtual_pipeline_model_parallel_size and kept > 1:
             kept = kept + (stages - 1) / self.layout.virtual_pipeline_model_parallel_size  # type: ignore[assignment]
         here = replace(
@@ -237,14 +245,9 @@ class Run:
             message_bytes=self._message_bytes,
             **options,  # type: ignore[arg-type]
         )
-        samplers: tuple[Part, ...] = ()
-        if self.sampling is not None and is_first:
-            samplers = self.sampling.needs.parts(
-                size, engines=self.engines_on_gpu, stored=self.stored, total=self.kind.total
-            )
         return MemoryPlan(
             parts,
-            samplers,
+            self._samplers(self._engines_on_stage(stage)),
             free=self.kind.free,
             apart=self.sampling is not None and self.sampling.sleeps,
             offloads=self.offloads if self.sampling is not None else (),
@@ -266,7 +269,12 @@ class Run:
     @property
     def full_microbatch(self) -> int:
         """Tokens of the fullest micro-batch: the budget, or all that a replica has."""
-        return max(1, min(self.microbatch_tokens, int(self._training().replica_tokens)))
+        return max(1, min(self.microbatch_tokens, self.work.most_tokens(self.data_parallel)))
+
+    @property
+    def most_microbatches(self) -> int:
+        """Of an update, on each replica, if all sequences are as long as they may be."""
+        return -(-self.work.most_tokens(self.data_parallel) // self.microbatch_tokens)
 
     @property
     def _puts_together(self) -> bool:
@@ -280,25 +288,65 @@ class Run:
 
     @property
     def engines_on_gpu(self) -> int:
-        """Engines with a worker on the same GPU: those of neighbours, where one takes more than its replica's."""
+        """Engines with a worker on the same GPU: of neighbours larger than a replica, or on the same `devices`."""
+        return max(self._engines_of_node(0).values(), default=0)
+
+    @property
+    def _per_node(self) -> int:
+        return min(self.world, self.kind.per_node)
+
+    def _engines_of_node(self, node: int) -> Counter[int]:
+        """Engines by the number of a machine's GPU, as at the start of a run: the first rank of a replica has one."""
         if self.sampling is None:
-            return 0
+            return Counter()
         neighbours = self.layout.tensor_model_parallel_size * self.layout.context_parallel_size
-        return min(-(-self.sampling.needs.tensor_parallel_size // neighbours), self.data_parallel)
+        before, each = node * self._per_node, min(self._per_node, self.world - node * self._per_node)
+        firsts = range(-before % neighbours, min(each, self.data_parallel * neighbours - before), neighbours)
+        return self.sampling.needs.engines_on(range(each), firsts)
+
+    def _engines_on_stage(self, stage: int) -> int:
+        """The most on a GPU of a pipeline stage, whose ranks stand behind each other; its machines are alike."""
+        ranks = self.world // self.layout.pipeline_model_parallel_size
+        node, first = divmod(stage * ranks, self._per_node)
+        engines = self._engines_of_node(node)
+        return max(engines[number] for number in range(first, min(first + ranks, self._per_node)))
+
+    def _samplers(self, engines: int) -> tuple[Part, ...]:
+        if self.sampling is None:
+            return ()
+        return self.sampling.needs.parts(self.size, engines=engines, stored=self.stored, total=self.kind.total)
+
+    def samplers_alone(self) -> MemoryPlan | None:
+        """Return the plan of the fullest GPU that has samplers and no trainer; None if there is none."""
+        engines = max((count for gpu, count in self._engines_of_node(0).items() if gpu >= self._per_node), default=0)
+        if self.sampling is None or not engines:
+            return None
+        return MemoryPlan(
+            (), self._samplers(engines), free=self.kind.free, apart=self.sampling.sleeps, gpu="a GPU of samplers alone"
+        )
+
+    def plans(self) -> list[MemoryPlan]:
+        """Return the plans of all GPUs that differ."""
+        alone = self.samplers_alone()
+        return [*(plan for _, plan in self.stages()), *([] if alone is None else [alone])]
 
     def memory(self) -> MemoryPlan:
         """Return the plan of the fullest GPU."""
-        return max((plan for _, plan in self.stages()), key=lambda plan: plan.needed)
+        return max(self.plans(), key=lambda plan: plan.needed)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every GPU holds its part, and leaves what is to be left of it."""
+        return all(plan.leaves(self.margin) for plan in self.plans())
 
     @property
     def fits(self) -> bool:
-        """Whether its layout divides everything, and the fullest GPU holds its part."""
+        """Whether its layout divides everything, and every GPU holds its part."""
         try:
             self.check()
         except ValueError:
             return False
-        plan = self.memory()
-        return plan.needed <= plan.free
+        return self.has_room
 
     def phases(self, plan: MemoryPlan) -> dict[str, dict[str, float]]:
         """Return bytes by column of the table for each phase of a step, on the GPUs of a stage's plan."""
@@ -424,7 +472,9 @@ class Run:
             self.cluster,
             tensor=sampling.needs.tensor_parallel_size,
             element=self.element,
-            in_place=sampling.needs.tensor_parallel_size == replica and "parameters" not in self.offloads,
+            in_place=sampling.needs.tensor_parallel_size == replica
+            and sampling.needs.devices is None
+            and "parameters" not in self.offloads,
             trained=self.adapter_parameters or None,
         )
 
@@ -488,15 +538,18 @@ class Run:
             ValueError: With every part's arithmetic.
         """
         self.check()
-        plan = self.memory()
-        if plan.needed <= plan.free:
+        if self.has_room:
             return
-        change = self.smallest_change()
+        change, plan = self.smallest_change(), self.memory()
+        found = f"The smallest change that fits: {change}" if change else "No change known here makes it fit"
         try:
             plan.check()
         except ValueError as error:
-            found = f"The smallest change that fits: {change}" if change else "No change known here makes it fit"
             raise ValueError(f"{error}\n{found}") from None
+        raise ValueError(
+            f"auto leaves {1 - self.margin:.0%} of the free memory while the trainer works, and no setting does:\n"
+            f"{plan.describe()}\n{found}"
+        )
 
     def advice(self) -> str:
         """Return the first thing to change, for speed: what the longest phase waits for."""

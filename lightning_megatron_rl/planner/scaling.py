@@ -58,13 +58,14 @@ def grown(work: Work, gpus: int, before: int) -> Work:
     Example:
         ``grown(Work(sequences=64, tokens=100), 16, 8).sequences == 128``
     """
-    batch = work.prompts or work.sequences
+    batch = work.batch
     if batch * gpus % before:
         raise ValueError(
             f"data.batch_size={batch} on {before} GPU(s) would be {batch} * {gpus} / {before} ="
             f" {batch * gpus / before:g} on {gpus}: choose another number of GPUs, or keep the batch"
         )
-    return replace(work, prompts=work.prompts * gpus // before, sequences=work.sequences * gpus // before)
+    sizes = {name: getattr(work, name) * gpus // before for name in ("prompts", "sequences", "rows")}
+    return replace(work, **sizes)
 
 
 def efficiency(rows: Sequence[Scaled]) -> list[float | None]:

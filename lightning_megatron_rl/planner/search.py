@@ -1,8 +1,9 @@
 """The fastest layouts that fit given GPUs, out of all that divide a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from lightning_megatron_rl.parallel.layout import ParallelLayout
@@ -23,16 +24,18 @@ class Candidate:
     run: Run
     seconds: float
 
-    def overlay(self, per_node: int) -> dict[str, Any]:
+    def overlay(self, per_node: int, model_config: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return the settings as a config's overlay.
 
         Args:
             per_node: GPUs of a node.
+            model_config: That of the config, which an overlay's replaces as a whole.
         """
         run, layout = self.run, self.run.layout
         strategy: dict[str, Any] = {
             "tensor_model_parallel_size": layout.tensor_model_parallel_size,
             "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
             "context_parallel_size": layout.context_parallel_size,
             "expert_model_parallel_size": layout.expert_model_parallel_size,
             "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
@@ -41,8 +44,11 @@ class Candidate:
         train = {"max_tokens_per_microbatch": run.microbatch_tokens, "recompute": run.recompute_setting}
         model: dict[str, Any] = {"train": train}
         split = {name: value for name, value in vars(run.pipeline_split).items() if value}
-        if split:
-            model["train"]["model_config"] = split
+        kept = {key: value for key, value in model_config.items() if not hasattr(run.pipeline_split, key)}
+        if run.recompute or kept.get("recompute_granularity") == "full":  # `recompute` says it all
+            kept = {key: value for key, value in kept.items() if not key.startswith("recompute_")}
+        if split or kept != model_config:
+            model["train"]["model_config"] = kept | split
         if run.sampling is not None:
             strategy["offload_while_sampling"] = list(run.offloads) or None
             model["engine"] = {
@@ -168,6 +174,8 @@ def _samplings(run: Run) -> list[tuple[Sampling | None, tuple[str, ...]]]:
     if run.sampling is None:
         return [(None, ())]
     sampling = run.sampling
+    if sampling.needs.devices is not None:  # the user has placed it
+        return [(sampling, run.offloads)]
     found: list[tuple[Sampling | None, tuple[str, ...]]] = []
     for tensor in (1, 2, 4, 8):
         if tensor > min(run.kind.per_node, run.world) or run.divided.num_attention_heads % tensor:

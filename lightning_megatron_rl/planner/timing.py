@@ -55,11 +55,26 @@ class Work:
     response_tokens: int = 0
     updates: int = 1  # optimizer steps
     scored: int = 0  # passes for log-probs before the updates: the old policy's, and the reference's
+    longest: int = 0  # tokens that a sequence may have, for which there is to be memory; 0: `tokens`
+    rows: int = 0  # of the data, which replicas share; 0: each prompt or sequence is one
 
     @property
     def sampled(self) -> bool:
         """Whether there is a rollout."""
         return self.prompts > 0
+
+    @property
+    def batch(self) -> int:
+        """The data module's `batch_size`."""
+        return self.rows or self.prompts or self.sequences
+
+    def most_tokens(self, replicas: int) -> int:
+        """Return the tokens that one of so many replicas has in an update if all sequences are the longest.
+
+        Example:
+            Eight sequences over four replicas, of up to 100 tokens: 200.
+        """
+        return -(-self.sequences // (replicas * self.updates)) * max(self.longest, self.tokens)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from lightning_megatron_rl.recipes.text import SFT_LONGEST, Choices, Method
 _SMALL = 2e9  # parameters below which a model learns from short problems
 _PROMPT_TOKENS, _SFT_TOKENS = 256, 1024  # that are planned with
 _RANK = 16
+_TRIED = 8  # layouts that fit, of which the first is taken that leaves `auto` its margin
 _CONVERT = (
     "The published weights are quantised, which the sampler would do to what it gets; make them 16 bits once:\n"
     "  lightning-megatron-rl convert {hub} {short}.ckpt\n"
@@ -94,14 +95,17 @@ def plan_choices(choices: Choices, model: Model, kind: Hardware, world: int) -> 
         needs = EngineNeeds(gpu_memory_utilization=utilization, vllm=True)
         tokens = _PROMPT_TOKENS * 2 + choices.response_tokens
         run = replace(run, sampling=Sampling(needs, sequences=256, tokens=tokens, sleeps=False))
-    found = search(run, count=1)[0].run
-    longest = SFT_LONGEST if found.sampling is None else found.sampling.tokens
-    return take_auto(found, tokens=True, recompute=True, least=longest)
+    longest = SFT_LONGEST if run.sampling is None else run.sampling.tokens
+    found = [take_auto(one.run, tokens=True, recompute=True, least=longest) for one in search(run, count=_TRIED)]
+    fitting = next((one for one in found if one.fits), None)
+    if fitting is None:
+        found[0].require()
+    return fitting or found[0]
 
 
 def _work(choices: Choices) -> Work:
     if choices.method == "sft":
-        return Work(sequences=choices.batch, tokens=_SFT_TOKENS)
+        return Work(sequences=choices.batch, tokens=_SFT_TOKENS, longest=SFT_LONGEST)
     generations = 8
     return Work(
         sequences=choices.batch * generations,
@@ -109,4 +113,5 @@ def _work(choices: Choices) -> Work:
         prompts=choices.batch,
         prompt_tokens=_PROMPT_TOKENS,
         response_tokens=choices.response_tokens,
+        longest=_PROMPT_TOKENS * 2 + choices.response_tokens,
     )

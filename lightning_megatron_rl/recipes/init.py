@@ -52,6 +52,7 @@ def main(args: list[str]) -> int:
         kind = find_hardware(options.device)
         data = find_dataset(options.data) if options.data is not None else None
         model = describe_model(options.model)
+        kind = kind.in_nodes(options.devices, options.nodes)
         choices, run = choose(options.method, model, kind, options.devices * options.nodes, data)
     except ValueError as error:
         parser.error(str(error))

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.csv_logger import METRICS_FILE, directory_of, is_open, open_for_appending, set_version
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
-from lightning_megatron_rl.utilities.files import OURS, Lock, create, is_url
+from lightning_megatron_rl.utilities.files import OURS, Lock, check_writable, create, is_url
 
 _OWNER = f"{OURS}run"  # in each directory: the run that it belongs to, locked while that run lives
 _FIT = "fit"
@@ -80,6 +80,7 @@ class LogDirectories:
 
     def _own(self, directory: Path, command: str, run_id: str, resumes: bool) -> bool:
         """Make `directory` this run's, if it may be."""
+        check_writable(directory, "directory of the logger (its save_dir, name and version)")
         directory.mkdir(parents=True, exist_ok=True)
         mark, has_metrics = directory / _OWNER, (directory / METRICS_FILE).exists()
         owner = None

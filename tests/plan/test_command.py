@@ -131,7 +131,7 @@ def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path
         (["--out", "x"], "--out x without --search"),
         (["--devices", "5"], r"tp\(2\) x pp\(1\) x cp\(1\) = 2 does not divide the world size 5"),
         (["--data.batch_size", "63"], "data.batch_size=63 over 4 data-parallel replicas: 63 % 4 = 3"),
-        (["--model.train.max_tokens_per_microbatch", "1024"], "holds no sequence of 4352 tokens"),
+        (["--model.train.max_tokens_per_microbatch", "4400"], "_microbatch=4400 < engine.max_model_len=4608"),
         (["--model.engine.gpu_memory_utilization", "0.1"], "cache holds 4249 tokens, engine.max_model_len"),
         (["--trainer.strategy.sequence_parallel", "true", "--trainer.strategy.tensor_model_parallel_size", "1"],
          "sequence_parallel=True with tensor_model_parallel_size=1"),

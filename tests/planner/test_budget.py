@@ -85,7 +85,7 @@ def mixture_on(world: int, layout: ParallelLayout, *, sequences: int, layers: in
         layout=layout,
         pipeline_split=PipelineSplit(),
         state=replace(found.state, optimizer=6),
-        work=replace(found.work, sequences=sequences, tokens=539),
+        work=replace(found.work, sequences=sequences, tokens=539, longest=539),
     )
 
 

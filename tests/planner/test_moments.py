@@ -155,3 +155,14 @@ def test_refusal_of_a_gpu_without_a_trainer_names_it_and_asks_nothing_of_trainer
             replace(plan, apart=apart).check()
         assert "sleep_level" not in str(error.value)
         assert "offload_while_sampling" not in str(error.value)
+
+
+def test_a_sampler_that_works_alone_need_not_leave_what_the_trainer_leaves():
+    plan = MemoryPlan(TRAINER, SAMPLER, free=90 * GIB, apart=True, offloads=("optimizer", "gradients", "parameters"))
+    assert totals(plan)[COMPUTING] == 87  # 86 of the trainer, and the sampler's process
+    assert not plan.leaves(0.95)
+    assert plan.leaves(0.97)
+    large = replace(plan, sampler=(PROCESS, replace(CACHE, size=88 * GIB, pushed=0)), trainer=TRAINER[:3])
+    assert totals(large)[SAMPLING] == 90
+    assert large.leaves(0.95)
+    assert not replace(large, free=89 * GIB).leaves(1.0)

@@ -46,6 +46,14 @@ def test_recipe_fits_the_gpus_that_it_is_for(tmp_path: Path, capsys: pytest.Capt
     assert "there is such a file" in capsys.readouterr().err
 
 
+def test_nodes_have_the_gpus_that_were_given(capsys: pytest.CaptureFixture[str]):
+    assert main(["--model", "Qwen/Qwen3-8B", "--device", "h200", "--devices", "4", "--nodes", "2"]) == 0
+    text = capsys.readouterr().out
+    assert f"{MARK}--device h200 --devices 4 --nodes 2" in text
+    trainer = yaml.safe_load(text)["trainer"]
+    assert (trainer["devices"], trainer["num_nodes"]) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
