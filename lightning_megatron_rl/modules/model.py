@@ -276,9 +276,11 @@ class ModelModule(CountsRows, RefusesMovedArguments):
             RunFailedError: On every rank, if something failed that the run was for. Callbacks have had their teardown.
         """
         super().teardown(stage)
-        self.planned_views.let_go()
-        if stage == "fit":
-            run_on_all_ranks(finish)
+        try:
+            if stage == "fit":
+                run_on_all_ranks(finish)
+        finally:
+            self.planned_views.let_go()  # not before other ranks' engines have let go of it
 
     def configure_optimizers(self) -> Any:
         """Return Megatron's optimizer and the scheduler, stepped once per `global_step`.

@@ -233,7 +233,7 @@ def test_a_rank_that_fails_is_known_to_all(worker_pool, qwen3_dir, step):
     assert delivery.has_met == (step == "send")
     assert leader.delivered.buckets_follow == (step == "meet")
     assert not leader.different
-    assert [type(error) for error in leader.errors] == [RuntimeError] * len(leader.errors), leader.errors
+    assert all(isinstance(error, RuntimeError) for error in leader.errors), leader.errors  # a time-out is one
     assert leader.seconds < (1.5 * DEADLINE if step == "meet" else DEADLINE / 2)  # or its connections are closed
 
 

@@ -1,5 +1,6 @@
 """Weights of a split model that are read where they lie: all ranks agree, and say where theirs are."""
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -334,3 +335,32 @@ def test_memory_of_a_cpu_is_not_lent(worker_pool, qwen3_dir):
     strategy = {"tensor_model_parallel_size": 2}
     results = worker_pool.run(lend_on_cpu, qwen3_dir, strategy, world_size=2, init_process_group=False)
     assert results == [(0, None)] * 2
+
+
+def end_a_fit(model: Path, strategy: dict[str, Any]) -> tuple[float, float]:
+    """When this rank's module was done with what it reads, rank 1 later than rank 0, and when it took its own back."""
+    from lightning_megatron_rl.modules.exporting import PlannedViews
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    taken: list[float] = []
+    done: list[float] = []
+
+    class Reading(SFTModule):
+        """Ends as one whose engine reads the memory of all ranks."""
+
+        def teardown(self, stage: str) -> None:
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+            done.append(time.monotonic())
+            super().teardown(stage)
+
+    let_go = PlannedViews.let_go
+    with mock.patch.object(PlannedViews, "let_go", lambda views: (taken.append(time.monotonic()), let_go(views))):
+        train(model, strategy, 2, module=Reading)
+    return done[0], taken[0]
+
+
+def test_memory_is_taken_back_when_no_rank_reads_it(worker_pool, qwen3_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    first, second = worker_pool.run(end_a_fit, qwen3_dir, strategy, world_size=2, init_process_group=False)
+    assert min(first[1], second[1]) > max(first[0], second[0])

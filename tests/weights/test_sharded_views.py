@@ -65,16 +65,21 @@ DEFAULT = (
 
 
 def train(
-    model: Path, strategy: dict[str, Any], world_size: int, precision: Any = "bf16-mixed", lora: Any = None
+    model: Path,
+    strategy: dict[str, Any],
+    world_size: int,
+    precision: Any = "bf16-mixed",
+    lora: Any = None,
+    module: type | None = None,
 ) -> Any:
-    """Return a policy after an update."""
+    """Return a policy, an `SFTModule` if not another, after an update."""
     from megatron.core.optimizer import OptimizerConfig
 
     from lightning_megatron_rl.modules.sft import SFTModule
     from lightning_megatron_rl.modules.training import TrainingSettings
     from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
-    policy = SFTModule(
+    policy = (module or SFTModule)(
         str(model), train=TrainingSettings(optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_microbatch=64, lora=lora)
     )
     trainer = make_trainer(strategy, world_size, max_steps=1, precision=precision)
