@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from lightning_megatron_rl.report.series import LEAST_STEPS, Series
 
 Metrics = Mapping[str, Series]
@@ -22,6 +24,8 @@ MISMATCH_GROWTH, MISMATCH_NOISE = 3.0, 0.01  # end / beginning; nats that roundi
 DEAD_GROUPS = (0.6, 0.9)  # share of prompts
 KL_REFERENCE = (0.3, 1.0)  # nats per token
 KL_GROWTH = 5.0  # second half / first half
+WATCHED = ("/loss", "/grad_norm", "reward/mean")
+NEVER_AGAIN = 3  # last steps without a number
 KL_OLD = 0.1  # nats per token within one rollout
 
 
@@ -46,6 +50,30 @@ def check_run(metrics: Metrics) -> list[Finding]:
     """Return the findings of all checks, the worst first."""
     order = ("problem", "warning", "ok", "unknown")
     return sorted((check(metrics) for check in CHECKS), key=lambda finding: order.index(finding.level))
+
+
+def check_numbers(metrics: Metrics) -> Finding:
+    """No number: a loss, gradient norm or reward is infinite or nan. It is told of after any number of steps."""
+    name, evidence, last = "no number", [], False
+    watched = {metric: metrics[metric] for metric in sorted(metrics) if metric.endswith(WATCHED)}
+    for metric, series in watched.items():
+        wrong = ~np.isfinite(series.values)
+        if wrong.any():
+            first = series.steps[wrong][0]
+            evidence.append(
+                f"{metric} is none in {wrong.sum()} of {wrong.size} steps, for the first time in {first:.0f}"
+            )
+            last = last or bool(wrong[-NEVER_AGAIN:].all())
+    if not evidence and not any(series.is_long() for series in watched.values()):
+        return _unknown(name, " or ".join(WATCHED))
+    return Finding(
+        name,
+        "problem" if last else "warning" if evidence else "ok",
+        "; ".join(evidence)
+        or f"{', '.join(watched)}: finite in all {max(s.steps.size for s in watched.values())} steps",
+        "Such steps change no weights. If they do not end, look at the samples of the first one, lower the learning"
+        " rate, and set gradient_clip_val. With 16-mixed one now and then is how it finds its loss scale.",
+    )
 
 
 def check_entropy(metrics: Metrics) -> Finding:
@@ -180,6 +208,7 @@ def check_kl(metrics: Metrics) -> Finding:
 
 
 CHECKS: tuple[Callable[[Metrics], Finding], ...] = (
+    check_numbers,
     check_entropy,
     check_length,
     check_truncation,

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_megatron_rl.report.charts import (
     SECTIONS,
     Chart,
@@ -143,7 +145,9 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     tiles = [{"name": "steps", "value": f"{run.num_steps:,}", "note": f"of {planned:,}" if planned > 0 else ""}]
     for metric, name, form in _TILES:
         if (series := _values(run, metric)) is not None:
-            note = f"at the end, from {form.format(series.start())}"
+            ends = np.isfinite(run.metrics[metric].values[-1])
+            note = f"{'at the end' if ends else f'until step {series.steps[-1]:.0f}, then no number'}, from "
+            note += form.format(series.start())
             tiles.append({"name": name, "value": form.format(series.end()), "note": note})
     for metric in sorted(run.metrics):
         if re.match(r"^val/.*(mean_at_\d+|accuracy)$", metric) and (series := _values(run, metric)) is not None:

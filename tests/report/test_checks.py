@@ -61,6 +61,10 @@ def test_a_healthy_run_has_none():
         ("mismatch drift", "problem", {"mismatch__token_mult_prob_error": ramp(1.0, 1.2)}),
         ("dead groups", "warning", {"reward__zero_spread_frac": ramp(0.2, 0.75)}),
         ("dead groups", "problem", {"reward__zero_spread_frac": ramp(0.2, 0.99)}),
+        ("no number", "warning", {"policy__grad_norm": np.where(np.arange(STEPS) == 40, np.inf, 1.0)}),
+        ("no number", "warning", {"policy__loss": np.where(np.arange(STEPS) == 99, np.nan, 1.0)}),  # may go on
+        ("no number", "problem", {"policy__loss": np.where(np.arange(STEPS) > 60, np.nan, 1.0)}),
+        ("no number", "problem", {"reward__mean": np.nan}),
         ("KL run-away", "ok", {"policy__kl_ref": ramp(0, 0.2)}),
         ("KL run-away", "warning", {"policy__kl_ref": ramp(0.2, 0.5)}),
         ("KL run-away", "problem", {"policy__kl_ref": ramp(0, 3)}),
@@ -82,6 +86,15 @@ def test_too_few_steps_are_no_evidence(left):
     metrics = {name: Series(series.steps[:left], series.values[:left]) for name, series in run().items()}
     assert {finding.level for finding in check_run(metrics)} == {"unknown"}
     assert {finding.level for finding in check_run({})} == {"unknown"}
+
+
+def test_a_loss_that_is_no_number_is_told_of_at_once():
+    (found,) = [
+        one
+        for one in check_run({"sft/loss": Series(np.array([1.0, 2.0]), np.array([1.0, np.nan]))})
+        if (one.name == "no number")
+    ]
+    assert (found.level, found.evidence) == ("warning", "sft/loss is none in 1 of 2 steps, for the first time in 2")
 
 
 def test_values_that_are_no_numbers_are_left_out():

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_megatron_rl.__main__ import main as program
 from lightning_megatron_rl.report.command import main, write_report
-from lightning_megatron_rl.report.page import flatten
+from lightning_megatron_rl.report.page import flatten, write_page
 from lightning_megatron_rl.report.run import name_runs, read_run
 from lightning_megatron_rl.report.series import Series, bucket_means, downsample, smooth
 from tests.report.runs import healthy, write_config, write_facts, write_run
@@ -187,3 +187,12 @@ def decoded(array: dict[str, str]) -> np.ndarray:
     import base64
 
     return np.frombuffer(base64.b64decode(array["bdata"]), dtype=array["dtype"])
+
+
+def test_the_end_of_a_metric_is_where_its_numbers_end(tmp_path):
+    def metrics(step: int) -> dict[str, float]:
+        return {**healthy(step), "policy/loss": 0.5 if step <= 20 else np.nan}
+
+    text = write_page([read_run(write_run(tmp_path / "run", 30, metrics))])
+    assert "until step 20, then no number, from 0.5<" in text
+    assert "policy/loss is none in 10 of 30 steps, for the first time in 21" in text
