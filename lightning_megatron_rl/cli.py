@@ -21,6 +21,7 @@ import shtab
 from jsonargparse import Namespace
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # jsonargparse finds a class by its short name among those that are imported
@@ -52,7 +53,7 @@ from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.required import require_megatron
-from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, shipped_configs
+from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, replaced_settings, shipped_configs
 from lightning_megatron_rl.utilities.files import numbered
 from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
 
@@ -180,6 +181,8 @@ class CommandLine(LightningCLI):
             check_configs(found, os.environ)
         except ValueError as error:
             parser.error(str(error))
+        for replaced in replaced_settings(found):
+            rank_zero_warn(replaced)
         if self._runs and arguments and arguments[0] in self.subcommands():
             assert isinstance(parser, Parser)  # parser_class
             parser.chosen = self._parser(arguments[0])

@@ -17,6 +17,7 @@ _MAKERS = {  # of what no config writes
         'python examples/demo/build_model.py runs/calculator/model --characters "0123456789+-*=[];"'
     ),
 }
+_FREE = {"model_config", "vllm_args", "chat_template_kwargs", "env", "resources"}  # whose names are not ours
 _SUFFIXES = (".yaml", ".yml")
 _PLAIN_TAG = "tag:yaml.org,2002:"
 _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value"}
@@ -50,6 +51,38 @@ def check_configs(arguments: Sequence[str], environment: Mapping[str, str]) -> N
     """
     for path in _named_files(arguments, environment):
         check_config(path)
+
+
+def replaced_settings(arguments: Sequence[str]) -> list[str]:
+    """Return a sentence for each group of free settings that a later config replaces, and of which it has not all.
+
+    Settings with names of ours are merged. Those that a library names, such as `model_config`, are one value.
+
+    Args:
+        arguments: Of the command; its configs have been checked.
+    """
+    found: dict[str, tuple[str, set[str]]] = {}  # file and keys by dotted name
+    told = []
+    for path in _named_files(arguments, {}):
+        text = "".join(line for _, line in read_lines(path))
+        for name, keys in _free_settings(yaml.safe_load(text), ""):
+            before, had = found.get(name, (path, keys))
+            if lost := sorted(had - keys):
+                told.append(
+                    f"{name} of {path} replaces that of {before}, and {', '.join(lost)} with it. Repeat what is to stay,"
+                    f" or give what is new on the command line: --{name}.NAME VALUE adds to it"
+                )
+            found[name] = path, keys
+    return told
+
+
+def _free_settings(settings: Any, before: str) -> Iterator[tuple[str, set[str]]]:
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        name = before if key == "init_args" else f"{before}.{key}".lstrip(".")
+        if key in _FREE and isinstance(value, dict):
+            yield name, {str(one) for one in value}
+        else:
+            yield from _free_settings(value, name)
 
 
 def _named_files(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron_rl.utilities.config_files import check_config, check_configs, check_stages
+from lightning_megatron_rl.utilities.config_files import check_config, check_configs, check_stages, replaced_settings
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,25 @@ def test_good_yaml_passes(tmp_path: Path):
     content = "base: &b {x: 1}\na: {<<: *b, y: 1.0e-3}\nc: [*b, null]\nd: null\ne: ''\nf: ~\n"
     (tmp_path / "config.yaml").write_text(content)
     check_config(tmp_path / "config.yaml")
+
+
+def test_what_an_overlay_loses_of_free_settings_is_named(tmp_path: Path):
+    """One spells `init_args` out; settings of ours are merged, and lists and other values are not free settings."""
+    train = "train: {model_config: {layernorm_epsilon: 1.0e-5, qk_clip: true}, recompute: full}"
+    (tmp_path / "a.yaml").write_text(f"model:\n  class_path: X\n  init_args:\n    {train}\n    rewards: [{{a: 1}}]\n")
+    (tmp_path / "b.yaml").write_text("model: {train: {model_config: {qk_clip: false, a: b}, lora: null}}\n")
+    (tmp_path / "c.yaml").write_text("model: {rewards: [], train: {logprob_chunk_size: 8}}\n")
+
+    def told(*names: str) -> list[str]:
+        paths = (str(tmp_path / f"{name}.yaml") for name in names)
+        return replaced_settings(["fit", *(word for path in paths for word in ("--config", path))])
+
+    assert told("a") == told("a", "c") == told("a", "a") == []
+    (one,) = told("a", "c", "b")
+    a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    assert one.startswith(f"model.train.model_config of {b} replaces that of {a}, and layernorm_epsilon with it.")
+    assert one.endswith("--model.train.model_config.NAME VALUE adds to it")
+    assert len(told("a", "b", "a")) == 2
 
 
 def test_every_way_to_name_a_file_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
