@@ -56,7 +56,7 @@ def check_configs(arguments: Sequence[str], environment: Mapping[str, str]) -> N
 def replaced_settings(arguments: Sequence[str]) -> list[str]:
     """Return a sentence for each group of free settings that a later config replaces, and of which it has not all.
 
-    Settings with names of ours are merged. Those that a library names, such as `model_config`, are one value.
+    Settings that we name are merged. Those that a library names, such as `model_config`, are one value.
 
     Args:
         arguments: Of the command; its configs have been checked.
