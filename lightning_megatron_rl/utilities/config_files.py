@@ -69,7 +69,7 @@ def replaced_settings(arguments: Sequence[str]) -> list[str]:
             before, had = found.get(name, (path, keys))
             if lost := sorted(had - keys):
                 told.append(
-                    f"{name} of {path} replaces that of {before}, and {', '.join(lost)} with it. Repeat what is to stay,"
+                    f"{name} of {path} replaces that of {before}, and {', '.join(lost)} with it. Repeat what stays,"
                     f" or give what is new on the command line: --{name}.NAME VALUE adds to it"
                 )
             found[name] = path, keys
