@@ -176,7 +176,7 @@ def families_under_layout(
     cp = layout.get("cp", 1)
     results = {}
     for family, directory in directories.items():
-        model, chunks = build(directory, sp=sp)
+        model, chunks = build(directory, sp=sp, verify=None)  # what is returned is compared
         options = {"vocab_size": model.config.vocab_size, "temperature": 0.7, "cap": model.logit_cap}
         padded = packed = None
         if cp == 1:  # under context parallelism everything is packed
