@@ -189,7 +189,7 @@ def test_own_rewards(own):
 
 
 def test_own_parts_from_yaml(own, tmp_path):
-    """The overlay of the module's docstring, over the demo's config; test_cli.py runs the callback."""
+    """The overlay of the module's docstring, over the demo's config; test_cli_runs.py runs the callback."""
     overlay = re.search(r"code-block:: yaml\n\n((?:    .*\n|\n)+)", own.__doc__)
     assert overlay
     (tmp_path / "custom.yaml").write_text(textwrap.dedent(overlay[1]))
