@@ -318,8 +318,21 @@ def finish_side(options: argparse.Namespace, peer: str, started: Started, ours: 
     side = peer_side(peer, started, same)
     if "failed" in side:
         return side
-    seconds = side["seconds"][options.warmup : options.warmup + options.steps]
+    measured = side["seconds"][options.warmup :]
+    seconds = whole_periods(measured, side.get("max_staleness", 0) + 1) or measured
     return {**side, "samples_per_s": options.groups * options.generations * len(seconds) / sum(seconds)}
+
+
+def whole_periods(seconds: Sequence[float], period: int) -> Sequence[float]:
+    """Return the seconds of those steps that a peer's rate is of.
+
+    verl's asynchronous trainer samples for bound + 1 steps, then trains so often: other numbers of steps have more of
+    one than of the other.
+
+    Example:
+        ``whole_periods([9, 1, 8, 1, 9], period=2) == [9, 1, 8, 1]``
+    """
+    return seconds[: len(seconds) // period * period]
 
 
 def write(

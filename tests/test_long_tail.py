@@ -86,6 +86,14 @@ def test_goals_of_a_long_tail_by_hand():
     assert len(long_tail.goals(rows, "cuda", {"trl": {"failed": "out of memory"}})) == 2
 
 
+def test_a_peer_that_samples_for_several_steps_is_measured_over_whole_periods():
+    """Of 7 steps that sample every third time, 6 are a rate; a part of a period is where there is no whole one."""
+    long_tail: Any = importlib.import_module("long_tail")
+    assert long_tail.whole_periods([12.0, 3.0, 3.0, 15.0, 3.0, 3.0, 12.0], 3) == [12.0, 3.0, 3.0, 15.0, 3.0, 3.0]
+    assert long_tail.whole_periods([4.0, 5.0], 1) == [4.0, 5.0]
+    assert long_tail.whole_periods([4.0, 5.0], 5) == []
+
+
 def test_replicas_are_held_to_what_runs_on_as_many_gpus():
     long_tail: Any = importlib.import_module("long_tail")
     alone = {"max_staleness": 0, "placement": None, "speedup": 1.0}
