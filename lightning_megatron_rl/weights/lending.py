@@ -42,6 +42,7 @@ class Lending:
         plans: What each tensor consists of.
         parameters: This rank's, by number of the conversion task.
         groups: The ranks that share a model without its experts, and those that share its experts.
+        held: By plan: the pieces of its tensor that this rank has, also those that the plan takes from another.
         identify: What tells a parameter's device from others; None: others cannot read it.
         share: Makes what one reader opens a block of memory with.
     """
@@ -51,12 +52,14 @@ class Lending:
         plans: Sequence[TensorPlan],
         parameters: Sequence[Tensor | None],
         groups: Groups,
+        held: Sequence[Sequence[Piece]],
         identify: Callable[[torch.device], str | None] = cuda_memory.identity,
         share: Callable[[Tensor, int], Handle] = cuda_memory.lend,
     ) -> None:
         self._plans = plans
         self._parameters = parameters
         self._groups = groups
+        self._own_pieces = [{piece.rectangle: piece for piece in pieces} for pieces in held]
         self._share = share
         self._device = next(parameter.device for parameter in parameters if parameter is not None)
         self._gpu = identify(self._device)
@@ -195,12 +198,12 @@ class Lending:
             first[rank] = len(memories)
             itself = blocks.values() if rank == own and in_process else repeat(None)
             memories += map(partial(LentMemory, other.gpu), map(tuple, handles[rank][own]), itself)
-        weights = {
-            plan.name: LentWeight(
-                plan.shape, plan.dtype, tuple(self._piece(plan, piece, held, first) for piece in plan.pieces)
-            )
-            for plan in self._plans
-        }
+        weights = {}
+        for plan, mine in zip(self._plans, self._own_pieces, strict=True):
+            # what all ranks have, e.g. norms, a sampler in this process takes from here
+            pieces = [mine.get(piece.rectangle, piece) if in_process else piece for piece in plan.pieces]
+            lent = tuple(self._piece(plan, piece, held, first) for piece in pieces)
+            weights[plan.name] = LentWeight(plan.shape, plan.dtype, lent)
         self._lent = LentWeights(weights, memories)
         return True
 

@@ -43,7 +43,7 @@ class ShardedViews:
         self._buckets = Buckets(plans, parameters, groups, bucket_bytes)
         self._places: list[int] = []
         self._memory: BucketMemory | None = None
-        self._lending = Lending(plans, parameters, groups)
+        self._lending = Lending(plans, parameters, groups, held)
 
     def weights(self, *, stays: bool = False, replica: ReplicaGroup | None = None) -> WeightSource:
         """Return the weights in the parameters' dtype, for one push, in which all ranks take part.

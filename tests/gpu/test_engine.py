@@ -93,6 +93,8 @@ def test_sampler_in_several_trainers_processes(fresh_pool, models, size):
         check_parity(run, 4)
         assert run.reports[0].extra_bytes > 0  # in buckets, which show what goes where; then read where it lies
         assert [(report.extra_bytes, report.replayed) for report in run.reports[1:]] == [(0, True)] * 3
+        if size == 2:  # one stage: each rank has all that its sampler needs, norms too
+            assert {report.peer_bytes for report in run.reports} == {0}
         assert run.shared_files == []
 
 

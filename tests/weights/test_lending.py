@@ -119,8 +119,13 @@ def test_lent_weights_are_the_exported_ones(worker_pool, checkpoint, case):
     assert leaders >= 1
 
 
-def read_in_process(model: Path, strategy: dict[str, Any], world_size: int) -> list[tuple[list[str], list[bool]]]:
-    """Every rank reads for a sampler in its own process: what differs, and which memory is its own."""
+def read_in_process(
+    model: Path, strategy: dict[str, Any], world_size: int
+) -> list[tuple[list[str], list[bool], list[str]]]:
+    """Every rank reads for a sampler in its own process: what differs, which memory is its own, and what is read there.
+
+    That is the tensors of which nothing comes from another rank.
+    """
     policy = train(model, strategy, world_size)
     found = []
     for number in range(3):
@@ -133,7 +138,8 @@ def read_in_process(model: Path, strategy: dict[str, Any], world_size: int) -> l
         own = [memory.block is not None for memory in lent.memories]
         assert [len(memory.handles) for memory in lent.memories] == [1 - is_own for is_own in own]
         blocks = [open_memory(one.handles[0]) if one.block is None else one.block for one in lent.memories]
-        found.append((differences(read(lent, blocks), expected), own))
+        here = [name for name, one in lent.weights.items() if all(own[piece.memory] for piece in one.pieces)]
+        found.append((differences(read(lent, blocks), expected), own, here))
         assert weights.lender.settle(True)
         disturb(policy)
     return found
@@ -141,11 +147,15 @@ def read_in_process(model: Path, strategy: dict[str, Any], world_size: int) -> l
 
 @pytest.mark.parametrize("case", ["qwen3 tp2_pp2_sp", "qwen3_moe tp2_sp_ep2_etp1"])
 def test_samplers_in_the_trainers_processes_read_their_own_memory_as_it_is(worker_pool, checkpoint, case):
+    norms = 0
     for rounds in run_case(worker_pool, checkpoint, case, read_in_process):
-        assert not any(different for different, _ in rounds)
-        for _, own in rounds:
+        assert not any(different for different, *_ in rounds)
+        for _, own, here in rounds:
             assert any(own)
             assert not all(own)
+            norms += sum("norm" in name for name in here)
+    # in each round: 4 norms of each of 4 layers, and the last one, on both ranks that have them; none from another rank
+    assert norms == 3 * 2 * (4 * 4 + 1)
 
 
 def push_apart(model: Path, strategy: dict[str, Any]) -> list[Any]:
