@@ -199,9 +199,9 @@ class Lending:
             itself = blocks.values() if rank == own and in_process else repeat(None)
             memories += map(partial(LentMemory, other.gpu), map(tuple, handles[rank][own]), itself)
         weights = {}
-        for plan, mine in zip(self._plans, self._own_pieces, strict=True):
+        for plan, here in zip(self._plans, self._own_pieces, strict=True):
             # what all ranks have, e.g. norms, a sampler in this process takes from here
-            pieces = [mine.get(piece.rectangle, piece) if in_process else piece for piece in plan.pieces]
+            pieces = [here.get(piece.rectangle, piece) if in_process else piece for piece in plan.pieces]
             lent = tuple(self._piece(plan, piece, held, first) for piece in pieces)
             weights[plan.name] = LentWeight(plan.shape, plan.dtype, lent)
         self._lent = LentWeights(weights, memories)
