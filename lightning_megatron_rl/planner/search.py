@@ -51,10 +51,11 @@ class Candidate:
             model["train"]["model_config"] = kept | split
         if run.sampling is not None:
             strategy["offload_while_sampling"] = list(run.offloads) or None
+            needs = run.sampling.needs
             model["engine"] = {
-                "class_path": "VLLMEngine",
+                "class_path": "VLLMEngine" if needs.own_process else "ColocatedVLLMEngine",
                 "init_args": {
-                    "tensor_parallel_size": run.sampling.needs.tensor_parallel_size,
+                    "tensor_parallel_size": needs.tensor_parallel_size,
                     "sleep_level": 2 if run.sampling.sleeps else 0,
                 },
             }

@@ -22,7 +22,7 @@ from lightning_megatron_rl.planner.hardware import GIB, HARDWARE
 from lightning_megatron_rl.planner.report import as_text
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.planner.scaling import grown
-from lightning_megatron_rl.planner.search import Candidate
+from lightning_megatron_rl.planner.search import Candidate, search
 from tests.command_line import ROOT
 
 RECIPES = ROOT / "configs" / "recipes" / "qwen3-8b"
@@ -50,6 +50,28 @@ def layout(tensor: int, pipeline: int) -> ParallelLayout:
     return ParallelLayout(
         tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=tensor > 1
     )
+
+
+def in_process(run: Run, tensor: int, *, layout: ParallelLayout) -> Run:
+    """The run with a sampler in the trainer's processes."""
+    assert run.sampling is not None
+    needs = replace(run.sampling.needs, own_process=False, tensor_parallel_size=tensor, kv_cache_memory_gb=10.0)
+    return replace(run, layout=layout, sampling=replace(run.sampling, needs=needs, sleeps=True))
+
+
+def test_a_sampler_in_the_trainers_processes_has_a_worker_on_each_rank_of_a_replica(grpo: Run):
+    """The start refuses anything else, and so does a plan; a search proposes nothing else."""
+    in_process(grpo, 2, layout=layout(2, 1)).check()
+    with pytest.raises(ValueError, match=r"engine.tensor_parallel_size=1 in .* = 2 rank\(s\).*: set it to 2, or use"):
+        in_process(grpo, 1, layout=layout(2, 1)).check()
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size=2 and 4 replicas, whose ranks are not"):
+        in_process(grpo, 2, layout=layout(1, 2)).check()
+    found = search(in_process(grpo, 2, layout=layout(2, 1)))
+    for candidate in found:
+        engine = candidate.overlay(8)["model"]["init_args"]["engine"]
+        assert engine["class_path"] == "ColocatedVLLMEngine"
+        assert engine["init_args"]["tensor_parallel_size"] == candidate.run.layout.model_parallel_size
+    assert search(grpo)[0].overlay(8)["model"]["init_args"]["engine"]["class_path"] == "VLLMEngine"
 
 
 def test_engines_with_gpus_of_their_own_leave_the_trainers_theirs():
