@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.memory import ModelSize, sampler_parts
 from lightning_megatron_rl.planner.moments import Part
 
@@ -88,6 +89,31 @@ class EngineNeeds:
             return Counter(trainers)
         size = self.tensor_parallel_size
         return Counter(device for first in firsts for device in (self.devices or range(first, first + size)))
+
+    def check_ranks(self, layout: ParallelLayout, replicas: int) -> None:
+        """Refuse an engine in the trainer's processes that has not a worker on each rank of a replica, side by side.
+
+        Args:
+            layout: The trainer's.
+            replicas: Of the model.
+
+        Raises:
+            ValueError: With the numbers and the remedy.
+        """
+        if self.own_process:
+            return
+        if self.tensor_parallel_size != layout.model_parallel_size:
+            raise ValueError(
+                f"engine.tensor_parallel_size={self.tensor_parallel_size} in the trainer's processes, with replicas of"
+                f" tensor x pipeline x context = {layout.model_parallel_size} rank(s), each of which has one worker:"
+                f" set it to {layout.model_parallel_size}, or use VLLMEngine"
+            )
+        if layout.pipeline_model_parallel_size > 1 and replicas > 1:
+            raise ValueError(
+                f"an engine in the trainer's processes with pipeline_model_parallel_size="
+                f"{layout.pipeline_model_parallel_size} and {replicas} replicas, whose ranks are not neighbours: use"
+                " VLLMEngine, or a layout without pipeline parallelism"
+            )
 
     def parts(self, size: ModelSize, *, engines: int, stored: str, total: int) -> tuple[Part, ...]:
         """Return what they take of a GPU.

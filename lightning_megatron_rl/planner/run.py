@@ -153,26 +153,8 @@ class Run:
                 " tokens: raise it, or lower sampling.max_tokens"
             )
         if self.sampling is not None:
-            self._check_workers(self.sampling.needs)
+            self.sampling.needs.check_ranks(self.layout, replicas)
             self._check_cache(self.sampling)
-
-    def _check_workers(self, needs: EngineNeeds) -> None:
-        """Refuse an engine in the trainer's processes that has not a worker on each rank of a replica, side by side."""
-        if needs.own_process:
-            return
-        layout, tensor = self.layout, needs.tensor_parallel_size
-        if tensor != layout.model_parallel_size:
-            raise ValueError(
-                f"engine.tensor_parallel_size={tensor} in the trainer's processes, with replicas of tensor x pipeline x"
-                f" context = {layout.model_parallel_size} rank(s), each of which has one worker: set it to"
-                f" {layout.model_parallel_size}, or use VLLMEngine"
-            )
-        if layout.pipeline_model_parallel_size > 1 and self.data_parallel > 1:
-            raise ValueError(
-                f"an engine in the trainer's processes with pipeline_model_parallel_size="
-                f"{layout.pipeline_model_parallel_size} and {self.data_parallel} replicas, whose ranks are not"
-                " neighbours: use VLLMEngine, or a layout without pipeline parallelism"
-            )
 
     def _check_cache(self, sampling: Sampling) -> None:
         """Refuse a sampler whose memory does not hold the model and one sequence, as vLLM would."""
