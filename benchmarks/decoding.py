@@ -9,11 +9,8 @@ one under torch's: what vLLM's own Python takes of a step, and what the GPU wait
 """
 
 import argparse
-import cProfile
-import io
 import json
 import os
-import pstats
 import tempfile
 import time
 from dataclasses import replace
@@ -33,7 +30,7 @@ from common import (
     write_json,
     write_model,
 )
-from profiles import Profile
+from profiles import Profile, of_functions
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 RUNNERS = {"older": "0", "newer": "1"}
@@ -170,19 +167,10 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     requests, params, worker = start(options)
     vllm_steps().quicken(worker._llm)
     worker.generate(requests, params)
-    started = time.perf_counter()
-    worker.generate(requests, params)
-    seconds = time.perf_counter() - started
-    profiler = cProfile.Profile()
-    profiler.runcall(worker.generate, requests, params)
-    text = io.StringIO()
-    stats = pstats.Stats(profiler, stream=text).strip_dirs()
-    for order in ("cumulative", "tottime"):
-        stats.sort_stats(order).print_stats(40)
-    options.profile.write_text(f"# {seconds:.4f} s without the profiler\n{text.getvalue()}")
+    options.profile.write_text(of_functions(lambda: worker.generate(requests, params)))
     few = replace(params, max_tokens=min(PROFILED_TOKENS, options.response_tokens))
     Profile(0, options.profile).record(f"rollout of {few.max_tokens} tokens", lambda: worker.generate(requests, few))
-    return {"seconds": seconds}
+    return {}
 
 
 if __name__ == "__main__":

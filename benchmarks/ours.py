@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ from common import (
 )
 from floor import Work, cache_bytes_per_token, optimizer_bytes
 from lightning.pytorch.utilities import rank_zero_only
+from profiles import Profile, of_functions
 from work_done import MEGATRON_PROJECTION, ComputeDtype, megatron_work
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
+PROFILED_SYNCS = 100
 CALL_S = 3600  # of one call to the sampler: a very long response takes long, and the run has a deadline of its own
 HANDOVER = ("time/sleep_s", "time/offload_s", "perf/sleep_freed_gb", "perf/offloaded_gb")
 
@@ -49,10 +52,17 @@ def reward(samples: list[Any]) -> list[float]:
 
 
 class SyncTimes(pl.Callback):
-    """Times weight syncs before the first step: the plan is made in the warm-ups."""
+    """Times weight syncs before the first step: the plan is made in the warm-ups.
 
-    def __init__(self, repeats: int, warmup: int, device: torch.device) -> None:
-        self.repeats, self.warmup, self.device = repeats, warmup, device
+    Args:
+        repeats: Syncs that are timed.
+        warmup: Syncs before those.
+        device: This rank's.
+        profile: File for profiles of more syncs, of rank 0; None: there are none.
+    """
+
+    def __init__(self, repeats: int, warmup: int, device: torch.device, profile: Path | None = None) -> None:
+        self.repeats, self.warmup, self.device, self.profile = repeats, warmup, device, profile
         self.seconds: list[float] = []
         self.awake_seconds: list[float] = []  # of a sampler that sleeps between steps, while it does not
         self.sleep_seconds: list[float] = []
@@ -86,10 +96,25 @@ class SyncTimes(pl.Callback):
             pl_module.sampler.finish()
         if self.device.type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - before
+        if self.profile is not None:
+            _profile_syncs(pl_module, self.profile)
         if report := pl_module.sampler.last_sync:
             self.peer_bytes, self.transport = report.peer_bytes, report.transport
             self.direct = vars(report.direct) if report.direct else None
         pl_module.report.phase_seconds.clear()  # the first step's own
+
+
+def _profile_syncs(module: Any, path: Path) -> None:
+    """Write what syncs in a row spend in Python's functions, and what the GPU does in some of them."""
+
+    def syncs(count: int) -> None:
+        for _ in range(count):
+            module.sampler.sync(0)
+
+    functions = of_functions(partial(syncs, PROFILED_SYNCS))
+    Profile(0, path).record(f"{PROFILED_SYNCS // 10} weight syncs", partial(syncs, PROFILED_SYNCS // 10))
+    if rank_zero_only.rank == 0:
+        path.write_text(f"{path.read_text()}\n# {PROFILED_SYNCS} weight syncs under cProfile\n{functions}")
 
 
 def _sync_and_wake(module: Any) -> None:
@@ -205,7 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     steps = options.warmup + options.steps
     vocab_size = SHAPES[options.shape]["vocab_size"]
     log, sampled, numbers = StepLog(device), Samples(), Numbers()
-    syncs = SyncTimes(options.syncs, 3, device) if options.syncs else None
+    syncs = SyncTimes(options.syncs, 3, device, options.profile) if options.syncs else None
     directory = model_directory(options.model, Path(tempfile.mkdtemp()))
     write_model(directory, options.shape, longest(options))
     if options.device == "cuda":
@@ -331,6 +356,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--max-tokens", type=int, default=32_768 if on_cuda else 2048, help="per micro-batch")
     parser.add_argument("--cache-gb", type=float, default=19.0 if on_cuda else 0.25, help="key/value cache. GiB")
     parser.add_argument("--syncs", type=int, default=0, help="weight syncs to time before the first step")
+    parser.add_argument("--profile", type=Path, help="file for profiles of more weight syncs, of ours")
     parser.add_argument("--devices", type=int, default=1, help="processes of the trainer, one GPU each; without a peer")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share each sequence")
@@ -359,6 +385,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     names += ("compilation",)
     flags = [f"--{name.replace('_', '-')}" for name in ("eager", "auto", "in_process") if getattr(options, name)]
     given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    given += [f"--profile={options.profile.absolute()}"] if options.profile else []
     return given + flags + dispatcher_arguments(options) + model_arguments(options)
 
 

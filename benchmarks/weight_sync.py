@@ -4,7 +4,8 @@ From the trainer's layout to vLLM's, export included, until the new weights samp
 the bytes of the weights read once and written once for each sampler, at the bandwidth that a copy on this device was
 measured at (of several devices, at the sum of theirs), or what one worker reads out of other GPUs' memory, at the rate
 of a copy from one GPU to another, if that takes longer. One step of training follows, whose log-prob mismatch shows
-that the weights arrived. TRL's own sync runs in the same run with ``--peer trl``.
+that the weights arrived. TRL's own sync runs in the same run with ``--peer trl``. With ``--profile FILE`` more syncs
+follow, in a row, under Python's profiler and under torch's.
 
 With ``--apart`` the sampler's process has the GPU behind the trainer's. With ``--servers N`` there are N vLLM servers,
 one on each GPU behind the trainer's. The limit is then the links': see `bytes_over_a_link`.
@@ -44,6 +45,7 @@ def main() -> None:
         return
     for sides in run_sides(passed_on(options), peers.chosen(options.peer), options.timeout):
         write_report(sides, options.device, path)
+    options.profile = None  # it is of the first side
     if options.asleep and options.device == "cuda":
         sides["asleep"] = measure_asleep(passed_on(options), options.timeout)
         write_report(sides, options.device, path)

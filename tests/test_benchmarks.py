@@ -382,7 +382,8 @@ def test_real_run_runs_on_a_cpu(tmp_path: Path, experts: int):
 def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
     out = tmp_path / "result.json"
     sizes = ["--steps=1", "--warmup=1", "--prompts=2", "--generations=2", "--prompt-tokens=4", "--response-tokens=4"]
-    run_benchmark(script, *sizes, "--peer=none", "--out", str(out))
+    profile = tmp_path / "profile.txt"  # of weight syncs, where there are some
+    run_benchmark(script, *sizes, "--peer=none", "--out", str(out), "--profile", str(profile))
     result = json.loads(out.read_text())
     assert result["ours"]["work"]["response_tokens_per_step"] == [16, 16]  # EOS is ignored
     numbers = {"compute_dtype": "float32", "main_parameters": "float32", "moments": "fp32", "optimizer": "adam"}
@@ -390,6 +391,7 @@ def test_step_and_sync_run_on_a_cpu(tmp_path: Path, script):
     assert max(result["ours"]["mismatch"]) < 1e-3  # the weights arrived
     if script == "weight_sync.py":
         assert result["rates"]["ours"]["share_of_limit"] < 1
+        assert "run_on_leader" in profile.read_text()
     else:
         assert result["times_floor"] > 1
 
