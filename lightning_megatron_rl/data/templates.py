@@ -273,6 +273,10 @@ def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment, bef
         ids = continuing_ids(tokenizer, segment.text, before)
     else:
         ids = tokenizer(segment.text, add_special_tokens=segment.add_special_tokens)["input_ids"]
+        if segment.add_special_tokens and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+            plain: list[int] = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
+            # some tokenizers end every text, but this one goes on
+            ids = ids if ids[-len(plain) :] == plain else ids[:-1]
     if not segment.append_eos:
         return ids
     if tokenizer.eos_token_id is None:
