@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -78,6 +78,29 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=1024,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_sentencepiece_tokenizer(*, legacy: bool) -> PreTrainedTokenizerFast:
+    """One token per letter after SentencePiece's manner, which puts a space before a text as Llama 2 and Mistral do.
+
+    Args:
+        legacy: Behind a special token as well.
+    """
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", *(chr(i) for i in range(33, 127))]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    if legacy:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+        "[INST] {{ message['content'] }} [/INST]{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}"
+        "{% endfor %}"
+    )
     return tokenizer
 
 

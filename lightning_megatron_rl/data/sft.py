@@ -197,8 +197,10 @@ def segments_to_sequence(tokenizer: "PreTrainedTokenizerBase", segments: list[Se
     """
     token_ids: list[int] = []
     is_target: list[bool] = []
+    before = ""
     for segment in segments:
-        ids = tokenize_segment(tokenizer, segment)
+        ids = tokenize_segment(tokenizer, segment, before)
+        before = segment.text or before
         token_ids += ids
         is_target += [segment.is_target] * len(ids)
     if not any(is_target):

@@ -8,6 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron_rl.models.hf.continuing import continuing_ids
 from lightning_megatron_rl.models.hf.files import tokenizer_source
 from lightning_megatron_rl.utilities.remote_code import remedy, trusts_remote_code
 
@@ -261,13 +262,21 @@ def conversation_segments(
     return segments
 
 
-def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment) -> list[int]:
-    """Token ids of one segment.
+def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment, before: str = "") -> list[int]:
+    """Token ids of one segment, which follows the text `before`; empty: it begins a sequence.
 
     Raises:
         ValueError: if it ends with an end-of-sequence token and the tokenizer has none.
     """
-    ids: list[int] = tokenizer(segment.text, add_special_tokens=segment.add_special_tokens)["input_ids"]
+    ids: list[int]
+    if before:
+        ids = continuing_ids(tokenizer, segment.text, before)
+    else:
+        ids = tokenizer(segment.text, add_special_tokens=segment.add_special_tokens)["input_ids"]
+        if segment.add_special_tokens and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+            plain: list[int] = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
+            # some tokenizers end every text, but this one goes on
+            ids = ids if ids[-len(plain) :] == plain else ids[:-1]
     if not segment.append_eos:
         return ids
     if tokenizer.eos_token_id is None:

@@ -18,7 +18,12 @@ RESERVED_NAMES = {
     "pass_at_k",
     "failed_frac",
     "environment",
-}  # metrics of the sum
+    "overlong_penalty",
+    "kl_penalty",
+    "kl_capped_frac",
+}  # metrics of the sum, and of what shapes it
+
+_FAILED = "_failed_frac"
 
 
 class RewardSetupError(ValueError):
@@ -84,6 +89,11 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
         if name in RESERVED_NAMES:
             raise ValueError(
                 f"a reward is called {name!r}, but reward/{name} is a metric of the sum: rename the reward"
+            )
+        of = name.removesuffix(_FAILED)
+        if of != name and of in {*names, "environment"}:
+            raise ValueError(
+                f"a reward is called {name!r}, but reward/{name} counts the failures of {of!r}: rename the reward"
             )
     if weights is not None and len(weights) != len(names):
         raise ValueError(f"{len(weights)} reward weights for {len(names)} rewards {names}: give one weight per reward")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_megatron_rl.environments.base import NAME, Action, Ending, Episode, Reply
 from lightning_megatron_rl.environments.guard import ContractError, GuardedEnvironment
+from lightning_megatron_rl.models.hf.continuing import continuing_ids
 from lightning_megatron_rl.rewards.base import describe_sample
 from lightning_megatron_rl.rewards.guard import describe_error
 from lightning_megatron_rl.rollout.protocol import (
@@ -202,7 +203,7 @@ def take_reply(
     if token_ids is None:
         assert reply.text is not None, "the guard has checked it"
         text = environment.settings.reply_template.replace("{reply}", reply.text)
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = continuing_ids(tokenizer, text, str(tokenizer.convert_ids_to_tokens(transcript.token_ids[-1])))
     if not token_ids:
         transcript.fail(ContractError(f"the tokenizer makes no token of the reply {reply.text!r}"))
     elif transcript.room(params, max_model_len - len(token_ids)) < 1:

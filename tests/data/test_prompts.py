@@ -100,6 +100,19 @@ def test_special_tokens_only_without_chat_template(tokenizer, tmp_path):
     assert bos not in ids["without"] + ids["chat"]
 
 
+def test_a_prompt_does_not_end_with_the_token_that_ends_texts(tokenizer, tmp_path):
+    """Tokenizers with `add_eos_token` end every text; the policy would begin behind the end."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    with_both = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
+    with_both._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", bos), ("<eos>", eos)]
+    )
+    with_both.save_pretrained(tmp_path)
+    without, own = load([{"prompt": text, "answer": "2"} for text in ("1+1=", "1<eos>")], str(tmp_path))
+    assert with_both.convert_ids_to_tokens(without.token_ids) == ["<bos>", "1", "+", "1", "="]
+    assert with_both.convert_ids_to_tokens(own.token_ids) == ["<bos>", "1", "<eos>"], "as it is written"
+
+
 def _saved(tokenizer, directory) -> str:
     tokenizer.save_pretrained(directory)
     return str(directory)

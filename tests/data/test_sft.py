@@ -7,6 +7,7 @@ import torch
 
 from lightning_megatron_rl.data import ArithmeticRows, SFTDataModule, TokenSequence, make_microbatches
 from tests.notices import told
+from tests.tiny_models import make_sentencepiece_tokenizer
 
 TALK = [
     {"role": "user", "content": "1+1="},
@@ -77,6 +78,20 @@ def test_border_between_prompt_and_response_never_falls_into_a_token(tmp_path: P
     (sequence,) = load([{"prompt": "1=", "completion": "2"}], str(tmp_path))
     assert sequence.token_ids.tolist() == [1, 2, 3, 0]  # not [1, 4, 0], which has no prompt "1=" in it
     assert sequence.loss_mask.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_response_does_not_begin_with_a_space_that_the_tokenizer_puts_before_texts(tmp_path: Path, legacy: bool):
+    """Tokenizers after SentencePiece's manner begin every text with a space; a response goes on from its prompt."""
+    tokenizer = make_sentencepiece_tokenizer(legacy=legacy)
+    tokenizer.save_pretrained(tmp_path)
+    (sequence,) = load([{"prompt": "1+1=", "completion": "2"}], str(tmp_path))
+    assert tokenizer.convert_ids_to_tokens(sequence.token_ids) == ["▁", "1", "+", "1", "=", "2", "</s>"]
+    (sequence,) = load([{"messages": TALK}], str(tmp_path), messages_column="messages")
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert sequence.token_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    targets = tokenizer.convert_ids_to_tokens(sequence.token_ids[sequence.loss_mask])
+    assert targets == ["▁", "2", "</s>", "▁", "4", "</s>"]
 
 
 def test_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path: Path):

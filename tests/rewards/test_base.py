@@ -37,6 +37,9 @@ def test_reward_name(reward: Reward, name: str):
         ([length], [], "0 reward weights for 1 rewards"),
         ([length, HTTPJudgeV2(), length], None, "2 of the rewards .* are called 'length': rename"),
         ([FormatReward("a", name="mean")], None, "called 'mean', but reward/mean is a metric"),
+        ([FormatReward("a", name="overlong_penalty")], None, "reward/overlong_penalty is a metric"),
+        ([FormatReward("a", name="kl_penalty")], None, "reward/kl_penalty is a metric"),
+        ([FormatReward("a", name="length_failed_frac"), length], None, "counts the failures of 'length': rename"),
         ([length], [math.nan], "the weight of the reward 'length' is nan"),
     ],
 )

@@ -16,7 +16,7 @@ from tests.notices import told
 from tests.rollout.conftest import MAX_MODEL_LEN, hf_logprobs, make_requests
 from tests.rollout.seeded_engine import SeededEngine
 from tests.rollout.test_vllm import CACHE_BLOCK, TOLERANCE
-from tests.tiny_models import VOCAB_SIZE, make_tokenizer
+from tests.tiny_models import VOCAB_SIZE, make_sentencepiece_tokenizer, make_tokenizer
 
 
 def play(
@@ -177,6 +177,17 @@ def test_reply_template_is_around_text_and_not_around_token_ids():
     assert sample.response_ids[sample.turns[1].stop : sample.turns[2].start] == [50]
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_reply_does_not_begin_with_a_space_that_the_tokenizer_puts_before_texts(monkeypatch, legacy):
+    """Tokenizers after SentencePiece's manner begin every text with a space; a reply goes on from a turn."""
+    tokenizer = make_sentencepiece_tokenizer(legacy=legacy)
+    monkeypatch.setattr("tests.rollout.test_episodes.make_tokenizer", lambda: tokenizer)
+    (sample,) = play(Bad(None), prompts=prompts(1), max_turns=2, num_generations=1)
+    first, second = sample.turns
+    between = sample.response_ids[first.stop : second.start]
+    assert tokenizer.convert_ids_to_tokens(between) == ["o", "k"]
+
+
 def test_failed_episode_costs_the_default_and_the_others_go_on():
     with told(r"Bad failed in 2 of 6 episodes, which get -2: turn 2 of the sample of prom"):
         samples = play(Bad(ZeroDivisionError("no")), prompts=prompts(3), max_turns=3, default_reward=-2.0)
@@ -216,6 +227,7 @@ def test_reply_of_no_token_is_refused(monkeypatch):
 class _Deaf:
     def __init__(self, tokenizer: Any) -> None:
         self.decode = tokenizer.decode
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": []}
