@@ -29,6 +29,8 @@ _POLICY_LOSS_OPTIONS = {
     "cispo": {"clip_high": "clip_high"},
     "sapo": {"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"},
 }
+_CLIPS = ("clip_low", "clip_high")
+_USUAL_CLIP = 0.2
 _CORRECTION_OPTIONS = {
     "tis": {"level": "correction_level", "cap": "correction_cap"},
     "icepop": {"level": "correction_level", "low": "icepop_low", "high": "icepop_high"},
@@ -76,8 +78,10 @@ class GRPOLossConfig:
         advantage: "grpo", "dr_grpo", "rloo", "reinforce_pp" or "reinforce_pp_baseline".
         policy_loss: "ppo_clip", "gspo", "luspo", "vespo", "cispo" or "sapo".
         aggregation: How token losses become one number; denominators are global.
-        clip_low: The ratio is clipped below at 1 - clip_low (ppo_clip, gspo, luspo).
-        clip_high: The ratio is clipped above at 1 + clip_high (ppo_clip, gspo, luspo, cispo).
+        clip_low: The ratio is clipped below at 1 - clip_low. None takes what is usual for the policy loss: 0.2 for
+            ppo_clip, 3e-4 for gspo, 2e-3 for luspo.
+        clip_high: The ratio is clipped above at 1 + clip_high. None: 0.2 for ppo_clip, 4e-4 for gspo, 2.5e-3 for luspo,
+            4 for cispo.
         dual_clip: Bound of the loss at negative advantages, a multiple of the advantage; None for no bound (ppo_clip).
         sapo_tau_positive: Temperature of sapo's gate where the advantage is positive.
         sapo_tau_negative: Temperature of sapo's gate where it is not.
@@ -112,8 +116,8 @@ class GRPOLossConfig:
     advantage: str | AdvantageEstimator = "grpo"
     policy_loss: str | PolicyLoss = "ppo_clip"
     aggregation: str | Aggregation = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual_clip: float | None = 3.0
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
@@ -150,7 +154,19 @@ class GRPOLossConfig:
 
     def policy_loss_options(self) -> dict[str, Any]:
         """Return the arguments that `policy_loss` takes beside the tensors; a user's own has its own defaults."""
-        return self._options(_POLICY_LOSS_OPTIONS, self.policy_loss)
+        options = self._options(_POLICY_LOSS_OPTIONS, self.policy_loss)
+        return {name: value for name, value in options.items() if name not in _CLIPS or value is not None}
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How much less and more than 1 the ratio may be; for a loss that does not clip there, as for ppo_clip."""
+        usual = inspect.signature(policy_loss(self.policy_loss)).parameters
+        given = {name: getattr(self, name) for name in _CLIPS}
+        low, high = (
+            found if found is not None else usual[name].default if name in usual else _USUAL_CLIP
+            for name, found in given.items()
+        )
+        return low, high
 
     def correction_options(self) -> dict[str, Any]:
         """Return the arguments that `correction` takes beside the tensors; a user's own has its own defaults."""

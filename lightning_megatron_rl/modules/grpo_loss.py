@@ -90,6 +90,7 @@ class GRPOLoss:
             )
         if self.entropy_coef:
             losses = losses - self.entropy_coef * bonus
+        clip_low, clip_high = config.clip_range
         add_policy_metrics(
             tally,
             logprobs=logprobs.detach(),
@@ -98,8 +99,8 @@ class GRPOLoss:
             advantages=advantages,
             entropy=entropy.detach(),
             mask=mask,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
+            clip_low=clip_low,
+            clip_high=clip_high,
             ratio=ratio,
         )
         return losses

@@ -17,6 +17,7 @@ from tests.algorithms.ranks import run_ranks
 
 GROUP = 4  # responses per prompt
 MAX_RESPONSE = 12
+USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "luspo": (2e-3, 2.5e-3), "cispo": (0.2, 4.0)}  # of their papers
 SETTINGS = {
     "ppo_clip": {"policy_loss": "ppo_clip", "clip_high": 0.28},
     "prompt_mean": {"policy_loss": "ppo_clip", "aggregation": "prompt_mean", "dual_clip": None},
@@ -36,6 +37,9 @@ SETTINGS = {
     "off_policy": {"off_policy_mask_threshold": 0.05, "kl_coef": 0.1},
     "top_entropy": {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "kl_coef": 0.1},
     "cispo": {"policy_loss": "cispo", "clip_high": 0.5},
+    "gspo_usual": {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean"},
+    "luspo_usual": {"policy_loss": "luspo", "aggregation": "seq_mean_token_sum"},
+    "cispo_usual": {"policy_loss": "cispo"},
     "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean_token_mean"},
     "k1": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighting": True},
     "k2": {"kl_coef": 0.1, "kl_estimator": "k2", "aggregation": "seq_mean_token_sum"},
@@ -83,7 +87,9 @@ def plain_loss(config: GRPOLossConfig, sequences: list[TokenSequence], logprobs:
         current, old, roll = all_current[mask], fields["old_logprobs"][mask], fields["rollout_logprobs"][mask]
         a, ref = fields["advantages"][mask], fields["ref_logprobs"][mask]
         r = (current - old).exp()
-        low, high = 1 - config.clip_low, 1 + config.clip_high
+        usual = USUAL_CLIPS.get(str(config.policy_loss), (0.2, 0.2))
+        low = 1 - (usual[0] if config.clip_low is None else config.clip_low)
+        high = 1 + (usual[1] if config.clip_high is None else config.clip_high)
         match config.policy_loss:
             case "ppo_clip":
                 loss = torch.maximum(-a * r, -a * r.clamp(low, high))
@@ -208,6 +214,27 @@ def test_value_and_gradient_are_those_of_the_plain_formula(name: str):
     # float64 sums of some 80 terms in another order
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient(ours, logprobs), gradient(theirs, logprobs), rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        ("ppo_clip", "token_mean"),
+        ("gspo", "seq_mean_token_mean"),
+        ("luspo", "seq_mean_token_sum"),
+        ("cispo", "token_mean"),
+    ],
+)
+def test_clips_that_are_not_given_are_those_of_the_loss(name: str, aggregation: str):
+    """Not those of `ppo_clip`, with which `gspo` never clips; one alone may be given."""
+    low, high = USUAL_CLIPS.get(name, (0.2, 0.2))
+    config = GRPOLossConfig(policy_loss=name, aggregation=aggregation)
+    assert config.clip_range == (low, high)
+    assert GRPOLossConfig(policy_loss=name, aggregation=aggregation, clip_high=0.3).clip_range == (low, 0.3)
+    given = GRPOLossConfig(policy_loss=name, aggregation=aggregation, clip_low=low, clip_high=high)
+    sequences, logprobs = batch(1)
+    whole = [list(range(len(sequences)))]
+    assert our_loss(config, sequences, logprobs, whole) == our_loss(given, sequences, logprobs, whole)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
