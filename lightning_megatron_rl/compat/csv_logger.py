@@ -1,7 +1,10 @@
 """`CSVLogger` that keeps the metrics of an earlier run, and whose version can be set late."""
 
 import csv
+import os
+from pathlib import Path
 
+from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
@@ -21,6 +24,32 @@ class AppendingWriter(ExperimentWriter):
         if not ends_line:  # a killed run has written half a row
             with self._fs.open(self.metrics_file_path, "ab") as file:
                 file.write(b"\r\n")
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Add columns in a file beside this one, which then takes its place; Lightning empties the file and fills it.
+
+        A disk that is full, or a kill, would leave what was written until then.
+        """
+        if not isinstance(self._fs, LocalFileSystem):
+            super()._rewrite_with_new_header(fieldnames)
+            return
+        path = Path(self.metrics_file_path)
+        partly = path.with_name(f".{path.name}.lightning-megatron-rl-partial")
+        with path.open(newline="") as file:
+            before = next(csv.reader(file), [])
+        try:
+            with path.open(newline="") as file, partly.open("w", newline="") as new:
+                # values behind the last column, as of a row that was cut short and written on, have no name
+                writer = csv.DictWriter(new, fieldnames=fieldnames, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(csv.DictReader(file))
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(partly, path)
+        except OSError:
+            partly.unlink(missing_ok=True)
+            self.metrics_keys = before  # the next try adds the columns
+            raise
 
 
 def is_open(logger: CSVLogger) -> bool:
