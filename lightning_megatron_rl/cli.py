@@ -54,6 +54,7 @@ from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, replaced_settings, shipped_configs
+from lightning_megatron_rl.utilities.console import outlived_output
 from lightning_megatron_rl.utilities.files import numbered
 from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
 
@@ -262,7 +263,8 @@ class CommandLine(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train."""
-        self._call(self.trainer.fit, arguments)
+        with outlived_output():
+            self._call(self.trainer.fit, arguments)
 
     def validate(self, **arguments: Any) -> None:
         """Run the validation loop."""

@@ -138,6 +138,43 @@ def prints_to_log() -> Iterator[None]:
         yield
 
 
+class _LastingFile(io.FileIO):
+    """A descriptor that takes whatever it is given."""
+
+    _told = False
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                log.warning("the standard output takes no more (%s): the run goes on without it.", error.strerror)
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def outlived_output() -> Iterator[None]:
+    """Let a run go on where a terminal or pipe that is gone, or a full disk, takes no more of what it prints."""
+    stream = sys.stdout
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is text in memory
+        yield
+        return
+    with suppress(OSError):
+        stream.flush()
+    buffer = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+    lasting = io.TextIOWrapper(
+        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+    )
+    with redirect_stdout(lasting):
+        try:
+            yield
+        finally:
+            lasting.flush()
+
+
 def begin() -> MessageLog:
     """Start handling this process's records and warnings, once."""
     global _current
