@@ -98,6 +98,23 @@ def test_an_output_that_takes_no_more_ends_no_run(taken, shown, tmp_path, monkey
     assert "takes no more" in (tmp_path / "run.log").read_text()
 
 
+def test_a_log_file_on_a_full_disk_is_said_once(taken, shown, tmp_path, capsys):
+    """And not with a traceback for each record, or in place of what was to be done."""
+    taken.write_to(Path("/dev/full"))
+    for step in range(3):
+        logging.getLogger("lightning_megatron_rl.somewhere").error("step %d", step)
+    assert shown.getvalue() == (
+        "step 0\n/dev/full takes no more (No space left on device): messages of libraries are lost from here on.\n"
+        "step 1\nstep 2\n"
+    )
+    taken._file = None
+    (tmp_path / "run.log").mkdir()  # which cannot be opened
+    taken.write_to(tmp_path / "run.log")
+    logging.getLogger("lightning_megatron_rl.somewhere").error("step 3")
+    assert "run.log takes no more (Is a directory)" in shown.getvalue()
+    assert capsys.readouterr().err == ""
+
+
 def test_an_output_that_takes_all_gets_all(tmp_path, monkeypatch, capsys):
     with (tmp_path / "output").open("w", encoding="utf-8") as output:
         monkeypatch.setattr(sys, "stdout", output)
