@@ -165,7 +165,7 @@ class _LastingFile(io.FileIO):
 
     _told = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -188,7 +188,7 @@ def outlived_output() -> Iterator[None]:
         stream.flush()
     buffer = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
     lasting = io.TextIOWrapper(
-        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=bool(stream.line_buffering)
     )
     with redirect_stdout(lasting):
         try:

@@ -3,6 +3,10 @@
 import asyncio
 import functools
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +19,7 @@ from lightning_megatron_rl.rewards import GuardedReward, Reward, RewardSetupErro
 from lightning_megatron_rl.rewards.deadline import BoundedCalls, DeadlineError, _Interrupted
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.sample import Sample
+from tests.distributed import CHILD_PATH
 from tests.notices import silent, told
 from tests.rewards.samples import HTTPJudgeV2, length, make_sample
 
@@ -355,6 +360,42 @@ def test_rewards_run_at_the_same_time():
     with silent():
         compute_rewards(samples, [first, second])
     assert samples[0].reward == 3.0
+
+
+HANGS = """
+import sys, time
+from lightning_megatron_rl.__main__ import allow_interrupt
+from lightning_megatron_rl.rewards import GuardedReward, compute_rewards
+from lightning_megatron_rl.sample import Prompt, Sample
+
+def hangs(samples):
+    print("hangs", flush=True)
+    time.sleep(300)
+
+def other(samples):
+    return [0.0]
+
+allow_interrupt()
+rewards = [GuardedReward(hangs, deadline_s=300.0), other][: int(sys.argv[1])]
+compute_rewards([Sample(Prompt([1], "a"), [2], [-0.5], response="b")], rewards)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(count):
+    """Neither where rewards are waited for nor at the end of the process."""
+    command = [sys.executable, "-c", HANGS, str(count)]
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert run.stdout.readline() == "hangs\n"
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=2 * SLACK)
+    finally:
+        run.kill()
+        run.communicate()
+    assert "KeyboardInterrupt" in said
+    assert run.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
