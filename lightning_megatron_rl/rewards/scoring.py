@@ -6,6 +6,7 @@ from functools import partial
 from threading import Thread
 
 from lightning_megatron_rl.rewards.base import Reward, reward_names
+from lightning_megatron_rl.rewards.deadline import settle
 from lightning_megatron_rl.rewards.guard import guarded
 from lightning_megatron_rl.sample import Sample
 
@@ -44,12 +45,5 @@ def _at_once[T](calls: Sequence[Callable[[], T]]) -> list[T]:
         return [calls[0]()]
     futures: list[Future[T]] = [Future() for _ in calls]
     for future, call in zip(futures, calls, strict=True):
-        Thread(target=_settle, args=(future, call), name="rewards", daemon=True).start()
+        Thread(target=settle, args=(future, call), name="rewards", daemon=True).start()
     return [future.result() for future in futures]
-
-
-def _settle[T](future: "Future[T]", call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
