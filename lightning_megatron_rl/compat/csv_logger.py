@@ -5,7 +5,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
@@ -30,7 +29,7 @@ class AppendingWriter(ExperimentWriter):
 
     def save(self) -> None:
         """Write what waits, or nothing of it, and name the file in the error."""
-        if not isinstance(self._fs, LocalFileSystem):
+        if "file" not in self._fs.protocol:
             super().save()
             return
         path = Path(self.metrics_file_path)
@@ -50,7 +49,7 @@ class AppendingWriter(ExperimentWriter):
 
         A disk that is full, or a kill, would leave what was written until then.
         """
-        if not isinstance(self._fs, LocalFileSystem):
+        if "file" not in self._fs.protocol:
             super()._rewrite_with_new_header(fieldnames)
             return
         path = Path(self.metrics_file_path)
