@@ -91,6 +91,14 @@ def main(args: list[str] | None = None) -> None:
         console.begin()  # before libraries are imported, which warn of each other
     if arguments[0] in TOOLS:
         sys.exit(_run_tool(arguments))
+    try:
+        _run_trainer(arguments, args)
+    except KeyboardInterrupt:  # before the Trainer runs, which has an answer of its own, or for the second time
+        sys.exit(_say_interrupted(arguments[0]))
+
+
+def _run_trainer(arguments: list[str], args: list[str] | None) -> None:
+    """Run a command of Lightning's."""
     if arguments[0] == "fit" and "--shrink" in arguments:
         _run_shrunk(arguments)
     from lightning_megatron_rl.utilities import console
@@ -110,10 +118,19 @@ def main(args: list[str] | None = None) -> None:
 def _run_tool(arguments: list[str]) -> int:
     """Run a command that is no training, and return its exit code."""
     try:
-        return int(import_module(TOOLS[arguments[0]]).main(arguments[1:]))
+        code = int(import_module(TOOLS[arguments[0]]).main(arguments[1:]))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:  # of which the command has nothing to say
-        print(f"\nlightning-megatron-rl {arguments[0]}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _say_interrupted(arguments[0])
+    except BrokenPipeError:  # whoever reads, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not flushed yet
+        return 128 + signal.SIGPIPE
+
+
+def _say_interrupted(command: str) -> int:
+    print(f"\nlightning-megatron-rl {command}: interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _run_shrunk(arguments: list[str]) -> NoReturn:

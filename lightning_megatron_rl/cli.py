@@ -54,6 +54,7 @@ from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, replaced_settings, shipped_configs
+from lightning_megatron_rl.utilities.console import outlived_output
 from lightning_megatron_rl.utilities.files import numbered
 from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
 
@@ -87,6 +88,7 @@ _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:$|Given value type|Subclass types expect|- (a class path|a dict)\b"
     r"|(- )?Expected a <class '(NoneType|str)'>$"
 )
+_FILES = ("pathlib", "os", "shutil", "tempfile")  # modules that open files for us
 _LOOPS = re.compile(r"lightning\.pytorch\.loops\b")
 _UNKNOWN_KEY = re.compile(
     r"Option '(?P<option>[^']+)' is not accepted"
@@ -262,7 +264,8 @@ class CommandLine(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train."""
-        self._call(self.trainer.fit, arguments)
+        with outlived_output():
+            self._call(self.trainer.fit, arguments)
 
     def validate(self, **arguments: Any) -> None:
         """Run the validation loop."""
@@ -358,6 +361,8 @@ def _is_debugging() -> bool:
 def _is_refusal(error: ValueError | OSError) -> bool:
     """Whether this package has raised it, and no loop had begun: a loop runs rewards and other code of the user's."""
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while len(names) > 1 and names[-1].partition(".")[0] in _FILES:  # of a file that cannot be read, named in the error
+        names.pop()
     return names[-1].startswith("lightning_megatron_rl.") and not any(map(_LOOPS.match, names))
 
 

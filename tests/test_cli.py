@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and in which words."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,9 +13,10 @@ import yaml
 import lightning_megatron_rl
 from lightning_megatron_rl import cli
 from lightning_megatron_rl.__main__ import main
-from lightning_megatron_rl.cli import explain
+from lightning_megatron_rl.cli import _is_refusal, explain
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.environments import Environment
+from lightning_megatron_rl.models.hf.files import read_header
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from tests.command_line import ROOT, build, changed
 
@@ -246,6 +248,16 @@ def test_debug_switch_shows_where_a_value_was_refused(tmp_path):
     config = changed(GRPO, tmp_path / "config.yaml", "model.init_args.loss.advantage", "grpoo")
     with pytest.raises(ValueError, match="grpoo"):
         build("fit", "--config", config, JSONARGPARSE_DEBUG="true")
+
+
+def test_a_file_that_cannot_be_read_is_refused_like_a_value(tmp_path):
+    """It is Python's pathlib that raises, on behalf of this package, or of a user's own code."""
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))) as ours:
+        read_header(tmp_path)
+    assert _is_refusal(ours.value)
+    with pytest.raises(IsADirectoryError) as theirs:
+        tmp_path.read_bytes()
+    assert not _is_refusal(theirs.value)
 
 
 @pytest.mark.parametrize("value", [None, 3])

@@ -101,6 +101,24 @@ def test_a_directory_that_takes_no_log_is_one_line(qwen3_dir, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_output_is_on_a_full_disk_goes_on(qwen3_dir, tmp_path):
+    """With one real rank, to its end."""
+    text = SFT.read_text().replace("runs/demo/model", str(qwen3_dir)).replace("runs/demo", str(tmp_path))
+    config = yaml.safe_load(text)
+    config["trainer"] |= {"limit_val_batches": 0, "max_steps": 2, "callbacks": [], "enable_checkpointing": False}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "lightning_megatron_rl", "fit", "--config", str(tmp_path / "config.yaml")]
+    command += ["--config", str(ROOT / "configs/layouts/tp1.yaml"), "--trainer.devices", "1"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=180, check=False
+        )
+    assert run.returncode == 0, run.stderr
+    assert "the standard output takes no more (No space left on device)" in run.stderr
+    assert json.loads((tmp_path / "sft" / "run.json").read_text())["ending"].startswith("finished")
+
+
+@pytest.mark.slow
 def test_interrupted_run_ends_whole_and_its_saved_config_runs_again(qwen3_dir, tmp_path):
     """Two real ranks and vLLM: Ctrl-C after the first step, then the saved config, into the same directory.
 

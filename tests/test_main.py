@@ -72,6 +72,34 @@ def test_a_command_that_is_interrupted_says_so(command: str, monkeypatch, capsys
     assert capsys.readouterr().err == f"\nlightning-megatron-rl {command}: interrupted\n"
 
 
+def test_a_run_that_is_interrupted_before_its_trainer_runs_says_so(monkeypatch, capsys):
+    """While its libraries are imported, say: Lightning answers only when the Trainer runs."""
+
+    def interrupted(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_megatron_rl.cli.run", interrupted)
+    monkeypatch.setattr("lightning_megatron_rl.utilities.console.begin", lambda: None)  # would handle this process's
+    with pytest.raises(SystemExit) as ended:
+        main(["fit"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "\nlightning-megatron-rl fit: interrupted\n"
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
+    """As `lightning-megatron-rl doctor | head -1` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lightning_megatron_rl", "doctor", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("command", "said"), [("plam", "did you mean plan?"), ("recipes", f"known: {', '.join(COMMANDS)}")]
 )

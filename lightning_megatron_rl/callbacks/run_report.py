@@ -1,7 +1,6 @@
 """`RunReport`: the report of a run at its end, and the facts for it that no logger has."""
 
 import json
-import os
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.report.command import REPORT, write_report
 from lightning_megatron_rl.report.run import FACTS
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
-from lightning_megatron_rl.utilities.files import OURS
+from lightning_megatron_rl.utilities.files import write_whole
 from lightning_megatron_rl.utilities.masking import mask_text
 from lightning_megatron_rl.utilities.notices import tell_failure
 
@@ -115,10 +114,8 @@ class RunReport(Callback):
         if logger is None:
             return
         path = Path(logger.log_dir) / FACTS
-        partly = path.with_name(f".{FACTS}{OURS}partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        partly.write_text(json.dumps({**self._facts, "step": trainer.global_step}, indent=1, default=str))
-        os.replace(partly, path)
+        write_whole(path, json.dumps({**self._facts, "step": trainer.global_step}, indent=1, default=str))
 
 
 def _logger(trainer: pl.Trainer) -> CSVLogger | None:

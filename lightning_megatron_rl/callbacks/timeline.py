@@ -1,7 +1,6 @@
 """`Timeline`: what trainer and samplers did when, as a file for Perfetto."""
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from lightning_megatron_rl.callbacks.trace_events import RankTrace, trace
 from lightning_megatron_rl.parallel.distributed import run_and_finish, run_on_rank_zero
 from lightning_megatron_rl.rollout.watch import GroupCounts, StreamWatch, Watched
 from lightning_megatron_rl.strategy.required import require_megatron
-from lightning_megatron_rl.utilities.files import OURS, check_writable, create, numbered
+from lightning_megatron_rl.utilities.files import check_writable, create, numbered, write_whole
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 from lightning_megatron_rl.utilities.spans import Reader, Span, SpanLog
@@ -199,9 +198,11 @@ def _write(path: Path, ranks: Sequence[RankTrace]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = trace(ranks)
     place = next(place for place in numbered(path) if create(place))
-    partly = place.with_name(f".{place.name}{OURS}partial")
-    partly.write_text(json.dumps(content))
-    os.replace(partly, place)
+    try:
+        write_whole(place, json.dumps(content))
+    except OSError:
+        place.unlink(missing_ok=True)  # it is empty
+        raise
     dropped = content["otherData"]["dropped_spans"]
     left_out = f"; the oldest {dropped} spans are left out (max_spans)" if dropped else ""
     rank_zero_info(f"Timeline: {place}{left_out}.")

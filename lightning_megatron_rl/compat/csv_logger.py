@@ -1,6 +1,9 @@
 """`CSVLogger` that keeps the metrics of an earlier run, and whose version can be set late."""
 
 import csv
+import os
+from contextlib import suppress
+from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -10,6 +13,8 @@ METRICS_FILE = ExperimentWriter.NAME_METRICS_FILE
 
 class AppendingWriter(ExperimentWriter):
     """Continues the metrics file of its directory; Lightning's writer deletes that file when it is made."""
+
+    _size: int | None = None  # bytes of the file before the rows that are being added
 
     def _check_log_dir_exists(self) -> None:
         if not self._fs.isfile(self.metrics_file_path):
@@ -21,6 +26,50 @@ class AppendingWriter(ExperimentWriter):
         if not ends_line:  # a killed run has written half a row
             with self._fs.open(self.metrics_file_path, "ab") as file:
                 file.write(b"\r\n")
+
+    def save(self) -> None:
+        """Write what waits, or nothing of it, and name the file in the error."""
+        if "file" not in self._fs.protocol:
+            super().save()
+            return
+        path = Path(self.metrics_file_path)
+        self._size = path.stat().st_size if path.exists() else None
+        try:
+            super().save()
+        except OSError as error:  # of a full disk, which names no file
+            with suppress(OSError):
+                if self._size is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    os.truncate(path, self._size)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Add columns in a file beside this one, which then takes its place; Lightning empties the file and fills it.
+
+        A disk that is full, or a kill, would leave what was written until then.
+        """
+        if "file" not in self._fs.protocol:
+            super()._rewrite_with_new_header(fieldnames)
+            return
+        path = Path(self.metrics_file_path)
+        partly = path.with_name(f".{path.name}.lightning-megatron-rl-partial")
+        with path.open(newline="") as file:
+            before = next(csv.reader(file), [])
+        try:
+            with path.open(newline="") as file, partly.open("w", newline="") as new:
+                # values behind the last column, as of a row that was cut short and written on, have no name
+                writer = csv.DictWriter(new, fieldnames=fieldnames, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(csv.DictReader(file))
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(partly, path)
+            self._size = path.stat().st_size
+        except OSError:
+            partly.unlink(missing_ok=True)
+            self.metrics_keys = before  # the next try adds the columns
+            raise
 
 
 def is_open(logger: CSVLogger) -> bool:

@@ -1,12 +1,11 @@
 """The command `report`: arguments, where the file goes, and errors of a line."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_megatron_rl.utilities.arguments import new_parser
-from lightning_megatron_rl.utilities.files import OURS, check_writable
+from lightning_megatron_rl.utilities.files import check_writable, write_whole
 from lightning_megatron_rl.utilities.text_files import user_path
 
 PROGRAM = "lightning-megatron-rl report"
@@ -65,7 +64,5 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
                 raise ValueError(f"{target} is there already and is no report of this command: name another --out")
     page = write_page(found)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partly = target.with_name(f".{target.name}{OURS}partial")
-    partly.write_text(page, encoding="utf-8", errors="backslashreplace")  # halves of characters
-    os.replace(partly, target)
+    write_whole(target, page, errors="backslashreplace")  # halves of characters
     return target

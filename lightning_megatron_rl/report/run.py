@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
         header = next(rows, [])
         if header and "step" not in header:
             raise ValueError(f"{path} is not what CSVLogger writes: it has no column 'step', it has {header[:5]}")
-        for row in rows:
+        for row in _readable(rows):
             try:
                 step = int(float(row[header.index("step")]))
                 values = {name: float(text) for name, text in zip(header, row, strict=True) if text}
@@ -132,6 +132,17 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
     if broken:
         notes.append(f"{broken} row(s) of {METRICS} cannot be read, as after a write that was cut short: left out.")
     return {name: _series(values) for name, values in sorted(found.items())}
+
+
+def _readable(rows: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Yield rows; one that cannot be read, such as a line without end after a crash of the machine, is empty."""
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield []
 
 
 def _series(values: dict[int, float]) -> Series:

@@ -7,6 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 MOST_ROUNDS = 4  # of calls that are as long as they may be before others get threads beside them
@@ -117,6 +121,49 @@ class BoundedCalls:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
                 with _STUCK:
                     self._stuck.append(thread)
+
+
+class DaemonWorker:
+    """One thread that makes calls in their order; unlike a pool's, the end of the process does not wait for it.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit[T](self, function: Callable[..., T], *args: Any) -> "Future[T]":
+        """Return what will have the result of the call."""
+        future: Future[T] = Future()
+        self._calls.put((future, partial(function, *args)))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """Let the thread end after the call that it makes; the others are cancelled."""
+        with suppress(Empty):
+            while (waiting := self._calls.get_nowait()) is not None:
+                waiting[0].cancel()
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (task := self._calls.get()) is not None:
+            settle(*task)
+
+
+def settle[T](future: "Future[T]", call: Callable[[], T]) -> None:
+    """Give a future the result of a call, or its exception."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class _Batch[T]:

@@ -1,9 +1,12 @@
 """Scores samples by several rewards in parallel, each guarded, and sums them with weights."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
 
 from lightning_megatron_rl.rewards.base import Reward, reward_names
+from lightning_megatron_rl.rewards.deadline import settle
 from lightning_megatron_rl.rewards.guard import guarded
 from lightning_megatron_rl.sample import Sample
 
@@ -23,8 +26,7 @@ def compute_rewards(samples: list[Sample], rewards: Sequence[Reward], weights: S
     if not samples:
         return
     guards = [guarded(reward) for reward in rewards]
-    with ThreadPoolExecutor(len(guards)) as pool:
-        results = list(pool.map(lambda guard: guard.score(samples), guards))
+    results = _at_once([partial(guard.score, samples) for guard in guards])
     factors = weights or [1.0] * len(names)
     for index, sample in enumerate(samples):
         sample.rewards = {name: scores[index] for name, (scores, _) in zip(names, results, strict=True)}
@@ -32,3 +34,16 @@ def compute_rewards(samples: list[Sample], rewards: Sequence[Reward], weights: S
         sample.reward_errors = {
             name: errors[index] for name, (_, errors) in zip(names, results, strict=True) if index in errors
         }
+
+
+def _at_once[T](calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of calls that run at the same time, or raise the first one's exception.
+
+    Ctrl-C is answered at once, whatever hangs: a pool of threads would wait for them, here and when the process ends.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures: list[Future[T]] = [Future() for _ in calls]
+    for future, call in zip(futures, calls, strict=True):
+        Thread(target=settle, args=(future, call), name="rewards", daemon=True).start()
+    return [future.result() for future in futures]

@@ -1,7 +1,9 @@
 """`RecordFile`: lines of JSON by step, in a file that belongs to one run."""
 
 import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_megatron_rl.rollout.record import STEP
@@ -31,7 +33,11 @@ class RecordFile:
         self._size = 0
 
     def append(self, lines: Sequence[str], step: int) -> int:
-        """Write the lines of a step, as many as there is room for; return how many that are."""
+        """Write the lines of a step, as many as there is room for; return how many that are.
+
+        Raises:
+            OSError: They cannot be written, with the file's name: none of them is in it.
+        """
         if self.path is None:
             self.path = self._open(step)
         encoded = [line.encode() for line in lines]
@@ -39,8 +45,13 @@ class RecordFile:
         while number < len(encoded) and room >= len(encoded[number]):
             room -= len(encoded[number])
             number += 1
-        with self.path.open("ab") as file:
-            file.write(b"".join(encoded[:number]))
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(encoded[:number]))
+        except OSError as error:  # of a full disk, which names no file
+            with suppress(OSError):
+                os.truncate(self.path, self._size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._size += sum(len(line) for line in encoded[:number])
         return number
 

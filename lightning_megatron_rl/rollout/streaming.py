@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
+from lightning_megatron_rl.rewards.deadline import DaemonWorker
 from lightning_megatron_rl.rollout.protocol import (
     Progress,
     ResponsesLostError,
@@ -100,7 +101,7 @@ class RolloutStream:
         self._version = 0
         self._names: dict[str, Response] = {}  # what the engine has
         self._judged: dict[int, Future[None]] = {}  # groups whose rewards are computed, by number
-        self._judge = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._judge = DaemonWorker("rewards")
         self._told_at = 0.0
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -343,7 +344,7 @@ class RolloutStream:
         if not engine_ends:
             with suppress(RuntimeError):  # it has lost everything, or says so when it is needed again
                 self._engine.withdraw()
-        self._judge.shutdown(wait=False, cancel_futures=True)
+        self._judge.close()
         if self._episodes is not None:
             self._episodes.close()
         if self.plan.ready or self.plan.under_way:

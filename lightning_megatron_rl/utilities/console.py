@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
@@ -43,7 +43,7 @@ class MessageLog(logging.Handler):
         self.setFormatter(logging.Formatter(_FORMAT))
         self._plain = logging.Formatter("%(message)s")
         self._waiting: list[logging.LogRecord] = []
-        self._file: logging.FileHandler | None = None
+        self._file: _LogFile | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record where it belongs."""
@@ -76,7 +76,7 @@ class MessageLog(logging.Handler):
         if self._file is not None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = logging.FileHandler(path, delay=True, encoding="utf-8")
+        self._file = _LogFile(path, self._show)
         self._file.setFormatter(self.formatter)
         for record in self._waiting:
             self._file.handle(record)
@@ -92,6 +92,28 @@ class MessageLog(logging.Handler):
                     logger.propagate = True
         if self not in logging.root.handlers:
             logging.root.addHandler(self)
+
+
+class _LogFile(logging.FileHandler):
+    """A file that says once when it takes no more; `logging` would print a traceback for each record."""
+
+    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        super().__init__(path, delay=True, encoding="utf-8")
+        self._show: Callable[[str], None] | None = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it cannot be opened
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        error, show = sys.exc_info()[1], self._show
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif show is not None:
+            self._show = None
+            show(f"{self.baseFilename} takes no more ({error.strerror}): messages of libraries are lost from here on.")
 
 
 def line_start(stream: TextIO) -> str:
@@ -136,6 +158,43 @@ def prints_to_log() -> Iterator[None]:
     """Make log records of what libraries print and of the bars that they draw on the standard output."""
     with redirect_stdout(_ToLog()):
         yield
+
+
+class _LastingFile(io.FileIO):
+    """A descriptor that takes whatever it is given."""
+
+    _told = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                log.warning("the standard output takes no more (%s): the run goes on without it.", error.strerror)
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def outlived_output() -> Iterator[None]:
+    """Let a run go on where a terminal or pipe that is gone, or a full disk, takes no more of what it prints."""
+    stream = sys.stdout
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is text in memory
+        yield
+        return
+    with suppress(OSError):
+        stream.flush()
+    buffer = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+    lasting = io.TextIOWrapper(
+        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=bool(stream.line_buffering)
+    )
+    with redirect_stdout(lasting):
+        try:
+            yield
+        finally:
+            lasting.flush()
 
 
 def begin() -> MessageLog:

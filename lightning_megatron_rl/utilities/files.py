@@ -45,6 +45,23 @@ def create(path: Path) -> bool:
     return True
 
 
+def write_whole(path: Path, text: str, errors: str = "strict") -> None:
+    """Write a file of text in one step; of one that cannot be written nothing is left, and what was there stays.
+
+    Args:
+        path: The file.
+        text: Its content, in UTF-8.
+        errors: What becomes of characters that UTF-8 has not, as for `open`.
+    """
+    partly = path.with_name(f".{path.name}{OURS}partial")
+    try:
+        partly.write_text(text, encoding="utf-8", errors=errors)
+        os.replace(partly, path)
+    except OSError:
+        partly.unlink(missing_ok=True)
+        raise
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that can be written below `path`, which need not be there yet."""
     return shutil.disk_usage(_nearest(path)).free

@@ -83,6 +83,14 @@ def test_a_run_without_a_step_is_read(tmp_path, content):
     assert "stopped by ValueError: too large" in write_report([run]).read_text()
 
 
+def test_a_line_without_end_is_left_out(tmp_path):
+    """As a crash of the machine may leave one: Python's reader takes no value of more than 131,072 characters."""
+    (tmp_path / "metrics.csv").write_text("loss,step\n0.5,1\n" + "x" * 200_000 + "\n0.25,2\n")
+    run = read_run(tmp_path)
+    assert list(run.metrics["loss"].values) == [0.5, 0.25]
+    assert any("1 row(s) of metrics.csv cannot be read" in note for note in run.notes)
+
+
 def test_of_a_step_that_is_there_twice_the_later_row_counts(tmp_path):
     """As after a run was killed behind its checkpoint and resumed."""
     (tmp_path / "metrics.csv").write_text("step,a\n1,1.0\n2,2.0\n3,3.0\n2,20.0\n3,\n3,nan\n")

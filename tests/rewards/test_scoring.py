@@ -3,6 +3,10 @@
 import asyncio
 import functools
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,9 +16,10 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rewards import GuardedReward, Reward, RewardSetupError, compute_rewards, reward_name
-from lightning_megatron_rl.rewards.deadline import BoundedCalls, DeadlineError, _Interrupted
+from lightning_megatron_rl.rewards.deadline import BoundedCalls, DaemonWorker, DeadlineError, _Interrupted
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.sample import Sample
+from tests.distributed import CHILD_PATH
 from tests.notices import silent, told
 from tests.rewards.samples import HTTPJudgeV2, length, make_sample
 
@@ -355,6 +360,65 @@ def test_rewards_run_at_the_same_time():
     with silent():
         compute_rewards(samples, [first, second])
     assert samples[0].reward == 3.0
+
+
+HANGS = """
+import sys, time
+from lightning_megatron_rl.__main__ import allow_interrupt
+from lightning_megatron_rl.rewards import GuardedReward, compute_rewards
+from lightning_megatron_rl.rewards.deadline import DaemonWorker
+from lightning_megatron_rl.sample import Prompt, Sample
+
+def hangs(samples):
+    print("hangs", flush=True)
+    time.sleep(300)
+
+def other(samples):
+    return [0.0]
+
+allow_interrupt()
+count = int(sys.argv[1])
+rewards = [GuardedReward(hangs, deadline_s=300.0), other][: max(count, 1)]
+samples = [Sample(Prompt([1], "a"), [2], [-0.5], response="b")]
+if count:
+    compute_rewards(samples, rewards)
+else:  # as a stream of rollouts does
+    DaemonWorker("rewards").submit(compute_rewards, samples, rewards).result()
+"""
+
+
+def test_a_worker_makes_calls_in_their_order_and_ends():
+    worker, order, begun, goes_on = DaemonWorker("a worker"), [], threading.Event(), threading.Event()
+    assert [worker.submit(order.append, number) for number in range(3)][-1].result(SLACK) is None
+    assert order == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result(SLACK)
+    first = worker.submit(lambda: begun.set() or goes_on.wait(SLACK))
+    second = worker.submit(order.append, 3)
+    assert begun.wait(SLACK)
+    worker.close()
+    goes_on.set()
+    assert first.result(SLACK) is True
+    assert second.cancelled()
+    worker._thread.join(SLACK)
+    assert not worker._thread.is_alive()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(count):
+    """Neither where rewards are waited for nor at the end of the process."""
+    command = [sys.executable, "-c", HANGS, str(count)]
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert run.stdout.readline() == "hangs\n"
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=2 * SLACK)
+    finally:
+        run.kill()
+        run.communicate()
+    assert "KeyboardInterrupt" in said
+    assert run.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Lines by step: a resumed run continues its file, another run gets its own, a limit is kept."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,18 @@ def test_the_size_is_kept_and_what_is_left_out_is_known(tmp_path, resumes):
     assert again.append([line(1, "a")] * 3, 2) == 1
     assert again.append([line(1, "a")], 3) == 0
     assert file.path.stat().st_size == 3 * size
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_half_line(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    file = write(path, "a", range(1, 3))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*rollouts\.jsonl'"):
+            file.append([line(3, "a")] * 2, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert steps(path) == [1, 1, 2, 2]
+    file.append([line(3, "a")], 3)  # there is room again
+    assert steps(path) == [1, 1, 2, 2, 3]

@@ -1,6 +1,7 @@
 """No run deletes or overwrites what another has logged; a resumed run continues its log, at the same steps."""
 
 import csv
+import resource
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,56 @@ def test_half_a_row_of_a_killed_run_stays_apart(tmp_path):
     writer.log_metrics({"c": 6.0}, 3)
     writer.save()
     assert [row.get("c") for row in rows(tmp_path)] == ["", "", "", "6.0"]
+
+
+def test_a_new_column_on_a_full_disk_loses_no_row(tmp_path):
+    """Lightning's writer empties the file before it writes it with the new header."""
+    writer = AppendingWriter(str(tmp_path))
+    for step in range(50):
+        writer.log_metrics({"loss": 0.5}, step)
+    writer.save()
+    written = (tmp_path / "metrics.csv").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer.log_metrics({"val/loss": 0.25}, 50)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "metrics.csv").read_bytes() == written
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+    writer.save()  # there is room again
+    assert [row["step"] for row in rows(tmp_path)] == [str(step) for step in range(51)]
+    assert [row["val/loss"] for row in rows(tmp_path)] == [""] * 50 + ["0.25"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_rows_for_which_there_is_no_room_are_not_there_in_part(tmp_path, begun):
+    """The next row would stand behind half a one."""
+    writer = AppendingWriter(str(tmp_path))
+    writer.log_metrics({"loss": 0.5}, 0)
+    if begun:
+        writer.save()
+    for step in range(1, 30):
+        writer.log_metrics({"loss": 0.5}, step)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*metrics\.csv'"):
+            writer.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if begun:
+        assert len(rows(tmp_path)) == 1
+    writer.save()
+    assert [row["step"] for row in rows(tmp_path)] == [str(step) for step in range(30)]
+
+
+def test_a_row_with_more_values_than_columns_does_not_end_the_log(tmp_path):
+    """As after a row that was cut short and written on: Lightning's writer raises with half the file rewritten."""
+    (tmp_path / "metrics.csv").write_bytes(b"a,step\r\n1,0\r\n2,3,1\r\n4,2\r\n")
+    writer = AppendingWriter(str(tmp_path))
+    writer.log_metrics({"a": 5.0, "b": 6.0}, 3)
+    writer.save()
+    assert [(row["a"], row["b"]) for row in rows(tmp_path)] == [("1", ""), ("2", ""), ("4", ""), ("5.0", "6.0")]

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_megatron_rl.utilities import console
-from lightning_megatron_rl.utilities.console import MessageLog, prints_to_log
+from lightning_megatron_rl.utilities.console import MessageLog, outlived_output, prints_to_log
 
 OURS = str(console.PACKAGE / "modules" / "grpo.py")
 LIBRARY = str(Path(sysconfig.get_paths()["purelib"]) / "megatron" / "core" / "some.py")
@@ -75,6 +77,56 @@ def test_a_console_that_is_gone_ends_no_run(taken, shown, tmp_path):
     text = (tmp_path / "run.log").read_text()
     assert "weights were lost" in text
     assert "it failed" in text
+
+
+@pytest.mark.parametrize("place", ["full disk", "pipe"])
+def test_an_output_that_takes_no_more_ends_no_run(taken, shown, tmp_path, monkeypatch, place):
+    """Whoever prints: a reward, a table of ours. What comes through another way is in the log."""
+    if place == "pipe":
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    else:
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    taken.write_to(tmp_path / "run.log")
+    with os.fdopen(descriptor, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with outlived_output():
+            print("step 1", flush=True)
+            print("a reward's own words " * 1000)
+        assert sys.stdout is output
+    assert shown.getvalue().count("the standard output takes no more") == 1
+    assert "takes no more" in (tmp_path / "run.log").read_text()
+
+
+def test_a_log_file_on_a_full_disk_is_said_once(taken, shown, tmp_path, capsys):
+    """And not with a traceback for each record, or in place of what was to be done."""
+    taken.write_to(Path("/dev/full"))
+    for step in range(3):
+        logging.getLogger("lightning_megatron_rl.somewhere").error("step %d", step)
+    assert shown.getvalue() == (
+        "step 0\n/dev/full takes no more (No space left on device): messages of libraries are lost from here on.\n"
+        "step 1\nstep 2\n"
+    )
+    taken._file = None
+    (tmp_path / "run.log").mkdir()  # which cannot be opened
+    taken.write_to(tmp_path / "run.log")
+    logging.getLogger("lightning_megatron_rl.somewhere").error("step 3")
+    assert "run.log takes no more (Is a directory)" in shown.getvalue()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_output_that_takes_all_gets_all(tmp_path, monkeypatch, capsys):
+    with (tmp_path / "output").open("w", encoding="utf-8") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        print("before")
+        with outlived_output():
+            print("│ step 1 │")
+        print("after")
+    assert (tmp_path / "output").read_text(encoding="utf-8") == "before\n│ step 1 │\nafter\n"
+    monkeypatch.undo()
+    with outlived_output():  # text in memory
+        print("ours")
+    assert capsys.readouterr().out == "ours\n"
 
 
 def test_what_is_said_by_way_of_lightnings_messengers(taken, shown, tmp_path):

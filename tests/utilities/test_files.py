@@ -1,6 +1,7 @@
 """Locks tell who lives; a destination is tried without a trace."""
 
 import os
+import resource
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_megatron_rl.utilities.files import (
     create,
     is_url,
     numbered,
+    write_whole,
 )
 
 
@@ -154,3 +156,19 @@ def test_a_name_is_given_to_one(tmp_path):
     assert [next(names).name for _ in range(3)] == ["a.b.jsonl", "a.b-2.jsonl", "a.b-3.jsonl"]
     assert create(tmp_path / "a")
     assert not create(tmp_path / "a")
+
+
+def test_nothing_is_left_of_a_file_for_which_there_is_no_room(tmp_path):
+    """And what was there stays."""
+    place = tmp_path / "report.html"
+    write_whole(place, "the first")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(place, "the second " * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"report.html": "the first"}
+    write_whole(place, "half of a character: \ud800", errors="backslashreplace")
+    assert place.read_text() == "half of a character: \\ud800"
