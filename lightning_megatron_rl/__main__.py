@@ -85,7 +85,7 @@ def main(args: list[str] | None = None) -> None:
         os.environ.update(openmp_defaults())
         allow_interrupt()
         collect_rarely()  # until the first batch of a training: what comes until then are imports
-    if arguments[0] in ("init", "plan"):
+    if arguments[0] in ("init", "plan", "convert"):
         from lightning_megatron_rl.utilities import console
 
         console.begin()  # before libraries are imported, which warn of each other

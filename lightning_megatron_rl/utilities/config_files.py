@@ -1,5 +1,6 @@
 """Early checks of the command line's YAML files, with file, line and column in errors."""
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,18 +87,34 @@ def _free_settings(settings: Any, before: str) -> Iterator[tuple[str, set[str]]]
 
 
 def _named_files(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """Files that exist, or are named as configs; the parser reports other errors."""
+    """Files that exist; the parser reports other errors than configs that are not there."""
     follows_config = False
     for argument in arguments:
         name, equals, value = argument.partition("=")
         is_config = (equals and name in ("--config", "-c")) or follows_config
         value = value if equals and name.startswith("-") else argument
         follows_config = argument in ("--config", "-c")
+        if is_config:
+            _check_there("--config", value)
         if (is_config or value.endswith(_SUFFIXES)) and Path(value).expanduser().exists():
             yield value
     for name, value in environment.items():
-        if name.startswith("PL_") and name.endswith("__CONFIG") and Path(value).expanduser().exists():
-            yield value
+        if name.startswith("PL_") and name.endswith("__CONFIG"):
+            _check_there(name, value)
+            if Path(value).expanduser().exists():
+                yield value
+
+
+def _check_there(option: str, value: str) -> None:
+    """Refuse a file of settings that is not there; settings themselves are no file."""
+    path = Path(value).expanduser()
+    if not value.endswith(_SUFFIXES) or path.exists():
+        return
+    beside = [str(path.with_name(found.name)) for suffix in _SUFFIXES for found in path.parent.glob(f"*{suffix}")]
+    shipped = [str(found.relative_to(root)) for root in CONFIG_ROOTS for found in root.glob("configs/**/*.yaml")]
+    near = difflib.get_close_matches(value, [*beside, *shipped], n=1)
+    hint = f"; did you mean {near[0]}?" if near else "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise ValueError(f"{option} {value}: there is no such file{hint}")
 
 
 def check_config(path: str | Path) -> None:

@@ -56,6 +56,21 @@ def test_files_that_are_no_text_are_named(tmp_path: Path, content: bytes, messag
         check_config(tmp_path)
 
 
+def test_a_config_that_is_not_there_is_named_with_one_that_is(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    check_configs(["fit", "--config", "mine.yaml", "--config", "{b: 2}", "--model", "other.yaml"], {})
+    for arguments in (["--config", "mien.yaml"], ["--config=mien.yaml"], ["-c", "mien.yaml"]):
+        with pytest.raises(ValueError, match=r"^--config mien.yaml: there is no such file; did you mean mine.yaml\?$"):
+            check_configs(["fit", *arguments], {})
+    with pytest.raises(ValueError, match=r"gpro.yaml: .*; did you mean configs/demo/grpo.yaml\?$"):
+        check_configs(["fit", "--config", "configs/demo/gpro.yaml"], {})  # of those that come with the package
+    with pytest.raises(ValueError, match=f"^PL_FIT__CONFIG x.yml: there is no such file in {tmp_path}$"):
+        check_configs(["fit"], {"PL_FIT__CONFIG": "x.yml"})
+    with pytest.raises(ValueError, match=r"/x.yml: there is no such file$"):
+        check_configs(["fit", "--config", str(tmp_path / "none" / "x.yml")], {})
+
+
 def test_good_yaml_passes(tmp_path: Path):
     content = "base: &b {x: 1}\na: {<<: *b, y: 1.0e-3}\nc: [*b, null]\nd: null\ne: ''\nf: ~\n"
     (tmp_path / "config.yaml").write_text(content)
@@ -92,7 +107,7 @@ def test_every_way_to_name_a_file_is_looked_at(tmp_path: Path, monkeypatch: pyte
         check_configs(["fit"], {"PL_FIT__CONFIG": str(bad)})
     with pytest.raises(ValueError, match="is a directory"):
         check_configs(["fit", "--config", str(tmp_path)], {})
-    check_configs(["fit", "--config", "nowhere.yaml", "--trainer.max_steps", "3"], {"PL_FIT__CONFIG": "nowhere"})
+    check_configs(["fit", "--config", "{a: 1}", "--trainer.max_steps", "3"], {"PL_FIT__CONFIG": "nowhere"})
 
 
 STAGE = """
