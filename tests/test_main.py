@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_run_that_is_interrupted_before_its_trainer_runs_says_so(monkeypatch, 
     def interrupted(_: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_megatron_rl.cli.run", interrupted)
+    monkeypatch.setitem(sys.modules, "lightning_megatron_rl.cli", SimpleNamespace(run=interrupted))  # not imported here
     monkeypatch.setattr("lightning_megatron_rl.utilities.console.begin", lambda: None)  # would handle this process's
     with pytest.raises(SystemExit) as ended:
         main(["fit"])
