@@ -123,33 +123,36 @@ class BoundedCalls:
                     self._stuck.append(thread)
 
 
-class DaemonWorker:
-    """One thread that makes calls in their order; unlike a pool's, the end of the process does not wait for it.
+class DaemonPool:
+    """Threads that make calls, in their order; unlike another pool's, the end of the process does not wait for them.
 
     Args:
-        name: Of the thread.
+        name: Of the threads.
+        num_threads: So many at most.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
+        self._num_threads = num_threads
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def submit[T](self, function: Callable[..., T], *args: Any) -> "Future[T]":
         """Return what will have the result of the call."""
         future: Future[T] = Future()
         self._calls.put((future, partial(function, *args)))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+        if len(self._threads) < self._num_threads:
+            self._threads.append(threading.Thread(target=self._work, name=self._name, daemon=True))
+            self._threads[-1].start()
         return future
 
     def close(self) -> None:
-        """Let the thread end after the call that it makes; the others are cancelled."""
+        """Let the threads end after the calls that they make; the others are cancelled."""
         with suppress(Empty):
             while (waiting := self._calls.get_nowait()) is not None:
                 waiting[0].cancel()
-        self._calls.put(None)
+        for _ in self._threads:
+            self._calls.put(None)
 
     def _work(self) -> None:
         while (task := self._calls.get()) is not None:

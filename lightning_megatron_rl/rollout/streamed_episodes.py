@@ -1,10 +1,11 @@
 """`StreamedEpisodes`: each episode of a stream goes on when its own environment has replied, whatever the others do."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
+from lightning_megatron_rl.rewards.deadline import DaemonPool
 from lightning_megatron_rl.rollout.episodes import Transcript, report_failures, take_reply
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.stream import Response
@@ -47,7 +48,7 @@ class StreamedEpisodes:
         self._params = params
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._pool = ThreadPoolExecutor(environment.settings.concurrency, thread_name_prefix="environment")
+        self._pool = DaemonPool("environment", environment.settings.concurrency)
         self._plays: dict[int, _Play] = {}  # by the identity of the response
         self._over: dict[int, Transcript] = {}  # until the group is complete
 
@@ -136,4 +137,4 @@ class StreamedEpisodes:
 
     def close(self) -> None:
         """End the threads, but for calls that do not return."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()

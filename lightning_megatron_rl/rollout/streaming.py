@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
-from lightning_megatron_rl.rewards.deadline import DaemonWorker
+from lightning_megatron_rl.rewards.deadline import DaemonPool
 from lightning_megatron_rl.rollout.protocol import (
     Progress,
     ResponsesLostError,
@@ -101,7 +101,7 @@ class RolloutStream:
         self._version = 0
         self._names: dict[str, Response] = {}  # what the engine has
         self._judged: dict[int, Future[None]] = {}  # groups whose rewards are computed, by number
-        self._judge = DaemonWorker("rewards")
+        self._judge = DaemonPool("rewards")
         self._told_at = 0.0
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_megatron_rl.rewards import GuardedReward, Reward, RewardSetupError, compute_rewards, reward_name
-from lightning_megatron_rl.rewards.deadline import BoundedCalls, DaemonWorker, DeadlineError, _Interrupted
+from lightning_megatron_rl.rewards.deadline import BoundedCalls, DaemonPool, DeadlineError, _Interrupted
 from lightning_megatron_rl.rewards.guard import guard_all
 from lightning_megatron_rl.sample import Sample
 from tests.distributed import CHILD_PATH
@@ -366,7 +366,7 @@ HANGS = """
 import sys, time
 from lightning_megatron_rl.__main__ import allow_interrupt
 from lightning_megatron_rl.rewards import GuardedReward, compute_rewards
-from lightning_megatron_rl.rewards.deadline import DaemonWorker
+from lightning_megatron_rl.rewards.deadline import DaemonPool
 from lightning_megatron_rl.sample import Prompt, Sample
 
 def hangs(samples):
@@ -383,12 +383,46 @@ samples = [Sample(Prompt([1], "a"), [2], [-0.5], response="b")]
 if count:
     compute_rewards(samples, rewards)
 else:  # as a stream of rollouts does
-    DaemonWorker("rewards").submit(compute_rewards, samples, rewards).result()
+    DaemonPool("rewards").submit(compute_rewards, samples, rewards).result()
+"""
+HANGING_ENVIRONMENT = """
+import time
+from lightning_megatron_rl.__main__ import allow_interrupt
+from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
+from lightning_megatron_rl.environments.guard import GuardedEnvironment
+from lightning_megatron_rl.rollout.protocol import SamplingParams
+from lightning_megatron_rl.rollout.stream import Response
+from lightning_megatron_rl.rollout.streamed_episodes import StreamedEpisodes
+from lightning_megatron_rl.sample import Prompt
+
+class Hangs(Environment):
+    def start(self, prompt, seed):
+        print("hangs", flush=True)
+        time.sleep(300)
+
+allow_interrupt()
+guard = GuardedEnvironment(Hangs(), EpisodeSettings(deadline_s=300.0), vocab_size=9)
+episodes = StreamedEpisodes(guard, SamplingParams(), None, max_model_len=9)
+episodes.begin(Prompt([1], "a"), 0, Response(), 0)
+while True:
+    time.sleep(0.1)
 """
 
 
-def test_a_worker_makes_calls_in_their_order_and_ends():
-    worker, order, begun, goes_on = DaemonWorker("a worker"), [], threading.Event(), threading.Event()
+def test_a_pool_makes_as_many_calls_at_once_as_it_has_threads():
+    pool, meeting = DaemonPool("a pool", 3), threading.Barrier(3)
+    try:
+        places = [pool.submit(meeting.wait, SLACK) for _ in range(3)]
+        assert sorted(place.result(SLACK) for place in places) == [0, 1, 2]
+    finally:
+        pool.close()
+    for thread in pool._threads:
+        thread.join(SLACK)
+    assert not any(thread.is_alive() for thread in pool._threads)
+
+
+def test_a_pool_of_one_makes_calls_in_their_order_and_ends():
+    worker, order, begun, goes_on = DaemonPool("a worker"), [], threading.Event(), threading.Event()
     assert [worker.submit(order.append, number) for number in range(3)][-1].result(SLACK) is None
     assert order == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
@@ -400,14 +434,15 @@ def test_a_worker_makes_calls_in_their_order_and_ends():
     goes_on.set()
     assert first.result(SLACK) is True
     assert second.cancelled()
-    worker._thread.join(SLACK)
-    assert not worker._thread.is_alive()
+    (thread,) = worker._threads
+    thread.join(SLACK)
+    assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(count):
-    """Neither where rewards are waited for nor at the end of the process."""
-    command = [sys.executable, "-c", HANGS, str(count)]
+@pytest.mark.parametrize("code", [(HANGS, "0"), (HANGS, "1"), (HANGS, "2"), (HANGING_ENVIRONMENT,)])
+def test_an_interrupt_does_not_wait_for_a_reward_or_an_environment_that_hangs(code):
+    """Neither where they are waited for nor at the end of the process."""
+    command = [sys.executable, "-c", *code]
     environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
