@@ -26,7 +26,7 @@ def own_family(directory: str, cache: str, sequences: list[list[int]]):
     os.environ["XDG_CACHE_HOME"] = cache
     assert add_family("own_qwen") is add_family("own_qwen")
     assert os.environ[ADDED] == "own_qwen"
-    return families_under_layout({"own": directory}, sequences, False, {})["own"]
+    return families_under_layout({"own": directory}, sequences, False, {}, verify="auto")["own"]
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def schedule_logprobs(
 
 
 def families_under_layout(
-    directories: dict[str, str], sequences: list[list[int]], sp: bool, layout: dict[str, int]
+    directories: dict[str, str], sequences: list[list[int]], sp: bool, layout: dict[str, int], verify: Any = None
 ) -> dict[str, tuple[list[Tensor] | None, list[Tensor] | None, dict[str, Tensor]]]:
     """Of each checkpoint: `schedule_logprobs` of padded and of packed batches, and every weight as exported."""
     from megatron.core import parallel_state
@@ -176,7 +176,7 @@ def families_under_layout(
     cp = layout.get("cp", 1)
     results = {}
     for family, directory in directories.items():
-        model, chunks = build(directory, sp=sp, verify=None)  # what is returned is compared
+        model, chunks = build(directory, sp=sp, verify=verify)  # None: what is returned is compared
         options = {"vocab_size": model.config.vocab_size, "temperature": 0.7, "cap": model.logit_cap}
         padded = packed = None
         if cp == 1:  # under context parallelism everything is packed
