@@ -160,13 +160,15 @@ class GRPOLossConfig:
     @property
     def clip_range(self) -> tuple[float, float]:
         """How much less and more than 1 the ratio may be; for a loss that does not clip there, as for ppo_clip."""
-        usual = inspect.signature(policy_loss(self.policy_loss)).parameters
-        given = {name: getattr(self, name) for name in _CLIPS}
-        low, high = (
-            found if found is not None else usual[name].default if name in usual else _USUAL_CLIP
-            for name, found in given.items()
-        )
-        return low, high
+        return self._clip("clip_low"), self._clip("clip_high")
+
+    def _clip(self, name: str) -> float:
+        given: float | None = getattr(self, name)
+        if given is not None:
+            return given
+        parameter = inspect.signature(policy_loss(self.policy_loss)).parameters.get(name)
+        usual = None if parameter is None else parameter.default
+        return usual if isinstance(usual, float) else _USUAL_CLIP
 
     def correction_options(self) -> dict[str, Any]:
         """Return the arguments that `correction` takes beside the tensors; a user's own has its own defaults."""

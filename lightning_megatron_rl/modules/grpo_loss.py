@@ -37,6 +37,7 @@ class GRPOLoss:
         self.sum_over_shares = sum_over_shares
         self.entropy_coef = config.entropy_coef  # of the current step
         self.policy_loss: PolicyLoss = partial(policy_loss(config.policy_loss), **config.policy_loss_options())
+        self._clip_range = config.clip_range
         self.correction: Correction | None = None
         if config.correction is not None:
             self.correction = partial(correction(config.correction), **config.correction_options())
@@ -90,7 +91,7 @@ class GRPOLoss:
             )
         if self.entropy_coef:
             losses = losses - self.entropy_coef * bonus
-        clip_low, clip_high = config.clip_range
+        clip_low, clip_high = self._clip_range
         add_policy_metrics(
             tally,
             logprobs=logprobs.detach(),

@@ -156,10 +156,10 @@ class DaemonPool:
 
     def _work(self) -> None:
         while (task := self._calls.get()) is not None:
-            settle(*task)
+            _settle(*task)
 
 
-def settle[T](future: "Future[T]", call: Callable[[], T]) -> None:
+def _settle[T](future: "Future[T]", call: Callable[[], T]) -> None:
     """Give a future the result of a call, or its exception."""
     if not future.set_running_or_notify_cancel():
         return

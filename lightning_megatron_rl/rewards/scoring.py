@@ -1,12 +1,10 @@
 """Scores samples by several rewards in parallel, each guarded, and sums them with weights."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from threading import Thread
 
 from lightning_megatron_rl.rewards.base import Reward, reward_names
-from lightning_megatron_rl.rewards.deadline import settle
+from lightning_megatron_rl.rewards.deadline import DaemonPool
 from lightning_megatron_rl.rewards.guard import guarded
 from lightning_megatron_rl.sample import Sample
 
@@ -39,11 +37,10 @@ def compute_rewards(samples: list[Sample], rewards: Sequence[Reward], weights: S
 def _at_once[T](calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return the results of calls that run at the same time, or raise the first one's exception.
 
-    Ctrl-C is answered at once, whatever hangs: a pool of threads would wait for them, here and when the process ends.
+    Ctrl-C is answered at once, whatever hangs.
     """
-    if len(calls) == 1:
-        return [calls[0]()]
-    futures: list[Future[T]] = [Future() for _ in calls]
-    for future, call in zip(futures, calls, strict=True):
-        Thread(target=settle, args=(future, call), name="rewards", daemon=True).start()
-    return [future.result() for future in futures]
+    pool = DaemonPool("rewards", len(calls))
+    try:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+    finally:
+        pool.close()

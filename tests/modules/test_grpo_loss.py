@@ -380,6 +380,17 @@ class OwnCorrection:
         return mask.to(old_logprobs.dtype) / 2
 
 
+def clipping_loss(logprobs, old_logprobs, advantages, sequences=None, clip_low=0.1, clip_high=None):
+    return own_loss(logprobs, old_logprobs, advantages, sequences)
+
+
+def test_shares_of_clipped_tokens_follow_a_loss_of_the_users_own():
+    """Where it says nothing of a clip, they are those of `ppo_clip`'s."""
+    assert GRPOLossConfig(policy_loss=own_loss).clip_range == (0.2, 0.2)
+    assert GRPOLossConfig(policy_loss=clipping_loss).clip_range == (0.1, 0.2)
+    assert GRPOLossConfig(policy_loss=clipping_loss, clip_high=0.3).clip_range == (0.1, 0.3)
+
+
 def test_functions_and_classes_of_the_users_own():
     sequences, logprobs = batch(seed=0)
     for choice in (own_loss, f"{__name__}.own_loss"):
