@@ -68,7 +68,7 @@ INNER = {
     "Response", "SequenceCost", "ShardedViews", "StreamPlan",
     "Softmax", "SyncReport", "TokenBudgetBatches", "TorchDotProductAttention", "TorchExpertLinear", "TorchNorm",
     "TorchSelfAttention", "Transcript", "UpdateParts", "WorkerProcess", "ArithmeticPairs", "ServiceReward",
-    "Deliveries", "Delivery", "Flight", "HostFacts", "News", "Place", "Server",
+    "DaemonPool", "Deliveries", "Delivery", "Flight", "HostFacts", "News", "Place", "Server",
     "MicroBatch", "TokenSequence", "Turn", "BatchCounts", "CheckpointLayout", "Generation", "PushReport",
 }  # fmt: skip
 
