@@ -87,6 +87,7 @@ def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, 
     assert message in json.loads((tmp_path / "sft" / "run.json").read_text())["ending"]
 
 
+@pytest.mark.slow
 def test_a_directory_that_takes_no_log_is_one_line(qwen3_dir, tmp_path):
     """Below a file, where nobody, root included, can make one."""
     config = yaml.safe_load(SFT.read_text().replace("runs/demo/model", str(qwen3_dir)))

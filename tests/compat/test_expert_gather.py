@@ -172,7 +172,7 @@ def counting(*arguments: Any, **options: Any) -> tuple[Run, dict[str, int]]:
             setattr(expert_gather, name, original)
 
 
-@pytest.mark.parametrize("name", RECOMPUTES)
+@pytest.mark.parametrize("name", by_default(["full", "moe", "two layers at once"], RECOMPUTES))
 def test_recomputed_layers_gather_again(worker_pool, qwen3_moe_dir, reference, name):
     """What experts return is added up again only where a layer behind it in the same recomputation needs it.
 
