@@ -149,7 +149,7 @@ def _processes() -> set[psutil.Process]:
 
 
 def _read(path: str) -> bytes:
-    """A short file of /proc: two of these for each process and test, and `Path.read_bytes` takes four times as long."""
+    """A short file of /proc; each test reads two for each process, and `Path.read_text` takes four times as long."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, 4096)

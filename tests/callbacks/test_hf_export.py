@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from tests.distributed import WorkerError
+from tests.full_disk import files_of_at_most
 from tests.modules.runs import fit_grpo
 from tests.notices import LOGGER, Keeps
 from tests.strategy.test_megatron import LAYOUTS
@@ -193,14 +194,8 @@ class SmallFiles(Callback):
         original = pl_module.save_pretrained
 
         def save(directory: Path, *arguments: Any) -> None:
-            import resource
-
-            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-            try:
+            with files_of_at_most(100_000):
                 original(directory, *arguments)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
         pl_module.save_pretrained = save
 

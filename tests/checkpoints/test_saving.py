@@ -3,7 +3,7 @@
 import datetime
 import random
 import re
-import resource
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.utilities import notices
+from tests.full_disk import files_of_at_most
 from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -141,15 +142,11 @@ def save_into_a_full_disk(model: Path, directory: Path, strategy: dict[str, Any]
     path = directory / "good.ckpt"
     trainer.save_checkpoint(path)
     (path / "mark").write_text("of the first save")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if trainer.global_rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        trainer.save_checkpoint(path)
+        with files_of_at_most(100) if trainer.global_rank == 1 else nullcontext():
+            trainer.save_checkpoint(path)
     except BaseException as error:  # torch's CheckpointException is no Exception
         return f"{type(error).__name__}: {error}"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     raise AssertionError("the save was not interrupted")
 
 

@@ -1,5 +1,6 @@
 """Functions that the tests of this folder run on gloo workers; each returns plain data or CPU tensors."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,6 +8,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.full_disk import files_of_at_most
 
 CPU = torch.device("cpu")
 
@@ -262,25 +265,17 @@ def save_under_layout(directory: str, target: str, tp: int, pp: int, **options: 
 def save_until_files_are_too_large(directory: str, target: str, limit: int) -> tuple[str, list[str]]:
     """The error that each rank gets when rank 0 cannot write more than `limit` bytes in a file, and what is left."""
     import os
-    import resource
-    import signal
 
     import torch.distributed as dist
 
     start_megatron(dist.get_world_size())
     model, chunks = build(directory)
-    if dist.get_rank() == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     message = "no error"
     try:
-        model.save_pretrained(chunks, target, max_shard_size=100_000)
+        with files_of_at_most(limit) if dist.get_rank() == 0 else nullcontext():
+            model.save_pretrained(chunks, target, max_shard_size=100_000)
     except ValueError as error:
         message = str(error)
-    finally:
-        if dist.get_rank() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return message, os.listdir(Path(target).parent)
 
 

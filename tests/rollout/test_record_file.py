@@ -1,7 +1,6 @@
 """Lines by step: a resumed run continues its file, another run gets its own, a limit is kept."""
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Prompt, Sample
+from tests.full_disk import files_of_at_most
 
 
 def line(step: int, run: str) -> str:
@@ -71,13 +71,9 @@ def test_the_size_is_kept_and_what_is_left_out_is_known(tmp_path, resumes):
 def test_a_full_disk_names_the_file_and_leaves_no_half_line(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     file = write(path, "a", range(1, 3))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*rollouts\.jsonl'"):
-            file.append([line(3, "a")] * 2, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = pytest.raises(OSError, match=r"File too large: '.*rollouts\.jsonl'")
+    with files_of_at_most(path.stat().st_size + 100), refused:
+        file.append([line(3, "a")] * 2, 3)
     assert steps(path) == [1, 1, 2, 2]
     file.append([line(3, "a")], 3)  # there is room again
     assert steps(path) == [1, 1, 2, 2, 3]

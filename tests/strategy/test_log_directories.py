@@ -1,7 +1,6 @@
 """No run deletes or overwrites what another has logged; a resumed run continues its log, at the same steps."""
 
 import csv
-import resource
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_megatron_rl.compat.csv_logger import AppendingWriter
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities.files import Lock
+from tests.full_disk import files_of_at_most
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
 
 
@@ -175,14 +175,9 @@ def test_a_new_column_on_a_full_disk_loses_no_row(tmp_path):
         writer.log_metrics({"loss": 0.5}, step)
     writer.save()
     written = (tmp_path / "metrics.csv").read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     writer.log_metrics({"val/loss": 0.25}, 50)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            writer.save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
+        writer.save()
     assert (tmp_path / "metrics.csv").read_bytes() == written
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
     writer.save()  # there is room again
@@ -199,13 +194,8 @@ def test_rows_for_which_there_is_no_room_are_not_there_in_part(tmp_path, begun):
         writer.save()
     for step in range(1, 30):
         writer.log_metrics({"loss": 0.5}, step)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*metrics\.csv'"):
-            writer.save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(100), pytest.raises(OSError, match=r"File too large: '.*metrics\.csv'"):
+        writer.save()
     if begun:
         assert len(rows(tmp_path)) == 1
     writer.save()

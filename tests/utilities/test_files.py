@@ -1,7 +1,6 @@
 """Locks tell who lives; a destination is tried without a trace."""
 
 import os
-import resource
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lightning_megatron_rl.utilities.files import (
     numbered,
     write_whole,
 )
+from tests.full_disk import files_of_at_most
 
 
 def held(path: Path) -> bool | None:
@@ -162,13 +162,8 @@ def test_nothing_is_left_of_a_file_for_which_there_is_no_room(tmp_path):
     """And what was there stays."""
     place = tmp_path / "report.html"
     write_whole(place, "the first")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_whole(place, "the second " * 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
+        write_whole(place, "the second " * 100)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"report.html": "the first"}
     write_whole(place, "half of a character: \ud800", errors="backslashreplace")
     assert place.read_text() == "half of a character: \\ud800"
