@@ -61,7 +61,7 @@ def _long_tail(results: Path) -> Iterator[Row]:
                 "trl": None if bound else _rate(result["peers"].get("trl, two GPUs" if two else "trl")),
                 "verl": _rate(result["peers"].get(verl)) if apart or not two else None,
             }
-            if two and not any(theirs.values()):
+            if not any(theirs.values()):
                 continue
             told = f"bound of staleness {bound}{row.get('sampler', '')}" if bound else "synchronous"
             gpus = f"two {_short(result['device'])}s" if two else _short(result["device"])

@@ -37,6 +37,7 @@ LIBRARY_VARIABLES = {  # set by pytest, by this plugin, or by libraries always t
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
+    "NVTE_CUDA_INCLUDE_DIR",
     "PYTEST_CURRENT_TEST",
     "PYTEST_POLICING_RUN",
     "TORCHINDUCTOR_CACHE_DIR",

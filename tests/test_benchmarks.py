@@ -210,14 +210,16 @@ def test_tables_in_the_documents_are_those_of_the_results(document):
 
 def test_goals_are_reached_or_missed(tmp_path):
     """Without rounding: 9.96 is not 10."""
-    for name, share, peer in (("a", 0.6, 10.0), ("b", 0.5999, 10.04)):
+    layout = "world 2 = tp 2 x pp 1"
+    for name, share, peer in (("a", 0.6, 10.0), ("b", 0.5999, 10.04), ("0.6b", 0.4, 10.0)):
         rates = {"ours": {"share_of_limit": share, "gb_per_s": 100.0}, "trl": {"gb_per_s": peer}}
-        result = {"device": "NVIDIA X9 GPU", "ours": {"shape": name}, "rates": rates}
+        result = {"device": "NVIDIA X9 GPU", "ours": {"shape": name, "layout": layout if name == "0.6b" else ""}, "rates": rates}
         (tmp_path / f"weight_sync_{name}.json").write_text(json.dumps(result))
     lines = tables.goals(tmp_path).splitlines()
     assert lines[2] == "| B1, share of the limit | 60 % | 60.0% (a, X9) | 60.0% (b, X9) |"
-    assert lines[3] == "| B1, rate over TRL's | 10 | 10.00 (a, X9) | 9.96 (b, X9) |"
-    assert lines[4].endswith("| 35 % | – | – |")
+    assert lines[3] == "| B1, share of the limit at 0.6b, TP 2 | 40 % | 40.0% (0.6b, X9, tp 2) | – |"
+    assert lines[4] == "| B1, rate over TRL's | 10 | 10.00 (0.6b, X9, tp 2); 10.00 (a, X9) | 9.96 (b, X9) |"
+    assert lines[5].endswith("| 35 % | – | – |")
 
 
 def test_curves_from_the_same_weights_are_compared(tmp_path):
