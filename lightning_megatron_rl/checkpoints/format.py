@@ -10,6 +10,7 @@ On disk::
       hf/             of modules: the Hugging Face model without its weights, which a conversion needs
 """
 
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +80,7 @@ class PendingCheckpoint:
 
     Raises:
         OSError: The directory cannot be written, or has too little room, on every rank.
-        ValueError: What is at `path` is no checkpoint, on every rank.
+        ValueError: What is at `path` is no checkpoint, or part of `trainer_state` cannot be pickled, on every rank.
     """
 
     def __init__(
@@ -112,14 +113,18 @@ class PendingCheckpoint:
             self._partial = run_on_rank_zero(prepare)
             if isinstance(sharded, dict):
                 self._staged = (stage or partial(_stage, copy=later))(sharded, self._partial / SHARDED)
-            self._rng_state = _serialized(rng_state())
-            self._trainer_state = _serialized(trainer_state) if dist.get_rank() == 0 else b""
-            self._check_room()
+            self._check_room(run_on_all_ranks(partial(self._pack, trainer_state)))
 
-    def _check_room(self) -> None:
-        own = sum(len(content) for content in self._beside.values()) if dist.get_rank() == 0 else 0
+    def _pack(self, trainer_state: dict[str, Any]) -> int:
+        """Keep the states of this moment as bytes; return how many bytes this rank will write."""
+        first = dist.get_rank() == 0
+        self._rng_state = _serialized(rng_state())
+        self._trainer_state = _serialized(trainer_state) if first else b""
+        own = sum(len(content) for content in self._beside.values()) if first else 0
         own += self._staged.num_bytes if self._staged is not None else 0
-        sizes = run_on_all_ranks(lambda: own + len(self._rng_state) + len(self._trainer_state))
+        return own + len(self._rng_state) + len(self._trainer_state)
+
+    def _check_room(self, sizes: list[int]) -> None:
         needed = sum(sizes) + _SMALL_FILES
 
         def check() -> None:
@@ -229,9 +234,30 @@ def _stage(sharded: dict[str, Any], directory: Path, *, copy: bool) -> "StagedSh
 
 
 def _serialized(state: dict[str, Any]) -> bytes:
+    try:
+        return _pickled(state)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the run's state cannot be written to a checkpoint: {_unpicklable(state)} ({error}). Leave it out of the"
+            " state_dict() or on_save_checkpoint() that gave it, or give it as plain data: numbers, strings, tensors,"
+            " lists and dicts of them."
+        ) from error
+
+
+def _pickled(value: Any) -> bytes:
     stream = BytesIO()
-    torch.save(state, stream)
+    torch.save(value, stream)
     return stream.getvalue()
+
+
+def _unpicklable(value: Any, place: str = "") -> str:
+    """Return the keys that lead to what cannot be pickled, and its type."""
+    for key, part in value.items() if isinstance(value, dict) else ():
+        try:
+            _pickled(part)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return _unpicklable(part, f"{place}[{key!r}]")
+    return f"{place} is of type {type(value).__name__}, which pickle refuses"
 
 
 def _write(file: Path, content: bytes) -> FileRecord:

@@ -320,6 +320,30 @@ def test_weights_only_false_trusts_a_checkpoint(worker_pool, qwen3_dir, tmp_path
     assert found[2] == {"when": datetime.timedelta(seconds=3)}
 
 
+class NoPlainFunction(pl.Callback):
+    """Its state cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3, "later": [lambda: 0]}
+
+
+def save_what_cannot_be_pickled(model: Path, directory: Path, world_size: int) -> str:
+    trainer = make_trainer({}, world_size, max_steps=1, callbacks=[NoPlainFunction()])
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(4), 4))
+    with pytest.raises(ValueError, match="cannot be written to a checkpoint") as error:
+        trainer.save_checkpoint(directory / "function.ckpt")
+    return str(error.value)
+
+
+def test_state_that_cannot_be_pickled_is_named_on_every_rank(worker_pool, qwen3_dir, tmp_path):
+    """Rank 0 alone writes it: the other would wait."""
+    arguments = (save_what_cannot_be_pickled, qwen3_dir, tmp_path, 2)
+    for message in worker_pool.run(*arguments, world_size=2, init_process_group=False):
+        assert "['callbacks']['NoPlainFunction']['later'] is of type list" in message
+        assert "Leave it out of the state_dict()" in message
+    assert not list(tmp_path.iterdir())
+
+
 def save_to_urls(model: Path, directory: Path, world_size: int) -> dict[str, str]:
     """The refusals of URLs wherever a checkpoint's place can be given."""
     trainer = make_trainer({}, world_size, max_steps=1)
