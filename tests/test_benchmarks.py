@@ -213,7 +213,8 @@ def test_goals_are_reached_or_missed(tmp_path):
     layout = "world 2 = tp 2 x pp 1"
     for name, share, peer in (("a", 0.6, 10.0), ("b", 0.5999, 10.04), ("0.6b", 0.4, 10.0)):
         rates = {"ours": {"share_of_limit": share, "gb_per_s": 100.0}, "trl": {"gb_per_s": peer}}
-        result = {"device": "NVIDIA X9 GPU", "ours": {"shape": name, "layout": layout if name == "0.6b" else ""}, "rates": rates}
+        ours = {"shape": name, "layout": layout if name == "0.6b" else ""}
+        result = {"device": "NVIDIA X9 GPU", "ours": ours, "rates": rates}
         (tmp_path / f"weight_sync_{name}.json").write_text(json.dumps(result))
     lines = tables.goals(tmp_path).splitlines()
     assert lines[2] == "| B1, share of the limit | 60 % | 60.0% (a, X9) | 60.0% (b, X9) |"
