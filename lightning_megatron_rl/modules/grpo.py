@@ -223,7 +223,7 @@ class GRPOModule(PolicyModule):
         if self.sampler.engine is not self.engine:  # it was replaced
             self.sampler = Sampler(self, self.engine, self.streamed)
         if stage == "fit":
-            self.backlog.load([])
+            self.backlog.begin_fit(self)
             if self.streamed is not None:
                 self.streamed.prepare(self)
             if self.batch_parts > 1:

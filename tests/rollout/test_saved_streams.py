@@ -24,7 +24,7 @@ def test_a_saved_stream_goes_on_where_it_was(streaming, tokenizer):
     first = stream.next_batch(prompts, harness.version)
     stream.put_away()
     state = stream.state()
-    stream.close()
+    assert stream.close() == state
 
     resumed = make_stream(harness, tokenizer, 2, background=False, in_flight=4)
     resumed.load_state(state, {prompt.index: prompt for prompt in prompts})
