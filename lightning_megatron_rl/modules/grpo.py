@@ -33,6 +33,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
     add_staleness_metrics,
     check_batch_arithmetic,
     check_split,
+    check_training_sampling,
     join_rollouts,
     to_sequence,
 )
@@ -63,16 +64,9 @@ from lightning_megatron_rl.utilities.seeds import run_seed
 _RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 
 # attributes that a run takes over once, when it begins, and those of which a stream is made besides
-_OF_THE_START = (
-    "engine",
-    "environment",
-    "episodes",
-    "loss_config",
-    "max_failed_rollouts",
-    "reference_settings",
-    "rewards",
-)
+_OF_THE_START = ("engine", "environment", "episodes", "max_failed_rollouts", "rewards")
 _OF_A_STREAM = ("dynamic_sampling", "num_generations", "sampling")
+_OF_THE_MODULE = ("loss_config", "reference_settings")  # what a module makes its objective of when it is made
 
 
 class GRPOModule(PolicyModule):
@@ -160,9 +154,7 @@ class GRPOModule(PolicyModule):
         self.num_generations = num_generations
         self.updates_per_rollout = updates_per_rollout
         self.sampling = sampling
-        self.validation_sampling = validation_sampling or SamplingParams(
-            temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop
-        )
+        self.validation_sampling = validation_sampling or replace(sampling, temperature=0.0)
         self.temperature = sampling.temperature
         self.loss_config = config
         self.loss = GRPOLoss(config, context_parallel_sum)
@@ -180,7 +172,14 @@ class GRPOModule(PolicyModule):
         self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Weigh later rewards by new `reward_weights`; refuse what would have no effect in the run that goes on."""
+        """Weigh later rewards by new `reward_weights`; refuse what cannot be trained on, or comes too late in a run."""
+        if name == "sampling":
+            check_training_sampling(value)
+        if name in _OF_THE_MODULE and name in vars(self):
+            raise ValueError(
+                f"{type(self).__name__}.{name} was set to {value!r}, but the module has made its loss and its reference"
+                f" already: give it to a new {type(self).__name__}."
+            )
         if self._is_running and (name in _OF_THE_START or (self.streamed is not None and name in _OF_A_STREAM)):
             of = "its stream" if name in _OF_A_STREAM else "the run"
             raise ValueError(

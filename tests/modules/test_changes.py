@@ -11,7 +11,10 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.streaming import StreamingSettings
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.modules.runs import fit_grpo, length, parity
 
@@ -81,6 +84,25 @@ def test_weights_and_sampling_change_at_once_and_the_rest_is_refused(worker_pool
         "GRPOModule.loss_config",
     ]
     assert "set it before" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "sampling",
+            SamplingParams(top_p=0.9),
+            "sampling.top_p=0.9, top_k=-1: .*importance ratio would be wrong",
+        ),
+        ("sampling", SamplingParams(temperature=0.0), "greedy responses to one prompt are all equal"),
+        ("loss_config", GRPOLossConfig(kl_coef=0.1), "give it to a new GRPOModule"),
+        ("reference_settings", ReferenceSettings("none"), "give it to a new GRPOModule"),
+    ],
+)
+def test_what_would_train_on_other_numbers_is_refused_also_behind_the_start(name: str, value: Any, message: str):
+    module = GRPOModule("model", [parity], engine=VLLMEngine())
+    with pytest.raises(ValueError, match=message):
+        setattr(module, name, value)
 
 
 @pytest.mark.parametrize("name", ["sampling", "num_generations", "dynamic_sampling"])
