@@ -434,9 +434,9 @@ class RolloutStream:
             if self._spares is not None:
                 self._spares.num_drawn = state.get("num_spares", 0)
             same_judges = state.get("judged_by") in (None, self._judged_by)
-            anew: list[Prompt] = []  # of groups of another size
+            anew: list[Prompt] = []  # of groups of another kind
             for saved in state["groups"]:
-                if len(saved["responses"]) != self.plan.num_generations:
+                if not self._is_of_this_kind(saved["responses"]):
                     anew.append(prompts[saved["row"]])
                     continue
                 responses = [self._load_response(response) for response in saved["responses"]]
@@ -451,11 +451,20 @@ class RolloutStream:
             self.plan.waiting.extendleft(reversed(anew))
             if anew:
                 log.warning(
-                    "the checkpoint's stream has %d groups of another number of responses than %d: they are sampled"
-                    " anew",
+                    "the checkpoint's stream has %d groups of another number of responses than %d, or of episodes where"
+                    " there is no environment, or the other way round: they are sampled anew",
                     len(anew),
                     self.plan.num_generations,
                 )
+
+    def _is_of_this_kind(self, responses: list[dict[str, Any]]) -> bool:
+        """Whether saved responses are as many as those of a group here, and episodes only if there is an environment.
+
+        An episode that is not over is saved as an empty response.
+        """
+        begun = [saved for saved in responses if saved["token_ids"] or saved["finish_reason"] is not None]
+        are_episodes = [saved.get("outcome") is not None for saved in begun]
+        return len(responses) == self.plan.num_generations and are_episodes == [self._episodes is not None] * len(begun)
 
     def _load_response(self, saved: dict[str, Any]) -> Response:
         """Return a saved response; one that is not complete and has no room left under `max_tokens` begins anew."""
