@@ -156,7 +156,7 @@ class StreamedRollouts:
                 f"streaming.in_flight={in_flight} < data.batch_size={batch_size}: a batch could never be sampled at a"
                 f" time. Set in_flight to at least {batch_size}."
             )
-        if settings.max_staleness > 1 and module.loss.config.correction is None:
+        if settings.max_staleness > 1 and module.loss.config.correction is None and not module.loss.config.bypass:
             tell_loss(
                 f"{name} without loss.correction: the policy that sampled is up to {settings.max_staleness} updates"
                 " older than the one that is trained, and nothing weighs that. On the demo's sums a bound of 8 ended at"
