@@ -384,6 +384,7 @@ class GRPOModule(PolicyModule):
     def train_in_parts(self, prompts: list[Prompt]) -> Tensor:
         """Compute the gradients of a batch part by part, each as soon as its samples are there; return its loss."""
         tally, rollouts = Tally(), list[Rollout]()
+        self.temperature = self.sampling.temperature  # as in `sample`
         config, count = self.loss.config, self.batch_parts
         parts = UpdateParts(self.strategy.root_device, count, by_tokens=config.aggregation == BY_TOKENS)
         for samples in self.sampler.sample_parts(self.backlog.take(prompts, self), self.num_generations, count):

@@ -115,3 +115,20 @@ def test_stream_keeps_what_it_was_made_of(name: str):
         setattr(module, name, getattr(module, name))
     module._trainer.state.status = TrainerStatus.INTERRUPTED  # a run that failed has no teardown of the module
     setattr(module, name, getattr(module, name))
+
+
+def test_parts_of_a_batch_are_scored_at_the_temperature_that_was_set_before_the_run(monkeypatch):
+    class FirstPartError(Exception):
+        pass
+
+    def sample_parts(*_: Any) -> Any:
+        raise FirstPartError
+
+    streaming = StreamingSettings(max_staleness=1, batch_parts=2)
+    module: Any = GRPOModule("model", [parity], engine=VLLMEngine(), streaming=streaming)
+    module.sampling = replace(module.sampling, temperature=0.5)
+    monkeypatch.setattr(GRPOModule, "strategy", SimpleNamespace(root_device="cpu"))
+    module.sampler = SimpleNamespace(sample_parts=sample_parts)
+    with pytest.raises(FirstPartError):
+        module.train_in_parts([])
+    assert module.temperature == 0.5
