@@ -107,7 +107,7 @@ class StreamedRollouts:
         self._module: GRPOModule | None = None
         self._stream: RolloutStream | None = None  # of the leader, once it has sampled
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the stream is opened
-        self._left: str | None = None  # of this leader's stream, when a fit ended: the Trainer may go on with it
+        self._left: RolloutStream | None = None  # of this leader, whose fit has ended: the Trainer may go on with it
         self._run: Any = None  # the Trainer and the data module that it is of
         self._in_background = False
 
@@ -274,7 +274,7 @@ class StreamedRollouts:
             arrive=None if self._in_background else replica.arrive,
             judged_by=judged_by,
         )
-        state = divide_states(self._saved, replicas)[data_parallel_rank()] if self._saved else self._left
+        state = divide_states(self._saved, replicas)[data_parallel_rank()] if self._saved else self.state()
         if state is not None:
             stream.load_state(state, {prompt.index: prompt for prompt in data.train_items})
         self._saved, self._left = [], None
@@ -323,12 +323,14 @@ class StreamedRollouts:
             engine_ends: As in `RolloutStream.close`.
         """
         if self._stream is not None:
-            self._left = self._stream.close(engine_ends=engine_ends)
+            self._left = self._stream if self._stream.close(engine_ends=engine_ends) else None
             self._stream = None
 
     def state(self) -> str | None:
         """Return what is under way in this replica; None on ranks that do not lead one, or if nothing was sampled."""
-        return self._left if self._stream is None else self._stream.state()
+        if self._stream is not None:
+            return self._stream.state()
+        return None if self._left is None else self._left.known_state()
 
     def load(self, states: list[str]) -> None:
         """Go on from a checkpoint's streams, one of each replica, when the stream is opened."""

@@ -330,8 +330,8 @@ class RolloutStream:
                 self._add(self._engine.withdraw())
             self._names.clear()
 
-    def close(self, *, engine_ends: bool = False) -> str | None:
-        """End the threads; return what `state` does, as far as it is known, or None if a thread hangs in a call.
+    def close(self, *, engine_ends: bool = False) -> bool:
+        """End the threads; return whether `known_state` will stay as it is: False if a thread hangs in a call.
 
         Args:
             engine_ends: The engine is closed next, or cannot be asked for anything: it keeps what it has until then.
@@ -349,7 +349,7 @@ class RolloutStream:
             self._episodes.close()
         if self.plan.ready or self.plan.under_way:
             log.info("the stream of rollouts ends with %s", self.plan.describe())
-        return None if hangs else self._known_state()
+        return not hangs
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -384,9 +384,10 @@ class RolloutStream:
                 self._names.clear()
             except WeightsLostError:  # what is known of them is saved; they go on when it has weights again
                 pass
-            return self._known_state()
+            return self.known_state()
 
-    def _known_state(self) -> str:
+    def known_state(self) -> str:
+        """Return what `state` does, without asking the engine."""
         ready = {group.number for group in self.plan.ready}
         groups = [
             {
