@@ -350,6 +350,13 @@ class GRPOModule(PolicyModule):
 
     # ---- training --------------------------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Count the prompts that the step trains on; those that are read may be of later steps."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.streamed is not None or not self.backlog.is_empty:
+            replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+            self._num_rows = self.trainer.datamodule.batch_size // replicas  # type: ignore[attr-defined]
+
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
         check_batch(self, prompts, Prompt, PromptDataModule)

@@ -1,4 +1,7 @@
-"""A stream behind the end of a fit: a checkpoint that is saved then, and a fit of the same Trainer, go on with it."""
+"""A stream behind the end of a fit: a checkpoint that is saved then, and a fit of the same Trainer, go on with it.
+
+And what a user logs while batches of prompts are read ahead.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from lightning_megatron_rl.rollout import SamplingParams
 from tests.module_options import nested
 from tests.modules.kept_engine import kept_engine
 from tests.modules.runs import length
+from tests.modules.test_rows import UsersCallback
 from tests.modules.test_streaming import ALONE, BATCH, ROWS, Used, write_rows
 from tests.training import make_trainer
 
@@ -71,3 +75,17 @@ def test_no_prompt_is_lost_and_none_comes_again(found, how):
     assert len(used) == ALL
     assert sorted(row for step in used for row in step) == list(range(ROWS))
     assert max(ages) <= BOUND
+
+
+def logged_mean(model: Path, rows: Path) -> float:
+    trainer, module, data, _ = run_of(model, rows, BOUND, ALL)
+    trainer.callbacks.append(UsersCallback())
+    trainer.fit(module, data)
+    return float(trainer.callback_metrics["mine"])
+
+
+def test_means_of_an_epoch_are_over_the_prompts_of_each_step(worker_pool, qwen3_dir, tmp_path):
+    """The first batch of a stream brings those of later ones, and the last ones bring none."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    (mean,) = worker_pool.run(logged_mean, qwen3_dir, rows, world_size=1, **ALONE)
+    assert mean == pytest.approx(sum(range(ALL)) / ALL)
