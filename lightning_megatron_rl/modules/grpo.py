@@ -353,9 +353,15 @@ class GRPOModule(PolicyModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Count the prompts that the step trains on; those that are read may be of later steps."""
         super().on_train_batch_start(batch, batch_idx)
-        if self.streamed is not None or not self.backlog.is_empty:
-            replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
-            self._num_rows = self.trainer.datamodule.batch_size // replicas  # type: ignore[attr-defined]
+        if self._num_rows is not None:
+            self._num_rows = max(1, self._num_prompts(batch))
+
+    def _num_prompts(self, batch: list[Prompt]) -> int:
+        """Return how many prompts of this replica a step trains on, whatever is read with it."""
+        if self.streamed is None and self.backlog.is_empty:
+            return len(batch)
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        return int(self.trainer.datamodule.batch_size // replicas)  # type: ignore[attr-defined]
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
@@ -475,9 +481,7 @@ class GRPOModule(PolicyModule):
         """Return the arithmetic of a rollout, for the table at start."""
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         group, updates = self.num_generations, self.updates_per_rollout
-        mine = len(batch)
-        if self.streamed is not None:  # the first batch brings prompts of later ones
-            mine = self.trainer.datamodule.batch_size // replicas  # type: ignore[attr-defined]
+        mine = self._num_prompts(batch)
         prompts = mine * replicas
         turns = f"at most {self.episodes.max_turns} turns, {self.sampling.max_tokens} tokens in all of them"
         return [

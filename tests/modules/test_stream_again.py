@@ -54,7 +54,7 @@ def fits(model: Path, rows: Path, checkpoint: Path) -> dict[str, tuple[list[list
     trainer, module, data, used = run_of(model, rows, BOUND, ALL)
     trainer.fit(module, data, ckpt_path=checkpoint)
     found["checkpoint"] = (begun + used.rows, used.ages)
-    trainer, module, data, used = run_of(model, rows, 0, FIRST + 1)
+    trainer, module, data, used = run_of(model, rows, 0, ALL - 1)
     trainer.fit(module, data, ckpt_path=checkpoint)
     trainer.fit_loop.epoch_loop.max_steps = ALL
     trainer.fit(module, data)
