@@ -33,6 +33,7 @@ from lightning_megatron_rl.modules.rollout_batch import (
     add_staleness_metrics,
     check_batch_arithmetic,
     check_split,
+    check_training_sampling,
     join_rollouts,
     to_sequence,
 )
@@ -63,16 +64,9 @@ from lightning_megatron_rl.utilities.seeds import run_seed
 _RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 
 # attributes that a run takes over once, when it begins, and those of which a stream is made besides
-_OF_THE_START = (
-    "engine",
-    "environment",
-    "episodes",
-    "loss_config",
-    "max_failed_rollouts",
-    "reference_settings",
-    "rewards",
-)
+_OF_THE_START = ("engine", "environment", "episodes", "max_failed_rollouts", "rewards")
 _OF_A_STREAM = ("dynamic_sampling", "num_generations", "sampling")
+_OF_THE_MODULE = ("loss_config", "reference_settings")  # what a module makes its objective of when it is made
 
 
 class GRPOModule(PolicyModule):
@@ -160,9 +154,7 @@ class GRPOModule(PolicyModule):
         self.num_generations = num_generations
         self.updates_per_rollout = updates_per_rollout
         self.sampling = sampling
-        self.validation_sampling = validation_sampling or SamplingParams(
-            temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop
-        )
+        self.validation_sampling = validation_sampling or replace(sampling, temperature=0.0)
         self.temperature = sampling.temperature
         self.loss_config = config
         self.loss = GRPOLoss(config, context_parallel_sum)
@@ -180,7 +172,14 @@ class GRPOModule(PolicyModule):
         self.evaluation = Evaluation(evaluation or EvaluationSettings(), has_episodes=environment is not None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Weigh later rewards by new `reward_weights`; refuse what would have no effect in the run that goes on."""
+        """Weigh later rewards by new `reward_weights`; refuse what cannot be trained on, or comes too late in a run."""
+        if name == "sampling":
+            check_training_sampling(value)
+        if name in _OF_THE_MODULE and name in vars(self):
+            raise ValueError(
+                f"{type(self).__name__}.{name} was set to {value!r}, but the module has made its loss and its reference"
+                f" already: give it to a new {type(self).__name__}."
+            )
         if self._is_running and (name in _OF_THE_START or (self.streamed is not None and name in _OF_A_STREAM)):
             of = "its stream" if name in _OF_A_STREAM else "the run"
             raise ValueError(
@@ -223,7 +222,7 @@ class GRPOModule(PolicyModule):
         if self.sampler.engine is not self.engine:  # it was replaced
             self.sampler = Sampler(self, self.engine, self.streamed)
         if stage == "fit":
-            self.backlog.load([])
+            self.backlog.begin_fit(self)
             if self.streamed is not None:
                 self.streamed.prepare(self)
             if self.batch_parts > 1:
@@ -351,6 +350,19 @@ class GRPOModule(PolicyModule):
 
     # ---- training --------------------------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Count the prompts that the step trains on; those that are read may be of later steps."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._num_rows is not None:
+            self._num_rows = max(1, self._num_prompts(batch))
+
+    def _num_prompts(self, batch: list[Prompt]) -> int:
+        """Return how many prompts of this replica a step trains on, whatever is read with it."""
+        if self.streamed is None and self.backlog.is_empty:
+            return len(batch)
+        replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
+        return int(self.trainer.datamodule.batch_size // replicas)  # type: ignore[attr-defined]
+
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
         check_batch(self, prompts, Prompt, PromptDataModule)
@@ -385,6 +397,7 @@ class GRPOModule(PolicyModule):
     def train_in_parts(self, prompts: list[Prompt]) -> Tensor:
         """Compute the gradients of a batch part by part, each as soon as its samples are there; return its loss."""
         tally, rollouts = Tally(), list[Rollout]()
+        self.temperature = self.sampling.temperature  # as in `sample`
         config, count = self.loss.config, self.batch_parts
         parts = UpdateParts(self.strategy.root_device, count, by_tokens=config.aggregation == BY_TOKENS)
         for samples in self.sampler.sample_parts(self.backlog.take(prompts, self), self.num_generations, count):
@@ -468,9 +481,7 @@ class GRPOModule(PolicyModule):
         """Return the arithmetic of a rollout, for the table at start."""
         replicas = self.strategy.layout.data_parallel_size(self.trainer.world_size)
         group, updates = self.num_generations, self.updates_per_rollout
-        mine = len(batch)
-        if self.streamed is not None:  # the first batch brings prompts of later ones
-            mine = self.trainer.datamodule.batch_size // replicas  # type: ignore[attr-defined]
+        mine = self._num_prompts(batch)
         prompts = mine * replicas
         turns = f"at most {self.episodes.max_turns} turns, {self.sampling.max_tokens} tokens in all of them"
         return [

@@ -289,6 +289,15 @@ def check_batch_arithmetic(
         )
     if rewards or reward_weights or not has_environment:
         reward_names(rewards, reward_weights)
+    check_training_sampling(sampling)
+
+
+def check_training_sampling(sampling: SamplingParams) -> None:
+    """Refuse to train on responses that do not differ, or that are drawn from what the trainer does not score.
+
+    Raises:
+        ValueError: With the value, why, and the remedy.
+    """
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0: greedy responses to one prompt are all equal. Use e.g. 1.0.")
     if sampling.top_p < 1 or sampling.top_k != -1:

@@ -107,6 +107,8 @@ class StreamedRollouts:
         self._module: GRPOModule | None = None
         self._stream: RolloutStream | None = None  # of the leader, once it has sampled
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the stream is opened
+        self._left: RolloutStream | None = None  # of this leader, whose fit has ended: the Trainer may go on with it
+        self._run: Any = None  # the Trainer and the data module that it is of
         self._in_background = False
 
     def prepare(self, module: "GRPOModule") -> None:
@@ -116,7 +118,9 @@ class StreamedRollouts:
             ValueError: It cannot, with what would change that.
         """
         settings, engine = self.settings, module.engine
-        self._module, self._saved = module, []
+        if not is_same_run(self._run, module):
+            self._saved, self._left = [], None
+        self._module, self._run = module, run_of(module)
         name = f"streaming.max_staleness={settings.max_staleness}"
         if not engine.streams:
             raise ValueError(
@@ -152,7 +156,7 @@ class StreamedRollouts:
                 f"streaming.in_flight={in_flight} < data.batch_size={batch_size}: a batch could never be sampled at a"
                 f" time. Set in_flight to at least {batch_size}."
             )
-        if settings.max_staleness > 1 and module.loss.config.correction is None:
+        if settings.max_staleness > 1 and module.loss.config.correction is None and not module.loss.config.bypass:
             tell_loss(
                 f"{name} without loss.correction: the policy that sampled is up to {settings.max_staleness} updates"
                 " older than the one that is trained, and nothing weighs that. On the demo's sums a bound of 8 ended at"
@@ -270,10 +274,10 @@ class StreamedRollouts:
             arrive=None if self._in_background else replica.arrive,
             judged_by=judged_by,
         )
-        if self._saved:
-            mine = divide_states(self._saved, replicas)[data_parallel_rank()]
-            stream.load_state(mine, {prompt.index: prompt for prompt in data.train_items})
-            self._saved = []
+        state = divide_states(self._saved, replicas)[data_parallel_rank()] if self._saved else self.state()
+        if state is not None:
+            stream.load_state(state, {prompt.index: prompt for prompt in data.train_items})
+        self._saved, self._left = [], None
         return stream
 
     def _spares(self, data: PromptDataModule, batch_size: int, replicas: int) -> SparePrompts | None:
@@ -313,23 +317,25 @@ class StreamedRollouts:
             self.put_away()
 
     def close(self, *, engine_ends: bool = False) -> None:
-        """End the stream; what is under way is lost unless it is in a checkpoint.
+        """End the stream; the next fit of the same Trainer goes on with what is under way.
 
         Args:
             engine_ends: As in `RolloutStream.close`.
         """
         if self._stream is not None:
-            self._stream.close(engine_ends=engine_ends)
+            self._left = self._stream if self._stream.close(engine_ends=engine_ends) else None
             self._stream = None
 
     def state(self) -> str | None:
         """Return what is under way in this replica; None on ranks that do not lead one, or if nothing was sampled."""
-        return None if self._stream is None else self._stream.state()
+        if self._stream is not None:
+            return self._stream.state()
+        return None if self._left is None else self._left.known_state()
 
     def load(self, states: list[str]) -> None:
         """Go on from a checkpoint's streams, one of each replica, when the stream is opened."""
         self.close()
-        self._saved = states
+        self._saved, self._left = states, None
 
     @property
     def not_yet_opened(self) -> list[str]:
@@ -346,7 +352,14 @@ class Backlog:
     def __init__(self) -> None:
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the first batch
         self._waiting: deque[Prompt] = deque()
+        self._run: Any = None  # the Trainer and the data module that they are of
         self._is_leader = False
+
+    def begin_fit(self, module: "GRPOModule") -> None:
+        """Begin without prompts, unless the same Trainer goes on."""
+        if not is_same_run(self._run, module):
+            self.load([])
+        self._run = run_of(module)
 
     def load(self, states: list[str]) -> None:
         """Take what the streams of a checkpoint had read."""
@@ -387,6 +400,16 @@ class Backlog:
     def not_yet_opened(self) -> list[str]:
         """The states of a checkpoint, before the first batch."""
         return self._saved
+
+
+def run_of(module: "GRPOModule") -> tuple[Any, Any]:
+    """Return the Trainer and the data module of a fit: with both the loader goes on where it was."""
+    return module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
+
+
+def is_same_run(run: tuple[Any, Any] | None, module: "GRPOModule") -> bool:
+    """Whether a fit goes on with what another one had read."""
+    return run is not None and all(old is new for old, new in zip(run, run_of(module), strict=True))
 
 
 def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts | Backlog) -> None:

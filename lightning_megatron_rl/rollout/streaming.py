@@ -330,25 +330,26 @@ class RolloutStream:
                 self._add(self._engine.withdraw())
             self._names.clear()
 
-    def close(self, *, engine_ends: bool = False) -> None:
-        """End the threads. What is under way is lost, unless `state` was asked before.
+    def close(self, *, engine_ends: bool = False) -> bool:
+        """End the threads; return whether `known_state` will stay as it is: False if a thread hangs in a call.
 
         Args:
             engine_ends: The engine is closed next, or cannot be asked for anything: it keeps what it has until then.
         """
-        self._ended = True
+        self._ended, hangs = True, False
         if self._thread is not None:
             self._thread.join(timeout=END_S)  # longer only within a call that the engine's `close` cuts off
-            engine_ends = engine_ends or self._thread.is_alive()
+            hangs = self._thread.is_alive()
             self._thread = None
-        if not engine_ends:
+        if not engine_ends and not hangs:
             with suppress(RuntimeError):  # it has lost everything, or says so when it is needed again
-                self._engine.withdraw()
+                self._add(self._engine.withdraw())
         self._judge.close()
         if self._episodes is not None:
             self._episodes.close()
         if self.plan.ready or self.plan.under_way:
             log.info("the stream of rollouts ends with %s", self.plan.describe())
+        return not hangs
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -383,31 +384,35 @@ class RolloutStream:
                 self._names.clear()
             except WeightsLostError:  # what is known of them is saved; they go on when it has weights again
                 pass
-            ready = {group.number for group in self.plan.ready}
-            groups = [
-                {
-                    "number": group.number,
-                    "row": group.prompt.index,
-                    "born": group.born,
-                    "responses": [
-                        asdict(response if self._episodes is None or response.finish_reason else Response())
-                        for response in group.responses
-                    ],
-                    "rewards": [
-                        {"rewards": s.rewards, "reward": s.reward, "errors": s.reward_errors} for s in group.samples
-                    ]
-                    if group.number in ready
-                    else None,
-                }
-                for group in sorted([*self.plan.ready, *self.plan.under_way.values()], key=lambda group: group.number)
-            ]
-            waiting = [prompt.index for prompt in self.plan.waiting]
-            counts = {
-                "num_born": self.plan.num_born,
-                "num_spares": 0 if self._spares is None else self._spares.num_drawn,
-                "judged_by": self._judged_by,
+            return self.known_state()
+
+    def known_state(self) -> str:
+        """Return what `state` does, without asking the engine."""
+        ready = {group.number for group in self.plan.ready}
+        groups = [
+            {
+                "number": group.number,
+                "row": group.prompt.index,
+                "born": group.born,
+                "responses": [
+                    asdict(response if self._episodes is None or response.finish_reason else Response())
+                    for response in group.responses
+                ],
+                "rewards": [
+                    {"rewards": s.rewards, "reward": s.reward, "errors": s.reward_errors} for s in group.samples
+                ]
+                if group.number in ready
+                else None,
             }
-            return json.dumps({"waiting": waiting, "groups": groups, **counts})
+            for group in sorted([*self.plan.ready, *self.plan.under_way.values()], key=lambda group: group.number)
+        ]
+        waiting = [prompt.index for prompt in self.plan.waiting]
+        counts = {
+            "num_born": self.plan.num_born,
+            "num_spares": 0 if self._spares is None else self._spares.num_drawn,
+            "judged_by": self._judged_by,
+        }
+        return json.dumps({"waiting": waiting, "groups": groups, **counts})
 
     def load_state(self, text: str, prompts: Mapping[int, Prompt]) -> None:
         """Go on from what `state` returned.
@@ -430,9 +435,9 @@ class RolloutStream:
             if self._spares is not None:
                 self._spares.num_drawn = state.get("num_spares", 0)
             same_judges = state.get("judged_by") in (None, self._judged_by)
-            anew: list[Prompt] = []  # of groups of another size
+            anew: list[Prompt] = []  # of groups of another kind
             for saved in state["groups"]:
-                if len(saved["responses"]) != self.plan.num_generations:
+                if not self._is_of_this_kind(saved["responses"]):
                     anew.append(prompts[saved["row"]])
                     continue
                 responses = [self._load_response(response) for response in saved["responses"]]
@@ -447,11 +452,20 @@ class RolloutStream:
             self.plan.waiting.extendleft(reversed(anew))
             if anew:
                 log.warning(
-                    "the checkpoint's stream has %d groups of another number of responses than %d: they are sampled"
-                    " anew",
+                    "the checkpoint's stream has %d groups of another number of responses than %d, or of episodes where"
+                    " there is no environment, or the other way round: they are sampled anew",
                     len(anew),
                     self.plan.num_generations,
                 )
+
+    def _is_of_this_kind(self, responses: list[dict[str, Any]]) -> bool:
+        """Whether saved responses are as many as those of a group here, and episodes only if there is an environment.
+
+        An episode that is not over is saved as an empty response.
+        """
+        begun = [saved for saved in responses if saved["token_ids"] or saved["finish_reason"] is not None]
+        are_episodes = [saved.get("outcome") is not None for saved in begun]
+        return len(responses) == self.plan.num_generations and are_episodes == [self._episodes is not None] * len(begun)
 
     def _load_response(self, saved: dict[str, Any]) -> Response:
         """Return a saved response; one that is not complete and has no room left under `max_tokens` begins anew."""

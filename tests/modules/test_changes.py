@@ -11,7 +11,10 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.streaming import StreamingSettings
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.modules.runs import fit_grpo, length, parity
 
@@ -83,6 +86,25 @@ def test_weights_and_sampling_change_at_once_and_the_rest_is_refused(worker_pool
     assert "set it before" in errors[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "sampling",
+            SamplingParams(top_p=0.9),
+            "sampling.top_p=0.9, top_k=-1: .*importance ratio would be wrong",
+        ),
+        ("sampling", SamplingParams(temperature=0.0), "greedy responses to one prompt are all equal"),
+        ("loss_config", GRPOLossConfig(kl_coef=0.1), "give it to a new GRPOModule"),
+        ("reference_settings", ReferenceSettings("none"), "give it to a new GRPOModule"),
+    ],
+)
+def test_what_would_train_on_other_numbers_is_refused_also_behind_the_start(name: str, value: Any, message: str):
+    module = GRPOModule("model", [parity], engine=VLLMEngine())
+    with pytest.raises(ValueError, match=message):
+        setattr(module, name, value)
+
+
 @pytest.mark.parametrize("name", ["sampling", "num_generations", "dynamic_sampling"])
 def test_stream_keeps_what_it_was_made_of(name: str):
     module = GRPOModule("model", [parity], engine=VLLMEngine(), streaming=StreamingSettings(max_staleness=1))
@@ -93,3 +115,20 @@ def test_stream_keeps_what_it_was_made_of(name: str):
         setattr(module, name, getattr(module, name))
     module._trainer.state.status = TrainerStatus.INTERRUPTED  # a run that failed has no teardown of the module
     setattr(module, name, getattr(module, name))
+
+
+def test_parts_of_a_batch_are_scored_at_the_temperature_that_was_set_before_the_run(monkeypatch):
+    class FirstPartError(Exception):
+        pass
+
+    def sample_parts(*_: Any) -> Any:
+        raise FirstPartError
+
+    streaming = StreamingSettings(max_staleness=1, batch_parts=2)
+    module: Any = GRPOModule("model", [parity], engine=VLLMEngine(), streaming=streaming)
+    module.sampling = replace(module.sampling, temperature=0.5)
+    monkeypatch.setattr(GRPOModule, "strategy", SimpleNamespace(root_device="cpu"))
+    module.sampler = SimpleNamespace(sample_parts=sample_parts)
+    with pytest.raises(FirstPartError):
+        module.train_in_parts([])
+    assert module.temperature == 0.5

@@ -242,6 +242,12 @@ def test_settings_that_cannot_train_are_refused(options, message):
         GRPOModule(**nested({"model": "nothing", "rewards": [length], "engine": ReplayEngine(), **options}))
 
 
+def test_validation_is_greedy_and_otherwise_as_training():
+    sampling = SamplingParams(max_tokens=7, stop=("x",), ignore_eos=True)
+    module = GRPOModule("nothing", [length], engine=ReplayEngine(), sampling=sampling)
+    assert module.validation_sampling == SamplingParams(temperature=0.0, max_tokens=7, stop=("x",), ignore_eos=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

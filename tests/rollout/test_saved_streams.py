@@ -2,17 +2,19 @@
 
 import copy
 import json
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from lightning_megatron_rl.rollout import SamplingParams
+from lightning_megatron_rl.rollout.episodes import add_episode_rewards
 from lightning_megatron_rl.rollout.protocol import WeightsLostError
 from lightning_megatron_rl.rollout.stream import StreamPlan
 from lightning_megatron_rl.rollout.streaming import RolloutStream
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.rollout.conftest import Harness
-from tests.rollout.test_streaming import check_samples, make_stream, rewarded, rows
+from tests.rollout.test_streaming import check_samples, make_stream, rewarded, rows, talk
 
 
 def test_a_saved_stream_goes_on_where_it_was(streaming, tokenizer):
@@ -24,7 +26,8 @@ def test_a_saved_stream_goes_on_where_it_was(streaming, tokenizer):
     first = stream.next_batch(prompts, harness.version)
     stream.put_away()
     state = stream.state()
-    stream.close()
+    assert stream.close()
+    assert stream.known_state() == state
 
     resumed = make_stream(harness, tokenizer, 2, background=False, in_flight=4)
     resumed.load_state(state, {prompt.index: prompt for prompt in prompts})
@@ -86,6 +89,31 @@ def test_a_saved_stream_goes_on_with_other_sizes(streaming, tokenizer):
         begun_anew = [sample for sample in samples if len(sample.response_ids) == tokens]
         check_samples(begun_anew, {harness.version: harness.model}, harness.version, 2)
         stream.close()
+
+
+@pytest.mark.parametrize("plays", [True, False])
+def test_groups_that_are_no_episodes_begin_anew_with_an_environment_and_the_other_way_round(
+    streaming, tokenizer, plays
+):
+    """Nobody has judged such a response's ending, or would know it."""
+    harness, prompts = streaming, rows(6)
+    harness.push_random_weights(93)
+    options: dict[bool, dict[str, Any]] = {
+        False: {"reward": rewarded},
+        True: {"reward": add_episode_rewards, "environment": talk()},
+    }
+    first = make_stream(harness, tokenizer, 2, background=False, **options[not plays])
+    first.next_batch(prompts, harness.version)
+    while not any(group.is_complete for group in [*first.plan.ready, *first.plan.under_way.values()]):
+        first._turn(1.0)
+    assert first.close()
+    state = first.known_state()
+    stream = make_stream(harness, tokenizer, 2, background=False, **options[plays])
+    stream.load_state(state, {prompt.index: prompt for prompt in prompts})
+    samples = stream.next_batch([], harness.version) + stream.next_batch([], harness.version)
+    assert len(samples) == 8
+    assert all((sample.outcome is not None) == plays == ("environment" in sample.rewards) for sample in samples)
+    stream.close()
 
 
 @pytest.mark.parametrize(("judged_by", "again"), [("length", False), ("another", True)])
