@@ -7,8 +7,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.packing import TokenSequence
+from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.models.hf.files import has_tokenizer
 from lightning_megatron_rl.modules.sharing import microbatch_rules
+from lightning_megatron_rl.sample import Prompt
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.model import ModelModule
@@ -37,6 +39,25 @@ def check_batch(module: object, batch: Any, item: type, maker: type[RowDataModul
         f"batches of {type(module).__name__} are lists of {item.__name__}, which {maker.__name__} makes; got a {what}."
         f" Give trainer.fit(...) a {maker.__name__}, or a DataLoader over {item.__name__}s with collate_fn=list."
     )
+
+
+def check_prompts(module: object, prompts: Any) -> None:
+    """Refuse a batch that is no list of prompts, or whose prompts would be sampled with the same noise.
+
+    Raises:
+        TypeError: As in `check_batch`.
+        ValueError: Two different prompts of a dataset have one index.
+    """
+    check_batch(module, prompts, Prompt, PromptDataModule)
+    known: dict[tuple[str, int], Prompt] = {}
+    for prompt in prompts:
+        other = known.setdefault((prompt.dataset, prompt.index), prompt)
+        if other.token_ids != prompt.token_ids:
+            raise ValueError(
+                f"two prompts of a batch have index {prompt.index} of {prompt.dataset!r}: {other.text[:40]!r} and"
+                f" {prompt.text[:40]!r}. Seeds are made of it, so that both would be sampled with the same noise. Give"
+                " each Prompt(index=...) its row's number."
+            )
 
 
 def check_rows[Item](

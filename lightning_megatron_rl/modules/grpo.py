@@ -16,7 +16,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
-from lightning_megatron_rl.modules.batches import check_batch
+from lightning_megatron_rl.modules.batches import check_prompts
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.failures import FailureWatch
@@ -365,7 +365,7 @@ class GRPOModule(PolicyModule):
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score and reward a rollout, then update on it `updates_per_rollout` times."""
-        check_batch(self, prompts, Prompt, PromptDataModule)
+        check_prompts(self, prompts)
         self.loss.set_step(self.trainer.global_step)
         self.reference.refresh()
         if self.batch_parts > 1:
@@ -543,7 +543,7 @@ class GRPOModule(PolicyModule):
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Sample one response per prompt with `validation_sampling`, and `evaluation.num_generations`; reward them."""
-        check_batch(self, prompts, Prompt, PromptDataModule)
+        check_prompts(self, prompts)
         for params, count in self.evaluation.settings.passes(self.validation_sampling, self.sampling):
             samples = self.sampler.generate(prompts, params, count)
             self.sampler.reward(samples)
@@ -555,7 +555,7 @@ class GRPOModule(PolicyModule):
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> list[Sample]:
         """Return one sample per prompt, drawn with `validation_sampling`."""
-        check_batch(self, prompts, Prompt, PromptDataModule)
+        check_prompts(self, prompts)
         return self.sampler.generate(prompts, self.validation_sampling, 1)
 
     def on_validation_epoch_end(self) -> None:

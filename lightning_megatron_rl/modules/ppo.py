@@ -11,11 +11,10 @@ from lightning_megatron_rl.algorithms.gae import gae
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import whiten
 from lightning_megatron_rl.checkpoints.manifest import read_manifest
-from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.models.families.registry import num_experts
 from lightning_megatron_rl.models.layers.value_head import value_processor
-from lightning_megatron_rl.modules.batches import check_batch
+from lightning_megatron_rl.modules.batches import check_prompts
 from lightning_megatron_rl.modules.critic import Critic, CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.evaluation import EvaluationSettings
 from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -215,7 +214,7 @@ class PPOModule(GRPOModule):
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> Tensor:
         """Sample, score, reward and judge a rollout, then update critic and actor `updates_per_rollout` times."""
-        check_batch(self, prompts, Prompt, PromptDataModule)
+        check_prompts(self, prompts)
         self.loss.set_step(self.trainer.global_step)
         self.reference.refresh()
         rollout = self.rollout(prompts)

@@ -3,6 +3,7 @@
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ def test_every_step_names_what_it_works_on(cls, step):
     wrong = frozen_sequences(2) if item != "TokenSequence" else prompts(2)
     with pytest.raises(TypeError, match=rf"got a list of {type(wrong[0]).__name__}\. "):
         getattr(module, step)(wrong, 0)
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step", "predict_step"])
+@pytest.mark.parametrize("cls", [GRPOModule, PPOModule], ids=lambda cls: cls.__name__)
+def test_prompts_that_would_get_the_same_noise_are_refused(cls, step):
+    module = cls("nothing", rewards=[parity], engine=ReplayEngine())
+    first, second = prompts(2)
+    expected = "two prompts of a batch have index 0 of 'train': 'prompt 0' and 'prompt 1'"
+    with pytest.raises(ValueError, match=expected):
+        getattr(module, step)([first, replace(second, index=0)], 0)
 
 
 LONG, FOREIGN = {"prompt": "1+1=", "completion": "2" * 90}, {"prompt": "1+1=", "completion": "<extra>"}
