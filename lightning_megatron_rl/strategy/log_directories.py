@@ -10,7 +10,14 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_megatron_rl.compat.csv_logger import METRICS_FILE, directory_of, is_open, open_for_appending, set_version
+from lightning_megatron_rl.compat.csv_logger import (
+    METRICS_FILE,
+    directory_of,
+    expand_home,
+    is_open,
+    open_for_appending,
+    set_version,
+)
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.utilities.files import OURS, Lock, check_writable, create, is_url
 
@@ -46,6 +53,7 @@ class LogDirectories:
         """
         for logger in loggers:
             if isinstance(logger, CSVLogger):
+                expand_home(logger)
                 version = run_on_rank_zero(partial(self._take, logger, command, run_id, resumes))
                 set_version(logger, version)
 
