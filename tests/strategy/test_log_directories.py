@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_megatron_rl.callbacks.run_report import RunReport
 from lightning_megatron_rl.compat.csv_logger import AppendingWriter
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
@@ -155,6 +156,24 @@ def test_numbered_versions_are_counted_on(worker_pool, qwen3_dir, tmp_path):
     arguments = (fit_with_numbers, qwen3_dir, tmp_path, 2)
     for found in worker_pool.run(*arguments, world_size=2, init_process_group=False):
         assert found == ["version_0", "version_2", b"step\r\n1\r\n"]
+
+
+def fit_without_metrics(model: Path, directory: Path, world_size: int) -> list[str]:
+    """Where runs log of which the first has done no step and the second has ended before it logged a metric."""
+    places, logs = [], Logs(model, directory, world_size, "")
+    for rows in (0, 4, 4):
+        trainer = logs.trainer(1)
+        trainer.log_every_n_steps, trainer.callbacks = 50, [*trainer.callbacks, RunReport()]
+        trainer.fit(logs.module(), SequenceDataModule(frozen_sequences(rows), 4))
+        trainer.strategy.barrier()
+        places.append(logs._place(trainer))
+    return places
+
+
+def test_a_run_that_has_logged_no_metric_keeps_its_directory(worker_pool, qwen3_dir, tmp_path):
+    """Its settings, facts and report are there."""
+    arguments = (fit_without_metrics, qwen3_dir, tmp_path, 1)
+    assert worker_pool.run(*arguments, world_size=1, init_process_group=False) == [[".", ".", "fit-2"]]
 
 
 def fit_in_home(model: Path, directory: Path, world_size: int) -> list[str]:
