@@ -25,13 +25,17 @@ def environment() -> Iterator[None]:
 
 def test_recipe_fits_the_gpus_that_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of a model that is a directory, with a data set that is named."""
-    model, file = tmp_path / "own-model", tmp_path / "recipes" / "recipe.yaml"
+    model, file = tmp_path / "it's: own, #1", tmp_path / "recipes" / "recipe.yaml"  # which YAML reads otherwise
     model.mkdir()
     (model / "config.json").write_text(json.dumps(raw_config("qwen3-4b")))
     arguments = ["--model", str(model), "--data", "gsm8k", "--device", "h200", "--devices", "2", "--out", str(file)]
     assert main([*arguments, "--method", "grpo_lora"]) == 0
     written = yaml.safe_load(file.read_text())
     assert written["trainer"]["devices"] == 2
+    places = [written["trainer"]["logger"], *written["trainer"]["callbacks"]]
+    assert [it["init_args"].get("save_dir") or it["init_args"]["dirpath"] for it in places] == [
+        f"runs/{model.name}/grpo_lora{end}" for end in ("", "/checkpoints", "/hf", "/samples")
+    ]
     assert written["model"]["init_args"]["model"] == written["data"]["init_args"]["tokenizer"] == str(model)
     assert written["model"]["init_args"]["train"]["lora"]["rank"] == 16
     assert written["data"]["init_args"]["train"]["path"] == "openai/gsm8k"
