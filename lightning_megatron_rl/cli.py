@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import shtab
-from jsonargparse import Namespace
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
@@ -96,6 +97,25 @@ _UNKNOWN_KEY = re.compile(
     r"|Subcommand '\w+' does not accept option '(?P<key>[^']+)'"
     r"|unrecognized arguments: --(?P<argument>[\w.]+)"
 )
+
+
+_READ_YAML = get_loader("yaml")
+
+
+def read_value(text: str) -> Any:
+    """Return what YAML makes of a text; one that is a comment in YAML stays as it is.
+
+    jsonargparse reads each value of a file, and each default, as YAML once more: for a setting that may be null, the
+    text "####" was null.
+
+    Example:
+        ``read_value("[1]") == [1]``, ``read_value("~")`` is None, and ``read_value("####") == "####"``
+    """
+    value = _READ_YAML(text)
+    return text if value is None and text.lstrip().startswith("#") else value
+
+
+set_loader("yaml", read_value, (yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):

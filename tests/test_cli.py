@@ -486,6 +486,26 @@ def test_old_flat_key_is_refused_with_its_new_place(capsys, tmp_path):
             assert message in refusal(capsys, "fit", "--config", GRPO, f"{start}.{written}", "4")
 
 
+def test_text_that_is_a_comment_in_yaml_is_no_null(capsys, tmp_path):
+    """Of a default, a file and the command line: what GSM8K's answers are marked with, and whatever begins so."""
+    assert build("fit", "--config", GRPO).datamodule.answer_marker == "####"
+    overlay = tmp_path / "overlay.yaml"
+    settings = {
+        "data": {"init_args": {"system_prompt": "# Rules\n# Be short", "apply_chat_template": True}},
+        "model": {"init_args": {"evaluation": {"answer_pattern": "#### (\\d+)"}}},
+    }
+    overlay.write_text(yaml.safe_dump(settings))
+    with pytest.raises(SystemExit):
+        build("fit", "--config", GRPO, "--config", overlay, "--data.answer_marker=##", "--print_config")
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    built = build("fit", "--config", tmp_path / "printed.yaml")
+    assert built.datamodule.answer_marker == "##"
+    assert built.datamodule.template.system_prompt == "# Rules\n# Be short"
+    assert built.model.evaluation.settings.answer_pattern == "#### (\\d+)"
+    for null in ("null", "~"):
+        assert build("fit", "--config", GRPO, f"--data.answer_marker={null}").datamodule.answer_marker is None
+
+
 def test_null_reaches_a_setting_inside_train():
     built = build("fit", "--config", SFT, "--model.train.lr_scheduler", "null", "--model.train.optimizer=null")
     assert built.model.train_settings.lr_scheduler is None

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.files import check_writable, create, numbered
+from lightning_megatron_rl.utilities.text_files import user_path
 
 
 class PredictionFiles(Callback):
@@ -31,7 +32,7 @@ class PredictionFiles(Callback):
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else str(user_path(dirpath))
         self._first: Path | None = None
         self._file: Path | None = None
         self._count = 0

@@ -72,6 +72,14 @@ class AppendingWriter(ExperimentWriter):
             raise
 
 
+def expand_home(logger: CSVLogger) -> None:
+    """Let `~` in a logger's `save_dir` be the home directory for all who ask for it.
+
+    Its own writer takes it for that; whoever joins a name to `logger.log_dir` would have a directory called `~`.
+    """
+    logger._save_dir = os.path.expanduser(logger.save_dir)
+
+
 def is_open(logger: CSVLogger) -> bool:
     """Whether this process writes through `logger` already; False on ranks that never do."""
     return logger._experiment is not None

@@ -205,9 +205,25 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         return batch
 
     def drop_overlong(
-        self, items: list[Item], lengths: list[int], limit: int, mode: Overlong, dataset: str, setting: str
+        self,
+        items: list[Item],
+        names: list[str],
+        lengths: list[int],
+        limit: int,
+        mode: Overlong,
+        dataset: str,
+        setting: str,
     ) -> list[Item]:
         """The items whose length is within the limit; the others are counted in a warning, or refused.
+
+        Args:
+            items: To choose from.
+            names: Of the row that each comes from.
+            lengths: Of each. # [tokens]
+            limit: Most of these.
+            mode: What becomes of a longer one.
+            dataset: The set's name.
+            setting: What the limit is called.
 
         Raises:
             ValueError: on the first overlong item if `mode` is "error", or if no item is left.
@@ -215,7 +231,7 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
         overlong = [row for row, length in enumerate(lengths) if length > limit]
         if overlong and mode == "error":
             raise ValueError(
-                f"{dataset} row {overlong[0]} has {lengths[overlong[0]]} tokens, {setting}={limit} ({len(overlong)} of "
+                f"{names[overlong[0]]} has {lengths[overlong[0]]} tokens, {setting}={limit} ({len(overlong)} of "
                 f"{len(items)} rows are too long): raise it to at least {max(lengths)}, or drop such rows"
             )
         if len(overlong) == len(items):

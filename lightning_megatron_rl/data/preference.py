@@ -105,7 +105,8 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
                 f"{dataset}: {len(pairs) - len(told_apart)} of {len(pairs)} rows dropped: chosen and rejected are equal"
             )
         lengths = [len(pair) for pair in told_apart]
-        return self.drop_overlong(told_apart, lengths, self.max_length, self.overlong, dataset, "max_length")
+        names = [pair.chosen.origin for pair in told_apart]
+        return self.drop_overlong(told_apart, names, lengths, self.max_length, self.overlong, dataset, "max_length")
 
     def _pair(self, row: Row, where: str) -> PreferencePair:
         chosen, rejected = (self._side(row, name, where) for name in (self.chosen_column, self.rejected_column))

@@ -1,5 +1,6 @@
 """Prompts for rollouts: `PromptDataModule`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -187,6 +188,13 @@ class PromptDataModule(RowDataModule[Prompt]):
         if self.answer_column is None:
             return None
         answer = column(row, self.answer_column, f"{where} (answer_column: null if rewards need no answer)")
+        is_nan = isinstance(answer, float) and math.isnan(answer)
+        if is_nan or isinstance(answer, list | dict | bytes):  # the text of these in Python is no answer
+            raise ValueError(
+                f"{where}: the answer in {self.answer_column!r} is {answer!r} ({type(answer).__name__}), not text or a"
+                " number: name another answer_column, or set it to null and read sample.prompt.columns in a reward of"
+                " your own"
+            )
         return None if answer is None else extract_answer(answer, self.answer_marker)
 
 

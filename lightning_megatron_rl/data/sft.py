@@ -115,7 +115,8 @@ class SFTDataModule(RowDataModule[TokenSequence]):
             sequences.append(sequence)
             lengths.append(length)
         mode: Literal["drop", "error"] = "error" if self.overlong == "error" else "drop"
-        return self.drop_overlong(sequences, lengths, self.max_length, mode, dataset, "max_length")
+        names = [sequence.origin for sequence in sequences]
+        return self.drop_overlong(sequences, names, lengths, self.max_length, mode, dataset, "max_length")
 
     def training_batches(
         self, items: list[TokenSequence], num_replicas: int, rank: int, shuffle: bool

@@ -138,6 +138,9 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
 def check_messages(messages: Any, where: str) -> list[Message]:
     """The messages, known to be a non-empty list of dicts with text as `role` and `content`.
 
+    Fields that are None are left out: tables give every message the fields of all, such as `tool_calls`, and templates
+    ask whether a field is there.
+
     Raises:
         ValueError: otherwise.
     """
@@ -149,7 +152,7 @@ def check_messages(messages: Any, where: str) -> list[Message]:
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
             raise ValueError(f"{where}: message {number} is {message!r}, not a dict with text as 'role' and 'content'")
-    return messages
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def render_chat(
@@ -163,7 +166,8 @@ def render_chat(
     """The text that the tokenizer's chat template makes of messages.
 
     Raises:
-        ValueError: if there is no chat template, it refuses the messages, or it does not read one of the `options`.
+        ValueError: if there is no chat template, it refuses the messages or fails on them, or it does not read one of
+            the `options`.
     """
     from jinja2.exceptions import TemplateError
 
@@ -182,6 +186,11 @@ def render_chat(
     except TemplateError as error:
         roles = [message["role"] for message in messages]
         raise ValueError(f"{where}: the chat template refuses messages with roles {roles}: {error}") from error
+    except Exception as error:  # of the template's code, for fields that are not as it takes them
+        fields = sorted({key for message in messages for key in message})
+        raise ValueError(
+            f"{where}: the chat template fails on messages with the fields {fields}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_chat_options(tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any]) -> None:
@@ -235,8 +244,8 @@ def conversation_segments(
         options: Variables of the template.
 
     Raises:
-        ValueError: if the template rewrites earlier turns once later ones follow, so that no such cut exists, or if
-            there is no assistant turn.
+        ValueError: if the template rewrites earlier turns once later ones follow, so that no such cut exists, if there
+            is no assistant turn, or one with nothing before it.
 
     Example:
         User "Hi", assistant "Yo" in ChatML: a segment ``<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n``
@@ -247,6 +256,11 @@ def conversation_segments(
     for end in range(first_target, len(messages)):
         if messages[end]["role"] != "assistant":
             continue
+        if end == 0:
+            raise ValueError(
+                f"{where}: the conversation begins with an assistant message, and nothing is there that it answers: put"
+                " a user or system message before it (system_prompt does for all rows), or leave the row out"
+            )
         before = render_chat(tokenizer, messages[:end], where, add_generation_prompt=True, options=options)
         after = render_chat(tokenizer, messages[: end + 1], where, add_generation_prompt=False, options=options)
         if not (before.startswith(done) and after.startswith(before)):

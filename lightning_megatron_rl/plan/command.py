@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,7 +13,7 @@ from lightning_megatron_rl.planner.report import as_data, as_text, scaled_as_dat
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.planner.scaling import scale
 from lightning_megatron_rl.planner.search import search
-from lightning_megatron_rl.utilities.arguments import check_counts, new_parser, parse_with_rest
+from lightning_megatron_rl.utilities.arguments import check_counts, check_out, new_parser, parse_with_rest
 
 PROGRAM = "lightning-megatron-rl plan"
 _DESCRIPTION = """Say whether a config fits GPUs that need not be here, how long a step takes, and what to change first.
@@ -62,6 +61,8 @@ def main(args: list[str]) -> int:
     check_counts(parser, options, "devices", "nodes", "prompt_tokens", "response_tokens")
     if options.out is not None and not options.search:
         parser.error(f"--out {options.out} without --search: only its overlays are written")
+    if options.out is not None:
+        options.out = check_out(parser, options.out, is_directory=True)
     if options.scale is not None and options.search:
         parser.error("--scale with --search: --scale searches a layout for each number of GPUs itself")
     if options.same_batch and options.scale is None:
@@ -128,7 +129,6 @@ def _search(run: Run, model_config: Mapping[str, Any], options: argparse.Namespa
         if not options.json:
             print(text)
         if options.out is not None:
-            directory = Path(options.out)
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / f"layout-{number}.yaml").write_text(text)
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / f"layout-{number}.yaml").write_text(text)
     return 0

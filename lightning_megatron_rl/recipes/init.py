@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from lightning_megatron_rl.planner.hardware import HARDWARE, find_hardware
-from lightning_megatron_rl.utilities.arguments import check_counts, new_parser
+from lightning_megatron_rl.utilities.arguments import check_counts, check_out, new_parser
+from lightning_megatron_rl.utilities.files import write_whole
 
 PROGRAM = "lightning-megatron-rl init"
 _DESCRIPTION = """Write a recipe: a config for `fit` with a layout, samplers and micro-batches that fit your GPUs.
@@ -40,7 +40,8 @@ def main(args: list[str]) -> int:
     parser = make_parser()
     options = parser.parse_args(args)
     check_counts(parser, options, "devices", "nodes")
-    if options.out is not None and Path(options.out).exists():
+    out = None if options.out is None else check_out(parser, options.out)
+    if out is not None and out.exists():
         parser.error(f"--out {options.out}: there is such a file; remove it or take another name")
 
     from lightning_megatron_rl.plan.config import describe_model
@@ -58,9 +59,10 @@ def main(args: list[str]) -> int:
         parser.error(str(error))
     title, *rest = write_recipe(choices, run).splitlines()
     text = "\n".join([title, *make_header(run), *rest]) + "\n"
-    if options.out is None:
+    if out is None:
         print(text, end="")
         return 0
-    Path(options.out).write_text(text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, text)
     print(f"wrote {options.out}; next: lightning-megatron-rl fit --config {options.out} --shrink", file=sys.stderr)
     return 0

@@ -1,5 +1,7 @@
 """The text of a recipe: YAML in which every setting that is not a default has its reason beside it."""
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,6 +106,7 @@ def _trainer(choices: Choices, run: Run) -> list[str]:
         )
     steps = 200 if choices.method != "sft" else 1000
     directory = f"runs/{choices.short}/{choices.method}"
+    samples = _quoted(f"{directory}/samples")
     return [
         "trainer:",
         "  accelerator: gpu  # plans and times are for GPUs",
@@ -125,19 +128,19 @@ def _trainer(choices: Choices, run: Run) -> list[str]:
         "  log_every_n_steps: 1  # a step takes seconds to minutes",
         "  logger:",
         "    class_path: lightning.pytorch.loggers.CSVLogger  # any Lightning logger does",
-        f"    init_args: {{save_dir: {directory}, name: log}}  # beside the checkpoints",
+        f"    init_args: {{save_dir: {_quoted(directory)}, name: log}}  # beside the checkpoints",
         "  callbacks:",
         "    - class_path: lightning.pytorch.callbacks.ModelCheckpoint  # to resume from",
         "      init_args:",
-        f"        dirpath: {directory}/checkpoints  # a directory for each checkpoint",
+        f"        dirpath: {_quoted(f'{directory}/checkpoints')}  # a directory for each checkpoint",
         f"        every_n_train_steps: {20 if choices.method != 'sft' else 200}  # written beside training",
         "        save_last: link  # for --ckpt_path last",
         "    - class_path: HFExport  # the result, as Transformers and vLLM load it",
-        f"      init_args: {{dirpath: {directory}/hf}}  # at the end of the run",
+        f"      init_args: {{dirpath: {_quoted(f'{directory}/hf')}}}  # at the end of the run",
         *(
             [
                 "    - class_path: RolloutSamples  # read them: a reward can be right for the wrong reason",
-                f"      init_args: {{num_samples: 4, every_n_steps: 20, dirpath: {directory}/samples}}  # a few",
+                f"      init_args: {{num_samples: 4, every_n_steps: 20, dirpath: {samples}}}  # a few",
             ]
             if choices.method != "sft"
             else []
@@ -175,7 +178,7 @@ def _model(choices: Choices, run: Run) -> list[str]:
             "model:",
             "  class_path: SFTModule  # supervised",
             "  init_args:",
-            f"    model: {choices.model}  # {_WHERE}",
+            f"    model: {_quoted(choices.model)}  # {_WHERE}",
             *train,
         ]
     assert run.sampling is not None
@@ -193,7 +196,7 @@ def _model(choices: Choices, run: Run) -> list[str]:
         "model:",
         "  class_path: GRPOModule  # or another method of docs/algorithms.md",
         "  init_args:",
-        f"    model: {choices.model}  # {_WHERE}",
+        f"    model: {_quoted(choices.model)}  # {_WHERE}",
         "    rewards: [lightning_megatron_rl.rewards.math_equal]  # 1 for the right final answer, by math-verify",
         f"    num_generations: {run.work.sequences // run.work.prompts}  # responses per prompt",
         *(
@@ -224,7 +227,7 @@ def _data(choices: Choices) -> list[str]:
         "data:",
         f"  class_path: {'PromptDataModule' if choices.method != 'sft' else 'SFTDataModule'}  # reads and checks rows",
         "  init_args:",
-        f"    tokenizer: {choices.model}  # the model's own",
+        f"    tokenizer: {_quoted(choices.model)}  # the model's own",
         f"    train: {source}  # a hub name, a directory or a file",
     ]
     if choices.method != "sft":
@@ -246,6 +249,11 @@ def _data(choices: Choices) -> list[str]:
     what = "prompts per rollout" if choices.method != "sft" else "sequences per step"
     lines.append(f"    batch_size: {choices.batch}  # {what}, over all replicas")
     return lines
+
+
+def _quoted(path: str) -> str:
+    """A path as YAML, in quotes if it would not be read as what it is."""
+    return path if re.fullmatch(r"[\w~./][\w~./ +-]*[\w./+-]", path) else json.dumps(path, ensure_ascii=False)
 
 
 def _plain(value: Any) -> str:

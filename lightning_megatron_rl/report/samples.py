@@ -1,6 +1,7 @@
 """Chooses samples of a run for the report, within limits, and cuts them into tokens."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from lightning_megatron_rl.report.embedding import embed
 from lightning_megatron_rl.report.run import Run
@@ -55,13 +57,29 @@ def read_samples(run: Run) -> list[Samples]:
 
 def find_files(run: Run, prefix: str) -> list[Path]:
     """Return the run's files of samples: in ``samples``, or where its config has `RolloutSamples` write."""
-    configured = re.findall(r"^\s*dirpath: (\S+)$", run.config, re.MULTILINE)
-    for directory in (run.path / "samples", *map(Path, configured)):
+    for directory in (run.path / "samples", *map(Path, _directories(run.config))):
         files = sorted(directory.glob(f"{prefix}-dp*.jsonl"))
         found = [file for file in files if "superseded" not in file.name and _is_of(file, run.run_id)]
         if found:
             return found
     return []
+
+
+def _directories(config: str) -> list[str]:
+    """Return each `dirpath` of a config, with `~` expanded; none of one that cannot be read."""
+    try:
+        waiting = [yaml.safe_load(config)]
+    except (yaml.YAMLError, RecursionError):
+        return []
+    found = []
+    while waiting:
+        settings = waiting.pop()
+        if isinstance(settings, dict):
+            found += [value for key, value in settings.items() if key == "dirpath" and isinstance(value, str)]
+            waiting += settings.values()
+        elif isinstance(settings, list):
+            waiting += settings
+    return [os.path.expanduser(directory) for directory in found]
 
 
 def _is_of(file: Path, run_id: str) -> bool:
@@ -219,7 +237,7 @@ def find_tokenizer(run: Run) -> "Tokenizer | None":
 
     model, data = (run.settings.get(name) or {} for name in ("model", "data"))
     names = [data.get("tokenizer_name"), model.get("model_path")]
-    files = [Path(name) / "tokenizer.json" for name in names if isinstance(name, str)]
+    files = [Path(os.path.expanduser(name)) / "tokenizer.json" for name in names if isinstance(name, str)]
     for name in names:
         if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             cached = try_to_load_from_cache(name, "tokenizer.json")

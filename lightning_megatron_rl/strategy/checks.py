@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -30,6 +31,7 @@ from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.precision import CLIPS_BY_NORM
 from lightning_megatron_rl.utilities.files import check_local
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.text_files import user_path
 
 _ACCUMULATION = (
     "one batch is one mini-batch here, and Megatron's schedule accumulates over its micro-batches. Raise the data"
@@ -219,7 +221,7 @@ def check_timers_again(trainer: "pl.Trainer") -> None:
 
 
 def check_checkpoint_places(trainer: "pl.Trainer") -> None:
-    """Refuse URLs as places of checkpoints.
+    """Refuse URLs as places of checkpoints, and `~` where nobody knows it.
 
     Raises:
         ValueError: Names the setting, its value, and what to give in its place.
@@ -231,7 +233,13 @@ def check_checkpoint_places(trainer: "pl.Trainer") -> None:
             check_local(callback.dirpath, f"{type(callback).__name__}(dirpath)")
         elif trainer.loggers:  # where Lightning puts them then
             save_dir = trainer.loggers[0].save_dir or trainer.default_root_dir
-            check_local(save_dir, f"{type(trainer.loggers[0]).__name__}(save_dir) of a ModelCheckpoint without dirpath")
+            setting = f"{type(trainer.loggers[0]).__name__}(save_dir) of a ModelCheckpoint without dirpath"
+            check_local(save_dir, setting)
+            if str(save_dir).startswith("~") and not isinstance(trainer.loggers[0], CSVLogger):  # whose `~` is known
+                raise ValueError(
+                    f"{setting}={str(save_dir)!r}: Lightning would put checkpoints into a directory called '~'. Write"
+                    f" the whole path, {user_path(save_dir)}, or give ModelCheckpoint a dirpath."
+                )
         else:
             check_local(trainer.default_root_dir, "Trainer(default_root_dir)")
 

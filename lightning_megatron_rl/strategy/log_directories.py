@@ -1,5 +1,6 @@
 """`LogDirectories`: one run per directory of a `CSVLogger`; nothing in it is deleted or overwritten."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,8 +11,16 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_megatron_rl.compat.csv_logger import METRICS_FILE, directory_of, is_open, open_for_appending, set_version
+from lightning_megatron_rl.compat.csv_logger import (
+    METRICS_FILE,
+    directory_of,
+    expand_home,
+    is_open,
+    open_for_appending,
+    set_version,
+)
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
+from lightning_megatron_rl.report.run import FACTS
 from lightning_megatron_rl.utilities.files import OURS, Lock, check_writable, create, is_url
 
 _OWNER = f"{OURS}run"  # in each directory: the run that it belongs to, locked while that run lives
@@ -46,6 +55,7 @@ class LogDirectories:
         """
         for logger in loggers:
             if isinstance(logger, CSVLogger):
+                expand_home(logger)
                 version = run_on_rank_zero(partial(self._take, logger, command, run_id, resumes))
                 set_version(logger, version)
 
@@ -82,12 +92,12 @@ class LogDirectories:
         """Make `directory` this run's, if it may be."""
         check_writable(directory, "directory of the logger (its save_dir, name and version)")
         directory.mkdir(parents=True, exist_ok=True)
-        mark, has_metrics = directory / _OWNER, (directory / METRICS_FILE).exists()
+        mark, has_log = directory / _OWNER, (directory / METRICS_FILE).exists() or _has_steps(directory / FACTS)
         owner = None
         with suppress(FileNotFoundError):
             owner = mark.read_text()
         continues = command == _FIT and (owner == run_id or (owner is None and resumes))
-        if has_metrics and not continues:
+        if has_log and not continues:
             return False
         create(mark)
         lock = Lock(mark)
@@ -102,6 +112,15 @@ class LogDirectories:
         mark.write_text(run_id)  # in place of a run that has logged nothing
         self._locks.append(lock)
         return True
+
+
+def _has_steps(facts: Path) -> bool:
+    """Whether a run has done a step: its metrics may have waited for `log_every_n_steps` until it ended."""
+    try:
+        found = json.loads(facts.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and bool(found.get("step"))
 
 
 def _versions(wanted: int | str, command: str) -> Iterator[int | str]:

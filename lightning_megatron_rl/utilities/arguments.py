@@ -3,7 +3,11 @@
 import argparse
 import difflib
 import os
+from pathlib import Path
 from typing import NoReturn
+
+from lightning_megatron_rl.utilities.files import check_writable
+from lightning_megatron_rl.utilities.text_files import user_path
 
 
 class _Parser(argparse.ArgumentParser):
@@ -17,6 +21,24 @@ def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: it is a number, at least 1")
+
+
+def check_out(parser: argparse.ArgumentParser, out: str, *, is_directory: bool = False) -> Path:
+    """Return the path that `--out` names, with `~` expanded; end with an error if nothing can be written there.
+
+    Args:
+        parser: Of the command.
+        out: A file, or a directory.
+        is_directory: The latter; neither it nor what is above it need be there.
+    """
+    try:
+        path = user_path(out)
+        check_writable(path if is_directory else path.absolute().parent, "--out")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if path.is_dir() and not is_directory:
+        parser.error(f"--out {out} is a directory: name a file")
+    return path
 
 
 def parse_with_rest(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, list[str]]:

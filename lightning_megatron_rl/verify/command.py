@@ -3,9 +3,8 @@
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
-from lightning_megatron_rl.utilities.arguments import new_parser, parse_with_rest
+from lightning_megatron_rl.utilities.arguments import check_out, new_parser, parse_with_rest
 
 PROGRAM = "lightning-megatron-rl verify-layout"
 _DESCRIPTION = """Freeze one batch, train on it under every parallel layout, and compare with a single process in fp32.
@@ -42,8 +41,7 @@ def main(args: list[str]) -> int:
     """
     parser = make_parser()
     options, fit_args = parse_with_rest(parser, args)
-    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
-        parser.error(f"--out {options.out}: there is no directory {Path(options.out).absolute().parent}.")
+    out = None if options.out is None else check_out(parser, options.out)
 
     from lightning_megatron_rl.cli import explain
     from lightning_megatron_rl.verify.config import FromConfig
@@ -72,7 +70,8 @@ def main(args: list[str]) -> int:
     for row in report.rows:
         if row.log:
             print(f"\n{row.layout}: {row.log}", file=sys.stderr)
-    if options.out is not None:
+    if out is not None:
         report.environment["command"] = f"{PROGRAM} {shlex.join(args)}"
-        Path(options.out).write_text(report.to_json())
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report.to_json())
     return report.exit_code

@@ -135,6 +135,11 @@ def predict(model: Path, directory: Path, strategy: dict[str, Any], world_size: 
     return [[row.tolist() for row in scores.logprobs] for scores in found]
 
 
+def test_predictions_go_into_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PredictionFiles("~/predictions").dirpath == str(tmp_path / "predictions")
+
+
 def test_predictions_are_written_by_item(worker_pool, qwen3_dir, tmp_path):
     """Of each replica what `predict` returns there; a second run has files of its own."""
     world_size, strategy = LAYOUTS["dp2"]

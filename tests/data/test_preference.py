@@ -77,5 +77,7 @@ def test_pairs_that_teach_nothing_and_long_ones_are_dropped_and_counted(tokenize
         assert len(load(rows, tokenizer_dir, max_length=8)) == 1
     assert any("1 of 3 rows dropped: chosen and rejected are equal" in text for text in warned)
     assert any("1 of 2 rows dropped: more than max_length=8 tokens" in text for text in warned)
+    with pytest.raises(ValueError, match=r"train row 2 of .* has 25 tokens, max_length=8 \(1 of 2"):
+        load(rows, tokenizer_dir, max_length=8, overlong="error")
     with pytest.raises(ValueError, match=r"in all 1 rows of train the chosen response equals the rejected one"):
         load([rows[1]], tokenizer_dir)

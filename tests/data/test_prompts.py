@@ -260,6 +260,13 @@ def test_names_of_validation_sets_make_names_of_metrics(tokenizer_dir: str, name
             {"apply_chat_template": True, "system_prompt": "y"},
             r"train row 1 of .*system message of their own",
         ),
+        (
+            {"prompt": "1", "answer": ["2", "two"]},
+            {},
+            r"train row 1 of .*'answer' is \['2', 'two'\] \(list\)",
+        ),
+        ({"prompt": "1", "answer": {"text": "2"}}, {}, r"train row 1 of .*: the answer in 'answer' is .* \(dict\)"),
+        ({"prompt": "1", "answer": float("nan")}, {}, r"train row 1 of .*: the answer in 'answer' is nan \(float\)"),
         ({"prompt": "1", "answer": "2"}, {"system_prompt": "y"}, r"system_prompt needs apply_chat_template=True"),
     ],
 )

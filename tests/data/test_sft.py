@@ -105,6 +105,31 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path: Pa
     assert texts(tokenizer, sequence) == ("user:1+1=;assistant:2;", "2;")
 
 
+TOOLS = (
+    "{% for message in messages %}{{ message['role'] }}:{% if 'tool_calls' in message %}"
+    "{{ message.tool_calls | length }} calls{% else %}{{ message['content'] }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_fields_that_a_table_adds_to_messages_are_as_absent(tokenizer, tmp_path: Path):
+    """Parquet and `datasets` give each message the fields of all; templates such as Llama 3.1's ask for them."""
+    tokenizer = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
+    tokenizer.chat_template = TOOLS
+    tokenizer.save_pretrained(tmp_path)
+    calls = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [{"name": "sum"}]}, *TALK[2:]]
+    filled = [{"tool_calls": None, **message} for message in calls]
+    for messages in (calls, filled):
+        (sequence,) = load([{"messages": messages}], str(tmp_path), messages_column="messages")
+        whole = "user:1+1=;assistant:1 calls;user:2+2=;assistant:4;"
+        assert texts(tokenizer, sequence) == (whole, "1 calls;4;")
+    wrong = [TALK[0], {**TALK[1], "tool_calls": 3}]
+    with pytest.raises(
+        ValueError, match=r"row 0 of .*template fails on .*'tool_calls'\]: TypeError: object of type 'int'"
+    ):
+        load([{"messages": wrong}], str(tmp_path), messages_column="messages")
+
+
 def test_chat_without_a_template_is_refused(tokenizer, tmp_path: Path):
     tokenizer = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
     tokenizer.chat_template = None
@@ -122,7 +147,7 @@ def test_overlong_sequences(tokenizer, tokenizer_dir: str):
     rows = [{"prompt": "1+1=", "completion": c} for c in ("2", "222222222")] + [{"prompt": "1" * 9, "completion": "2"}]
     with told("2 of 3 rows dropped: more than max_length=8 tokens"):
         assert len(load(rows, tokenizer_dir, max_length=8)) == 1
-    with pytest.raises(ValueError, match=r"train row 1 has 14 tokens, max_length=8 \(2 of 3"):
+    with pytest.raises(ValueError, match=r"train row 1 of .* has 14 tokens, max_length=8 \(2 of 3"):
         load(rows, tokenizer_dir, max_length=8, overlong="error")
     # cut at the end; the third row would have lost all its targets
     with told("1 of 3 rows dropped"):
@@ -139,6 +164,7 @@ def test_overlong_sequences(tokenizer, tokenizer_dir: str):
         ({"prompt": "1", "completion": ""}, {"append_eos": False}, r"row 0 of .*no token to train on"),
         ({"prompt": "", "completion": "1"}, {}, r"row 0 of .*the prompt has no tokens"),
         ({"messages": TALK[:1]}, {"messages_column": "messages"}, r"row 0 of .*no assistant message to train on"),
+        ({"messages": TALK[1:]}, {"messages_column": "messages"}, r"row 0 of .*begins with an assistant message"),
         ({"messages": "hi"}, {"messages_column": "messages"}, r"row 0 of .*'hi' \(str\) is neither"),
         ({}, {"messages_column": "m", "prompt_template": "{prompt}="}, r"messages_column='m' holds conversations"),
     ],

@@ -129,6 +129,7 @@ def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path
         (["--devices", "0"], "--devices 0: it is a number, at least 1"),
         (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: plans are for MegatronStrategy"),
         (["--out", "x"], "--out x without --search"),
+        (["--search", "--out", __file__], r"--out=.*test_command.py' cannot be written: .* directory"),
         (["--devices", "5"], r"tp\(2\) x pp\(1\) x cp\(1\) = 2 does not divide the world size 5"),
         (["--data.batch_size", "63"], "data.batch_size=63 over 4 data-parallel replicas: 63 % 4 = 3"),
         (["--model.train.max_tokens_per_microbatch", "4400"], "_microbatch=4400 < engine.max_model_len=4608"),

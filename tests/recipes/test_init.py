@@ -25,13 +25,17 @@ def environment() -> Iterator[None]:
 
 def test_recipe_fits_the_gpus_that_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of a model that is a directory, with a data set that is named."""
-    model, file = tmp_path / "own-model", tmp_path / "recipe.yaml"
+    model, file = tmp_path / "it's: own, #1", tmp_path / "recipes" / "recipe.yaml"  # which YAML reads otherwise
     model.mkdir()
     (model / "config.json").write_text(json.dumps(raw_config("qwen3-4b")))
     arguments = ["--model", str(model), "--data", "gsm8k", "--device", "h200", "--devices", "2", "--out", str(file)]
     assert main([*arguments, "--method", "grpo_lora"]) == 0
     written = yaml.safe_load(file.read_text())
     assert written["trainer"]["devices"] == 2
+    places = [written["trainer"]["logger"], *written["trainer"]["callbacks"]]
+    assert [it["init_args"].get("save_dir") or it["init_args"]["dirpath"] for it in places] == [
+        f"runs/{model.name}/grpo_lora{end}" for end in ("", "/checkpoints", "/hf", "/samples")
+    ]
     assert written["model"]["init_args"]["model"] == written["data"]["init_args"]["tokenizer"] == str(model)
     assert written["model"]["init_args"]["train"]["lora"]["rank"] == 16
     assert written["data"]["init_args"]["train"]["path"] == "openai/gsm8k"
@@ -62,6 +66,11 @@ def test_nodes_have_the_gpus_that_were_given(capsys: pytest.CaptureFixture[str])
         (["--model", "qwen3-8b", "--device", "h300"], "unknown device 'h300'; nearest: h[12]00"),
         (["--model", "qwen3-8b", "--data", "ultrachat-200k"], "ultrachat_200k is not for grpo: it has no answers"),
         (["--model", "qwen3-8b", "--nodes", "0"], "--nodes 0: it is a number, at least 1"),
+        (
+            ["--model", "qwen3-8b", "--out", f"{__file__}/x.yaml"],
+            r"--out=.*test_init.py' cannot be written: .* directory",
+        ),
+        (["--model", "qwen3-8b", "--out", "."], r"--out \. is a directory: name a file"),
         (
             ["--model", "llama-3.1-70b", "--method", "sft", "--devices", "1"],
             r"does not fit 1 x h100 in any layout: .* Smallest change that fits: ",

@@ -61,10 +61,14 @@ def test_files_of_other_runs_are_not_read(tmp_path):
     assert (training.num_written, validation.num_written) == (1, 0)
 
 
-def test_samples_are_found_where_the_config_puts_them(tmp_path):
+@pytest.mark.parametrize("place", ["elsewhere", "else where", "ailleurs é", "~/else where", f"{'long ' * 30}name"])
+def test_samples_are_found_where_the_config_puts_them(tmp_path, monkeypatch, place):
+    """However YAML writes that: with quotes, escapes or in two lines."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     run = write_run(tmp_path / "run")
-    file = write_samples(tmp_path / "elsewhere", {1: [sample("12")]})
-    callbacks = [{"class_path": "RolloutSamples", "init_args": {"dirpath": str(file.parent)}}]
+    file = write_samples(tmp_path / place.removeprefix("~/"), {1: [sample("12")]})
+    named = place if place.startswith("~") else str(tmp_path / place)
+    callbacks = [{"class_path": "RolloutSamples", "init_args": {"dirpath": f"{named}/{file.parent.name}"}}]
     write_config(run, {"trainer": {"callbacks": callbacks}})
     assert read_samples(read_run(run))[0].num_written == 1
 

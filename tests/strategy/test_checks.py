@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.strategy import checks
@@ -109,3 +112,19 @@ def test_another_loss_is_refused(returned: float, computed: float):
     message = f"loss of {returned:g}, the update's is {computed:g}:.*loss per token.*on_before_optimizer_step"
     with pytest.raises(ValueError, match=message):
         checks.refuse_other_loss(torch.tensor(returned), torch.tensor(computed))
+
+
+class HomeLogger(DummyLogger):
+    """Logs into the home directory, as it says."""
+
+    save_dir = "~/runs"
+
+
+def test_checkpoints_beside_a_logger_in_the_home_directory_are_refused():
+    """Lightning joins names to what the logger was given, and nobody expands it then."""
+    trainer = Trainer(accelerator="cpu", logger=HomeLogger(), callbacks=[ModelCheckpoint()])
+    with pytest.raises(
+        ValueError, match=r"HomeLogger\(save_dir\) of .* without dirpath='~/runs': .* the whole path, /"
+    ):
+        checks.check_checkpoint_places(trainer)
+    checks.check_checkpoint_places(Trainer(accelerator="cpu", logger=HomeLogger(), callbacks=[ModelCheckpoint("a")]))

@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_megatron_rl.callbacks.run_report import RunReport
 from lightning_megatron_rl.compat.csv_logger import AppendingWriter
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
@@ -32,12 +33,13 @@ def trained(directory: Path) -> list[int]:
 class Logs:
     """Runs of one worker that log into `save_dir`, each with a Trainer, a logger and a module of its own."""
 
-    def __init__(self, model: Path, directory: Path, world_size: int, version: Any) -> None:
+    def __init__(self, model: Path, directory: Path, world_size: int, version: Any, save_dir: Any = None) -> None:
         self.model, self.directory, self.world_size, self.version = model, directory, world_size, version
+        self.save_dir = save_dir or directory
 
     def trainer(self, steps: int) -> Any:
         keeper = ModelCheckpoint(self.directory / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
-        logger = CSVLogger(self.directory, name="run", version=self.version)
+        logger = CSVLogger(self.save_dir, name="run", version=self.version)
         return make_trainer(
             {},
             self.world_size,
@@ -154,6 +156,41 @@ def test_numbered_versions_are_counted_on(worker_pool, qwen3_dir, tmp_path):
     arguments = (fit_with_numbers, qwen3_dir, tmp_path, 2)
     for found in worker_pool.run(*arguments, world_size=2, init_process_group=False):
         assert found == ["version_0", "version_2", b"step\r\n1\r\n"]
+
+
+def fit_without_metrics(model: Path, directory: Path, world_size: int) -> list[str]:
+    """Where runs log of which the first has done no step and the second has ended before it logged a metric."""
+    places, logs = [], Logs(model, directory, world_size, "")
+    for rows in (0, 4, 4):
+        trainer = logs.trainer(1)
+        trainer.log_every_n_steps, trainer.callbacks = 50, [*trainer.callbacks, RunReport()]
+        trainer.fit(logs.module(), SequenceDataModule(frozen_sequences(rows), 4))
+        trainer.strategy.barrier()
+        places.append(logs._place(trainer))
+    return places
+
+
+def test_a_run_that_has_logged_no_metric_keeps_its_directory(worker_pool, qwen3_dir, tmp_path):
+    """Its settings, facts and report are there."""
+    arguments = (fit_without_metrics, qwen3_dir, tmp_path, 1)
+    assert worker_pool.run(*arguments, world_size=1, init_process_group=False) == [[".", ".", "fit-2"]]
+
+
+def fit_in_home(model: Path, directory: Path, world_size: int) -> list[str]:
+    """Where two runs log whose logger's directory begins with `~`, and what has been written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(directory))
+        (directory / "elsewhere").mkdir()
+        patch.chdir(directory / "elsewhere")
+        logs = Logs(model, directory, world_size, "", save_dir="~")
+        return [logs.fit(2)[0], logs.fit(1)[0], *(str(path) for path in Path().iterdir())]
+
+
+def test_home_directory_is_one_for_metrics_and_all_else(worker_pool, qwen3_dir, tmp_path):
+    """The writer of metrics knows `~`, the paths that others make of the logger's directory do not."""
+    arguments = (fit_in_home, qwen3_dir, tmp_path, 1)
+    assert worker_pool.run(*arguments, world_size=1, init_process_group=False) == [[".", "fit-2"]]
+    assert (trained(tmp_path / "run"), trained(tmp_path / "run" / "fit-2")) == ([1, 2], [1])
 
 
 def test_half_a_row_of_a_killed_run_stays_apart(tmp_path):

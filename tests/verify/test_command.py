@@ -75,7 +75,8 @@ def test_users_own_wrong_module_is_caught(qwen3_dir, tmp_path, capsys):
         (["--model.init_args.train.packin", "true"], "unknown key model.train.packin; did you mean packing?"),
         (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: verify-layout compares layouts of MegatronStrategy"),
         (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "BoringModel is no PolicyModule"),
-        (["--out", "nowhere/report.json"], "--out nowhere/report.json: there is no directory"),
+        (["--out", "."], "--out . is a directory: name a file"),
+        (["--out", f"{__file__}/report.json"], "test_command.py' cannot be written"),
         (["--model.train.max_tokens_per_microbatch", "0"], "max_tokens_per_microbatch=0"),
     ],
 )
