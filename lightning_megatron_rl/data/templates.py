@@ -30,7 +30,7 @@ class Segment:
     text: str
     is_target: bool = False  # its tokens are trained on
     add_special_tokens: bool = False  # the tokenizer's own, like BOS; chat templates write theirs into the text
-    append_eos: bool = False  # the end-of-sequence token follows
+    append_eos: bool = False  # it ends with the end-of-sequence token
 
 
 @dataclass
@@ -295,4 +295,4 @@ def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment, bef
         return ids
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set append_eos=False")
-    return [*ids, tokenizer.eos_token_id]
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]

@@ -43,6 +43,8 @@ def test_prompt_and_completion(tokenizer, tokenizer_dir: str):
     assert texts(tokenizer, sequence) == ("Q 12+34=46", "46")
     (sequence,) = load([{"q": "1", "a": "2"}], tokenizer_dir, prompt_column="q", completion_column="a")
     assert texts(tokenizer, sequence) == ("12<eos>", "2<eos>")
+    (sequence,) = load([{"prompt": "1", "completion": "2<eos>"}], tokenizer_dir)  # which gets no second one
+    assert texts(tokenizer, sequence) == ("12<eos>", "2<eos>")
 
 
 def test_prompt_and_completion_through_the_chat_template(tokenizer, tokenizer_dir: str):
