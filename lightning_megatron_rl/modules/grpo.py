@@ -148,6 +148,7 @@ class GRPOModule(PolicyModule):
         self.streamed = StreamedRollouts(streaming) if streaming is not None and streams else None
         self.batch_parts = 1 if streaming is None else streaming.batch_parts
         self.backlog = Backlog()
+        self._read_by: tuple[Any, Any] = None, None  # the Trainer and the data module of the last fit
         self.sampler = Sampler(self, self.engine, self.streamed)
         self.environment = environment
         self.episodes = episodes or EpisodeSettings()
@@ -222,7 +223,10 @@ class GRPOModule(PolicyModule):
         if self.sampler.engine is not self.engine:  # it was replaced
             self.sampler = Sampler(self, self.engine, self.streamed)
         if stage == "fit":
-            self.backlog.begin_fit(self)
+            read_by = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
+            if any(old is not new for old, new in zip(self._read_by, read_by, strict=True)):
+                (self.streamed or self.backlog).load([])  # another loader begins with its first prompt
+            self._read_by = read_by
             if self.streamed is not None:
                 self.streamed.prepare(self)
             if self.batch_parts > 1:

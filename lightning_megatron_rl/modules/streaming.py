@@ -108,7 +108,6 @@ class StreamedRollouts:
         self._stream: RolloutStream | None = None  # of the leader, once it has sampled
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the stream is opened
         self._left: RolloutStream | None = None  # of this leader, whose fit has ended: the Trainer may go on with it
-        self._run: Any = None  # the Trainer and the data module that it is of
         self._in_background = False
 
     def prepare(self, module: "GRPOModule") -> None:
@@ -118,9 +117,7 @@ class StreamedRollouts:
             ValueError: It cannot, with what would change that.
         """
         settings, engine = self.settings, module.engine
-        if not is_same_run(self._run, module):
-            self._saved, self._left = [], None
-        self._module, self._run = module, run_of(module)
+        self._module = module
         name = f"streaming.max_staleness={settings.max_staleness}"
         if not engine.streams:
             raise ValueError(
@@ -352,14 +349,7 @@ class Backlog:
     def __init__(self) -> None:
         self._saved: list[str] = []  # of a checkpoint, one of each replica, until the first batch
         self._waiting: deque[Prompt] = deque()
-        self._run: Any = None  # the Trainer and the data module that they are of
         self._is_leader = False
-
-    def begin_fit(self, module: "GRPOModule") -> None:
-        """Begin without prompts, unless the same Trainer goes on."""
-        if not is_same_run(self._run, module):
-            self.load([])
-        self._run = run_of(module)
 
     def load(self, states: list[str]) -> None:
         """Take what the streams of a checkpoint had read."""
@@ -400,16 +390,6 @@ class Backlog:
     def not_yet_opened(self) -> list[str]:
         """The states of a checkpoint, before the first batch."""
         return self._saved
-
-
-def run_of(module: "GRPOModule") -> tuple[Any, Any]:
-    """Return the Trainer and the data module of a fit: with both the loader goes on where it was."""
-    return module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
-
-
-def is_same_run(run: tuple[Any, Any] | None, module: "GRPOModule") -> bool:
-    """Whether a fit goes on with what another one had read."""
-    return run is not None and all(old is new for old, new in zip(run, run_of(module), strict=True))
 
 
 def save_streams(checkpoint: dict[str, Any], streamed: StreamedRollouts | Backlog) -> None:
