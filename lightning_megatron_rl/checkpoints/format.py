@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 EXTRA_STATE = "_extra_state"  # end of the names under which Transformer Engine keeps more than parameters
 SHARDED = "sharded"
+_REFUSALS = (pickle.PicklingError, AttributeError, TypeError)  # of pickle, for what it cannot write
 _TRAINER_FILE = "trainer.pt"
 _RNG = "rng"
 _SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, at least
@@ -236,7 +237,7 @@ def _stage(sharded: dict[str, Any], directory: Path, *, copy: bool) -> "StagedSh
 def _serialized(state: dict[str, Any]) -> bytes:
     try:
         return _pickled(state)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except _REFUSALS as error:
         raise ValueError(
             f"the run's state cannot be written to a checkpoint: {_unpicklable(state)} ({error}). Leave it out of the"
             " state_dict() or on_save_checkpoint() that gave it, or give it as plain data: numbers, strings, tensors,"
@@ -255,7 +256,7 @@ def _unpicklable(value: Any, place: str = "") -> str:
     for key, part in value.items() if isinstance(value, dict) else ():
         try:
             _pickled(part)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except _REFUSALS:
             return _unpicklable(part, f"{place}[{key!r}]")
     return f"{place} is of type {type(value).__name__}, which pickle refuses"
 
