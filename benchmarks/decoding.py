@@ -105,9 +105,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     own, quick = (
         summary([1000 * value / options.response_tokens for value in seconds[is_quick][1:]]) for is_quick in seconds
     )
-    # with the prompts' keys and values in the cache, and other kernels for fewer new tokens, a few may differ
-    again = [sum(map(list.__eq__, answers[0], answer)) / len(answer) for answer in answers[1:]]
-    return {"ms_per_token": quick, "vllms_own_ms_per_token": own, "same_responses_again": min(again)}
+    # from the second rollout on the prompts' keys and values are in the cache: fewer new tokens have other kernels
+    cold, first, *others = answers
+    return {
+        "ms_per_token": quick,
+        "vllms_own_ms_per_token": own,
+        "same_responses_again": min(share_of_same(first, other) for other in others),
+        "same_responses_as_without_cache": share_of_same(first, cold),
+    }
+
+
+def share_of_same(some: list[list[int]], others: list[list[int]]) -> float:
+    """Return the share of responses that are the same.
+
+    Example:
+        ``share_of_same([[1, 2], [3]], [[1, 2], [4]]) == 0.5``
+    """
+    return sum(map(list.__eq__, some, others)) / len(some)
 
 
 def start(options: argparse.Namespace) -> tuple[list[Any], Any, Any]:

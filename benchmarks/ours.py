@@ -42,6 +42,7 @@ from work_done import MEGATRON_PROJECTION, ComputeDtype, megatron_work
 
 PHASES = ("weight_sync", "rollout", "reward", "old_logp", "ref_logp", "update")
 PROFILED_SYNCS = 100
+BUCKET_MB = 256  # the default of `VLLMServers`
 CALL_S = 3600  # of one call to the sampler: a very long response takes long, and the run has a deadline of its own
 HANDOVER = ("time/sleep_s", "time/offload_s", "perf/sleep_freed_gb", "perf/offloaded_gb")
 
@@ -183,6 +184,7 @@ def make_engine(options: argparse.Namespace) -> Any:
             options.urls.split(","),
             max_model_len=longest(options),
             call_timeout_s=CALL_S,
+            bucket_mb=options.bucket_mb,
             weights_over=weights_over(options),
         )
     sizes: dict[str, Any] = {
@@ -355,6 +357,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--response-tokens", type=int, default=512 if on_cuda else 24)
     parser.add_argument("--max-tokens", type=int, default=32_768 if on_cuda else 2048, help="per micro-batch")
     parser.add_argument("--cache-gb", type=float, default=19.0 if on_cuda else 0.25, help="key/value cache. GiB")
+    parser.add_argument("--bucket-mb", type=int, default=BUCKET_MB, help="of weights on their way to each server. MiB")
     parser.add_argument("--syncs", type=int, default=0, help="weight syncs to time before the first step")
     parser.add_argument("--profile", type=Path, help="file for profiles of more weight syncs, of ours")
     parser.add_argument("--devices", type=int, default=1, help="processes of the trainer, one GPU each; without a peer")
@@ -382,7 +385,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
     names += ("devices", "tensor_parallel", "context_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
-    names += ("compilation",)
+    names += ("compilation", "bucket_mb")
     flags = [f"--{name.replace('_', '-')}" for name in ("eager", "auto", "in_process") if getattr(options, name)]
     given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     given += [f"--profile={options.profile.absolute()}"] if options.profile else []

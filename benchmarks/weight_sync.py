@@ -21,7 +21,7 @@ import peers
 import torch
 from common import default_device, facts, result_path, run_child, write_json, write_model
 from compare import run_sides
-from ours import add_arguments, add_place_arguments, longest, passed_on, weights_over
+from ours import BUCKET_MB, add_arguments, add_place_arguments, longest, passed_on, weights_over
 from servers import serve
 
 
@@ -59,6 +59,8 @@ def check_place(options: argparse.Namespace) -> None:
     """
     if options.sleep_level:
         raise ValueError(f"--sleep-level {options.sleep_level} is for grpo_step.py; here --asleep measures it")
+    if not options.servers and options.bucket_mb != BUCKET_MB:
+        raise ValueError(f"--bucket-mb {options.bucket_mb} is for servers: give --servers N, or leave it out")
     if not options.servers and options.weights_over:
         raise ValueError("--weights-over is for servers: give --servers N, or leave it out")
     if not options.apart and options.weight_transfer != "auto":
@@ -118,7 +120,7 @@ def measure_servers(options: argparse.Namespace) -> dict[str, Any]:
             side = run_child("ours.py", arguments, options.timeout, variables=found.environment)
     return {
         **side,
-        "place": place_of_servers(options.servers, over, side, share=found.share),
+        "place": place_of_servers(options.servers, over, side, share=found.share) + buckets_of(options.bucket_mb),
         "samplers_elsewhere": options.servers,
         "trainer_devices": options.devices,
     }
@@ -143,6 +145,15 @@ def place_of_servers(servers: int, over: str, side: dict[str, Any], *, share: bo
         over = "gloo, since NCCL did not connect" if fell_back else "NCCL"
         over += " (sockets: processes share a GPU)" if share and not fell_back else ""
     return f"{servers} server{'s' if servers > 1 else ''} over {over}"
+
+
+def buckets_of(mebibytes: int) -> str:
+    """Return what the row's name says of buckets that are not of the default size.
+
+    Example:
+        ``buckets_of(1024) == ", buckets of 1,024 MiB"``
+    """
+    return "" if mebibytes == BUCKET_MB else f", buckets of {mebibytes:,} MiB"
 
 
 def add_asleep_argument(parser: argparse.ArgumentParser) -> None:
