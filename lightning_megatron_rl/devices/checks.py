@@ -1,8 +1,9 @@
 """Checks that refuse a run on this machine: pure functions of the measured facts, one for each reason."""
 
 import re
+from contextlib import suppress
 
-from lightning_megatron_rl.devices.facts import DeviceFacts, version_text
+from lightning_megatron_rl.devices.facts import PROCESSORS, DeviceFacts, version_text
 
 # the oldest driver that runs programs built with a CUDA of this major version (NVIDIA, CUDA compatibility)
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
@@ -11,6 +12,7 @@ ENGINE_CAPABILITY = (8, 0)  # Transformer Engine is made for Ampere and newer (i
 # per-tensor scales since Ada, of blocks since Hopper, of 32 numbers since Blackwell (Transformer Engine's user guide)
 FP8_CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 FP4_CAPABILITY = (10, 0)
+WHOLE = 100  # percent
 GPU_SETUP = "GPU=1 make setup (docs/install.md)"
 ON_CPU = "or run on the CPU with --trainer.accelerator cpu"
 
@@ -92,6 +94,31 @@ def check_device_count(requested: int, available: int) -> None:
             f" trainer.devices to at most {available}, show more GPUs with CUDA_VISIBLE_DEVICES, use more nodes, or"
             " lower the parallel sizes."
         )
+
+
+def check_processors(percent: str | None) -> None:
+    """Refuse a part of a GPU's processors, with which numbers were wrong.
+
+    On an H200 with 75 percent each of five runs at 1.7B ended at its first or second step, with log-probs that were
+    NaN, whether the sampler worked beside training or not; without a limit they were right (torch 2.11.0+cu130,
+    Transformer Engine 2.20.2).
+
+    Args:
+        percent: Value of `facts.PROCESSORS`; None: it is not set.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if percent is None:
+        return
+    with suppress(ValueError):
+        if float(percent) >= WHOLE:
+            return
+    raise ValueError(
+        f"{PROCESSORS}={percent}: with a part of a GPU's processors log-probs were NaN (1.7B on an H200, 75 percent)."
+        " Unset it: processes may share a GPU, with or without NVIDIA's Multi-Process Service, if each may use all of"
+        " it."
+    )
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:

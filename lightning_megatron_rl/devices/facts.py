@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 Version = tuple[int, ...]
+PROCESSORS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # of NVIDIA's Multi-Process Service
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class DeviceFacts:
     driver: Version | None = None  # NVIDIA driver; None if there is none
     gpus: tuple[GPU, ...] = ()
     hidden: str | None = None  # CUDA_VISIBLE_DEVICES, if it is set
+    processors: str | None = None  # variable `PROCESSORS`: percent of a GPU's that a process may use; None: not set
     without_peer_access: tuple[tuple[int, int], ...] = ()  # pairs of GPUs that cannot read each other's memory
     links: dict[tuple[int, int], str] = field(default_factory=dict)  # nvidia-smi's name of the link of each pair
     transformer_engine: Extension | None = None

@@ -17,7 +17,7 @@ import torch
 from lightning_megatron_rl.compat.torch_names import count_cuda_devices
 from lightning_megatron_rl.devices.commands import capture
 from lightning_megatron_rl.devices.elf import cuda_major, needed_libraries
-from lightning_megatron_rl.devices.facts import GPU, DeviceFacts, Extension, Version
+from lightning_megatron_rl.devices.facts import GPU, PROCESSORS, DeviceFacts, Extension, Version
 from lightning_megatron_rl.utilities.versions import installed_version
 from lightning_megatron_rl.weights.cuda_memory import identity
 
@@ -43,6 +43,7 @@ def measure_devices(*, imports: bool = True) -> DeviceFacts:
         driver=driver_version(),
         gpus=gpus,
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        processors=os.environ.get(PROCESSORS),
         without_peer_access=links.without_peer_access,
         links=links.links,
         transformer_engine=installed_engine(imports=imports),

@@ -100,6 +100,10 @@ def _cuda(facts: DeviceFacts) -> list[Finding]:
         _checked("driver", built, lambda: checks.check_driver(facts)),
         _checked("devices", f"{len(facts.gpus)} visible", lambda: checks.check_cuda(facts)),
     ]
+    if facts.processors is not None:
+        findings.append(
+            _checked("processors", f"{facts.processors} %", lambda: checks.check_processors(facts.processors))
+        )
     for index, gpu in enumerate(facts.gpus):
         formats = ["bf16"] if gpu.capability >= checks.BF16_CAPABILITY else []
         formats += [f"fp8 {name}" for name, least in checks.FP8_CAPABILITIES.items() if gpu.capability >= least]

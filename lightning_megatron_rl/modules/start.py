@@ -1,5 +1,6 @@
 """What is checked on a GPU before a run loads anything: capability, builds, and whether trainer and sampler fit."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 
 from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.devices import checks
-from lightning_megatron_rl.devices.facts import GPU, DeviceFacts
+from lightning_megatron_rl.devices.facts import GPU, PROCESSORS, DeviceFacts
 from lightning_megatron_rl.devices.measure import (
     count_gpus,
     import_engine,
@@ -98,7 +99,8 @@ def check_gpu(
         frozen_copies: Reference policies that stay on the GPU.
 
     Raises:
-        ValueError: Torch has no kernels for the GPU, or it lacks a number format or memory; with the arithmetic.
+        ValueError: Torch has no kernels for the GPU, it lacks a number format or memory, with the arithmetic, or only a
+            part of its processors may be used.
         RuntimeError: Transformer Engine or vLLM does not fit the installed torch, or fp32 is not multiplied as fp32.
     """
     strategy = module.strategy
@@ -112,9 +114,11 @@ def check_gpu(
         torch_cuda=parse_version(torch.version.cuda),
         architectures=tuple(torch.cuda.get_arch_list()),
         gpus=(gpu,),
+        processors=os.environ.get(PROCESSORS),
         vllm=installed_vllm(),
     )
     checks.check_architecture(facts)
+    checks.check_processors(facts.processors)
     checks.check_precision(facts, precision.precision)
     fields = module.train_settings.model_config
     checks.check_low_precision(facts, fields.get("fp8"), fields.get("fp8_recipe", "delayed"), fields.get("fp4"))

@@ -54,6 +54,17 @@ def test_cuda_that_is_not_there_is_refused_with_the_reason(changes, message):
     assert "--trainer.accelerator cpu" in str(error.value)
 
 
+@pytest.mark.parametrize("percent", [None, "100", "100.0"])
+def test_all_processors_may_be_used(percent):
+    checks.check_processors(percent)
+
+
+@pytest.mark.parametrize("percent", ["75", "99.9", "0", "nan", "all", ""])
+def test_part_of_the_processors_is_refused(percent):
+    with pytest.raises(ValueError, match=rf"^CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={percent}: .* Unset it"):
+        checks.check_processors(percent)
+
+
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [

@@ -71,6 +71,13 @@ def test_right_gpu_machine_is_ready():
     assert "mxfp8" not in gpu.found
 
 
+def test_part_of_a_gpus_processors_is_missing_with_what_to_do():
+    findings = examine(SYSTEM, replace(GOOD, processors="75"), "cuda")
+    assert list(levels(findings, "missing")) == ["processors"]
+    assert "Unset it" in levels(findings, "missing")["processors"].remedy
+    assert levels(examine(SYSTEM, replace(GOOD, processors="100"), "cuda"), "missing") == {}
+
+
 def test_right_cpu_machine_is_ready_and_told_what_runs():
     findings = examine(SYSTEM, CPU_ONLY, "cpu")
     assert levels(findings, "missing") == {}

@@ -256,6 +256,13 @@ def test_gpu_that_torch_has_no_kernels_for_is_refused(monkeypatch):
         start.check_gpu(MODULE, training=True)
 
 
+def test_part_of_the_gpus_processors_is_refused(monkeypatch):
+    on_gpu(monkeypatch, (9, 0))
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "75")
+    with pytest.raises(ValueError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=75: with a part of a GPU's processors"):
+        start.check_gpu(MODULE, training=True)
+
+
 @pytest.mark.parametrize("name", ["vllm", "within"])
 def test_vllm_of_another_cuda_is_refused_wherever_it_runs(monkeypatch, name):
     on_gpu(monkeypatch, (9, 0), Extension("0.26.0", cuda_major=12))

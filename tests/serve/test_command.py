@@ -105,6 +105,13 @@ def test_gpus_record_graphs_unless_told_not_to(options, eager, qwen3_dir, monkey
     assert arguments["enforce_eager"] is eager
 
 
+def test_a_server_on_a_part_of_the_gpus_processors_is_refused(qwen3_dir, monkeypatch):
+    monkeypatch.setattr(launch, "choose_device", lambda *_, **__: "cuda")
+    engine, part = make_engine(make_parser().parse_args([str(qwen3_dir)])), {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+    with pytest.raises(ValueError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"):
+        launch.server_settings(str(qwen3_dir), engine, ("127.0.0.1", 8000), "digest", part)
+
+
 def test_members_of_a_group_are_its_processes():
 
     assert os.getpid() in set(members(os.getpgid(0)))

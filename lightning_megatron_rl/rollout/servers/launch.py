@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron_rl.devices.checks import check_processors
+from lightning_megatron_rl.devices.facts import PROCESSORS
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.servers.about import (
     About,
@@ -56,10 +58,13 @@ def server_settings(
         nodes: That share the engine; None: this one has it alone.
 
     Raises:
-        ValueError: The directory holds no model, or an argument does not work here.
+        ValueError: The directory holds no model, an argument does not work here, or only a part of the GPU's processors
+            may be used.
         RuntimeError: vLLM is missing, or another one than the machine needs.
     """
     device = choose_device(engine.device, installed_packages(), no_gpu=why_no_gpu())
+    if device == "cuda":
+        check_processors(inherited.get(PROCESSORS))
     layout = CheckpointLayout.read(model)
     eager = engine.enforce_eager if engine.enforce_eager is not None else device == "cpu"
     arguments = llm_arguments(
