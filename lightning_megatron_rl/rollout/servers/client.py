@@ -83,6 +83,7 @@ class ServerClient:
         self.takes_buckets = False  # for as long as it has these workers: the ranks do not reach them, or lack a part
         self.load = 0  # responses under way
         self.failure: str | None = None  # why it will never answer, if somebody knows
+        self.refusal = ""  # why it is not taken back, though it answers
         self._moved_at = 0.0  # when a response last began here, or had tokens
         self._run = run
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
@@ -156,8 +157,11 @@ class ServerClient:
                 " serve`."
             ) from error
 
-    async def take_lease(self) -> tuple[str, bool]:
-        """Take or renew the lease; returns the server's instance, and whether it has the weights of its start.
+    async def take_lease(self) -> tuple[str, bool, bool]:
+        """Take or renew the lease.
+
+        Returns:
+            The server's instance, whether it has the weights of its start, and whether it may have another trainer's.
 
         Raises:
             ServerRefusedError: Another trainer has it; says who.
@@ -166,7 +170,7 @@ class ServerClient:
         answer = await self._ask("POST", LEASE, PROBE_S, text=who)
         if "instance" not in answer:
             raise ServerRefusedError(f"another program than a server answers at {self.url}: {str(answer)[:200]!r}")
-        return str(answer["instance"]), bool(answer["is_fresh"])
+        return str(answer["instance"]), bool(answer["is_fresh"]), bool(answer["is_others"])
 
     async def check_health(self) -> None:
         """Ask whether its engine works.

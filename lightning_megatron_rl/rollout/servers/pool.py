@@ -343,6 +343,8 @@ class ServerPool(StreamingEngine):
         if not keep:
             connections.run(self._stop())
         there = connections.on_each(there, partial(ServerClient.pause, keep=keep))
+        for server in connections.servers:
+            server.pushed = None  # until it has these: this version's number may have been that of other weights
         there = meet(connections, there, self.call_timeout_s)
         direct = deliver(connections, checked, there, self.bucket_mb * _MIB)
         loaded, num_bytes, largest = send(
@@ -378,8 +380,8 @@ class ServerPool(StreamingEngine):
         return [server for server in servers if server.state != LOST]
 
     def _all_lost(self, what: str) -> str:
-        urls = ", ".join(server.url or "one that is not placed" for server in self.connections.servers)
-        return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {urls}"
+        known = (server.refusal or server.url or "one that is not placed" for server in self.connections.servers)
+        return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {', '.join(known)}"
 
     def let_go(self) -> None:
         """Drop what is held of the trainer's weights; servers have their own."""
