@@ -45,19 +45,23 @@ def check_url(url: str) -> str:
     Raises:
         ValueError: It is no URL of a server, or has a password in it.
     """
-    parts = urlsplit(url)
+    wrong = (
+        f"engine.urls: {url!r} is no address of a server: give http://host:port, with a port in [1, 65535] and an IPv6"
+        " address in brackets"
+    )
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # one bracket
+        raise ValueError(wrong) from error
+    if parts.username or parts.password:
+        raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
     try:
         has_place = bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number, or too large
         has_place = False
     others = parts.path.strip("/") or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not has_place or others or url != url.strip():
-        raise ValueError(
-            f"engine.urls: {url!r} is no address of a server: give http://host:port, with a port in [1, 65535] and an"
-            " IPv6 address in brackets"
-        )
-    if parts.username or parts.password:
-        raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
+        raise ValueError(wrong)
     return url.rstrip("/")
 
 
