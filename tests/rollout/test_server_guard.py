@@ -237,6 +237,29 @@ def test_plain_server_is_named(qwen3_dir, tmp_path):
             thread.join()
 
 
+def test_a_proxy_that_leads_elsewhere_is_named(qwen3_dir):
+    """From http to https, most often. Whoever follows leaves the token behind, which a server refuses then."""
+    about = replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()
+    with ExitStack() as stack:
+        url = stack.enter_context(guarded(about))
+
+        class Redirect(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(301)
+                self.send_header("Location", url + self.path)
+                self.end_headers()
+
+        proxy = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirect))
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(proxy.shutdown)
+        with pytest.raises(
+            ValueError, match=rf":{proxy.server_port} leads to {url}/about, and the token .* give that one"
+        ):
+            start([f"http://127.0.0.1:{proxy.server_port}"], qwen3_dir)
+
+
 def test_unreachable_server_is_named(qwen3_dir):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

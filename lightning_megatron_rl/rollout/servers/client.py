@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.hdrs import LOCATION
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
@@ -236,9 +237,11 @@ class ServerClient:
             raise ServerLostError("the server has no address yet")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, path, json=body, data=text, timeout=timeout) as response:
+            async with self._session.request(
+                method, path, json=body, data=text, timeout=timeout, allow_redirects=False
+            ) as response:
                 answer = await response.text()
-                self._check(response.status, path, answer)
+                self._check(response, path, answer)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             words = str(error) or f"no answer within {timeout_s:.0f} s"
             lost = ServerLostError(f"the server {self.url} does not answer {path}: {words}")
@@ -251,9 +254,15 @@ class ServerClient:
         except (ValueError, TypeError):
             return {"text": answer}
 
-    def _check(self, status: int, path: str, answer: str) -> None:
+    def _check(self, response: aiohttp.ClientResponse, path: str, answer: str) -> None:
+        status = response.status
         if status == 200:
             return
+        if LOCATION in response.headers:
+            raise ServerRefusedError(
+                f"the server {self.url} leads to {response.headers[LOCATION]}, and the token goes to no other address:"
+                " give that one."
+            )
         try:
             said = json.loads(answer)["error"]
         except (ValueError, KeyError, TypeError):
@@ -307,9 +316,9 @@ class ServerClient:
         }
         reason, self._moved_at = None, time.monotonic()
         try:
-            async with self._session.post(GENERATE, json=body) as response:
+            async with self._session.post(GENERATE, json=body, allow_redirects=False) as response:
                 if response.status != 200:
-                    self._check(response.status, GENERATE, await response.text())
+                    self._check(response, GENERATE, await response.text())
                 self._streams.add(response)
                 try:
                     async for line in response.content:
