@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, StreamRequest, WeightsLostError
 from lightning_megatron_rl.rollout.servers import connections as watching
 from lightning_megatron_rl.rollout.servers import pool
@@ -272,6 +273,43 @@ def test_weights_that_another_trainer_has_left_are_not_sampled_with(about, stack
     assert (client.state, client.pushed) == (STALE, None)
 
 
+@contextmanager
+def no_weights_travel(load: Callable[[list[ServerClient]], list[ServerClient]]) -> Iterator[None]:
+    """Updates in which nothing is sent; `load` returns the servers that have loaded it."""
+    with (
+        patch.object(CheckpointLayout, "check_source", lambda layout, source: source),
+        patch.object(pool, "meet", lambda connections, servers, timeout_s: servers),
+        patch.object(pool, "deliver", lambda connections, source, servers, *_: Deliveries(False, others=servers)),
+        patch.object(pool, "send", lambda connections, source, servers, *_, record: (load(servers), 0, 0)),
+        patch.object(ServerClient, "pause", lambda client, *, keep=False: asyncio.sleep(0)),
+    ):
+        yield
+
+
+def test_servers_that_take_no_weights_are_not_sent_them_for_ever(about, stack, qwen3_dir):
+    """Such as those without memory for them: each is back in seconds, and fails again."""
+    engine = VLLMServers([stack.enter_context(guarded(about.to_plain()))], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    connections, weights = engine.connections, WeightSource.of_views(WeightViews([]))
+
+    def load(servers: list[ServerClient]) -> list[ServerClient]:
+        return connections.without(servers, dict.fromkeys(servers, ServerLostError("it is out of memory")))
+
+    def push_again_and_again() -> None:
+        began = time.monotonic()
+        while time.monotonic() < began + 10:
+            with suppress(WeightsLostError):
+                engine.update_weights(weights, 5)
+
+    with no_weights_travel(load), pytest.raises(RuntimeError, match=r"no server .* for 1 s .*it is out of memory"):
+        push_again_and_again()
+    with no_weights_travel(lambda servers: servers):
+        engine.update_weights(weights, 6)
+    with no_weights_travel(load), pytest.raises(WeightsLostError):  # anew
+        engine.update_weights(weights, 7)
+
+
 def test_a_server_that_missed_an_update_waits_for_weights_though_its_number_comes_again(about, stack, qwen3_dir):
     """Validation samples with other weights of a step, such as their average; another fit counts from 0."""
     urls = [stack.enter_context(guarded(replace(about, instance=name).to_plain())) for name in ("one", "two")]
@@ -280,20 +318,10 @@ def test_a_server_that_missed_an_update_waits_for_weights_though_its_number_come
     stack.callback(engine.close)
     connections, weights = engine.connections, WeightSource.of_views(WeightViews([]))
     there, missing = connections.servers
-
-    def send(connections: Connections, source: object, servers: list[ServerClient], *_: Any, **__: Any) -> Any:
-        return [server for server in servers if server in reached], 0, 0
-
-    with (
-        patch.object(type(connections.layout), "check_source", lambda layout, source: source),
-        patch.object(pool, "meet", lambda connections, servers, timeout_s: servers),
-        patch.object(pool, "deliver", lambda connections, source, servers, *_: Deliveries(False, others=servers)),
-        patch.object(pool, "send", send),
-        patch.object(ServerClient, "pause", lambda client, *, keep=False: asyncio.sleep(0)),
-    ):
-        reached = [there, missing]
+    reached = [there, missing]
+    with no_weights_travel(lambda servers: [server for server in servers if server in reached]):
         engine.update_weights(weights, 5)
-        reached = [there]
+        reached.remove(missing)
         connections.lose(missing, ServerLostError("it is gone"))
         until(lambda: missing.state == READY)
         engine.update_weights(weights, 5)

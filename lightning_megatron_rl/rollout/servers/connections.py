@@ -63,6 +63,7 @@ class Connections:
         self._ranks: DirectRanks | None = None  # this rank alone, which has the whole model
         self.version = 0  # of the weights that sample
         self.num_lost = 0
+        self.why = ""  # the last one was lost
         self.weights_over = weights_over
         self.has_told_of_buckets = False  # that NCCL is asked for and not used
         kind, tokenizer = fingerprint(model_path), tokenizer_kind(model_path)
@@ -243,6 +244,7 @@ class Connections:
             return
         server.state = LOST
         self.num_lost += 1
+        self.why = str(error)
         self.senders.pop(server, None)
         server.forget_workers()
         # a host that has gone without a word closes no connection: what is under way would wait for it

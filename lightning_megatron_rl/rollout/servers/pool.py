@@ -91,6 +91,7 @@ class ServerPool(StreamingEngine):
         self._connections: Connections | None = None
         self._activity: PoolActivity | None = None  # of these connections
         self._is_updating = False  # servers have old weights, new ones, or some of both
+        self._failing_since: float | None = None  # updates, of all servers
 
     @property
     def connections(self) -> Connections:
@@ -133,7 +134,7 @@ class ServerPool(StreamingEngine):
             raise RuntimeError("the engine is already started; close() it before another start()")
         if self.weights_over == "nccl" and not torch.cuda.is_available():
             raise refuse_nccl("the trainer has no GPU")
-        self.weight_version = 0  # of a start before this one, maybe
+        self.weight_version, self._failing_since = 0, None  # of a start before this one, maybe
         self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s, self.weights_over)
         self._activity = PoolActivity(self._connections.servers, self._spans)
 
@@ -321,7 +322,7 @@ class ServerPool(StreamingEngine):
             ValueError: The names or shapes differ from those of the model's directory, or weights go over NCCL and are
                 not on a GPU.
             WeightsLostError: Every server was lost meanwhile; update again.
-            RuntimeError: No server was there for too long.
+            RuntimeError: No server was there for too long, or none that took weights.
         """
         self.wait_ready()
         with self._spans.during("update"):
@@ -361,7 +362,13 @@ class ServerPool(StreamingEngine):
                 server.state = STALE  # it was back too late for this update
         connections.board.error = None
         if not there:
+            self._failing_since = self._failing_since or time.monotonic()
+            if time.monotonic() - self._failing_since > self.call_timeout_s:
+                raise RuntimeError(
+                    f"{self._all_lost('that took weights')}. The last one was lost by: {connections.why}"
+                )
             raise WeightsLostError(f"every server was lost during the update to version {version}: update again")
+        self._failing_since = None
         seconds = time.perf_counter() - began
         num_bytes = max(num_bytes, direct.num_bytes)
         rate = num_bytes / 1e6 / seconds
