@@ -25,6 +25,7 @@ from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import SLACK, Board, Flight, choose_server
 from lightning_megatron_rl.rollout.servers.guard import LEASE_S, Guard, token_digest
 from lightning_megatron_rl.rollout.servers.push import choose_backend
+from lightning_megatron_rl.utilities.masking import MASK, is_secret_name, mask_text
 from lightning_megatron_rl.utilities.run_settings import describe_settings
 from lightning_megatron_rl.weights.source import source_of
 from tests.rollout.server_process import TOKEN, guarded
@@ -308,6 +309,30 @@ def test_token_comes_from_a_private_file_or_the_environment(qwen3_dir, tmp_path,
         start([url], qwen3_dir, token=None, token_file=str(file))
         monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
         start([url], qwen3_dir, token=None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"token": None}, {"token_file": "token"}, {"token": MASK}, {"token": None, "token_file": "token"}, {}],
+)
+def test_errors_about_the_token_are_whole_where_secrets_are_masked(qwen3_dir, settings, monkeypatch):
+    """The command line shows no secret: what follows "token:" is one to it."""
+    monkeypatch.delenv("LIGHTNING_MEGATRON_RL_TOKEN", raising=False)
+    about = replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()
+    with guarded(about) as url, pytest.raises(ValueError, match="token") as error:
+        start([url], qwen3_dir, **{"token": "another-token-0123456789", **settings})
+    assert mask_text(str(error.value)) == str(error.value)
+
+
+def test_a_token_that_was_masked_comes_from_the_environment(qwen3_dir, monkeypatch):
+    """As in a config that a run has written, with which one goes on; where its file is, is no secret."""
+    assert not is_secret_name("token_file")
+    monkeypatch.delenv("LIGHTNING_MEGATRON_RL_TOKEN", raising=False)
+    with guarded(replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()) as url:
+        with pytest.raises(ValueError, match=r"engine\.token was masked .* LIGHTNING_MEGATRON_RL_TOKEN"):
+            start([url], qwen3_dir, token=MASK)
+        monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
+        start([url], qwen3_dir, token=MASK)
 
 
 @pytest.mark.parametrize("token", ["short", "п" * 20, "0123456789 abcdefg"])

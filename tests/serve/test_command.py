@@ -70,7 +70,7 @@ def test_processes_of_the_server_do_not_know_the_token(qwen3_dir, monkeypatch, e
         (["MODEL", "--max-num-seqs", "0"], "engine.max_num_seqs=0 must be at least 1"),
         (["MODEL", "--host", "0.0.0.0"], "listens on all interfaces"),
         (["MODEL", "--vllm-args", '{"model": "x"}'], "model"),
-        (["MODEL", "--token-file", "no-such-file"], "no-such-file: no such file"),
+        (["MODEL", "--token-file", "no-such-file"], "--token-file names 'no-such-file', and there is no such file"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_line(arguments, words, qwen3_dir, capsys, monkeypatch):

@@ -269,7 +269,7 @@ class ServerClient:
             said = answer
         if status == 401:
             raise ServerRefusedError(
-                f"the server {self.url} refuses the token: give the one that it was started with (engine.token_file,"
+                f"the server {self.url} refuses the token. Give the one that it was started with (engine.token_file,"
                 " engine.token or the variable LIGHTNING_MEGATRON_RL_TOKEN)."
             )
         if status == 409:
