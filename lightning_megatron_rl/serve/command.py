@@ -190,6 +190,8 @@ def choose_node_address(address: str, nodes: "EngineNodes") -> str:
     """
     from lightning_megatron_rl.parallel.hosts import is_loopback, own_address
 
+    with suppress(OSError):  # of a name; --master's is resolved so
+        address = socket.gethostbyname(address)
     if nodes.rank > 0:
         return own_address(nodes.master, nodes.port) if is_loopback(address) else address
     if address != nodes.master:
