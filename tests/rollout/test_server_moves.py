@@ -273,6 +273,25 @@ def test_weights_that_another_trainer_has_left_are_not_sampled_with(about, stack
     assert (client.state, client.pushed) == (STALE, None)
 
 
+LAST = FIRST.replace("null", '"stop"')
+
+
+def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(about, stack, qwen3_dir):
+    """One with stop strings would begin anew elsewhere, if it were not complete."""
+    url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", LAST))
+    engine = VLLMServers([url], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10, stop=("x",)))
+    (server,) = engine.connections.servers
+    (flight,) = engine.connections.board.flights.values()
+    until(lambda: flight.is_complete)
+    engine.connections.lose(server, ServerLostError("it has ended"))
+    until(lambda: server.load == 0)
+    (news,) = engine.collect(0.0)
+    assert (news.token_ids, news.finish_reason) == ([7], "stop")
+
+
 @contextmanager
 def no_weights_travel(load: Callable[[list[ServerClient]], list[ServerClient]]) -> Iterator[None]:
     """Updates in which nothing is sent; `load` returns the servers that have loaded it."""
