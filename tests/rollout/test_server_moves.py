@@ -145,6 +145,23 @@ def test_a_request_that_is_refused_is_not_asked_again(about, stack, qwen3_dir, s
     assert engine.num_restarts == 0
 
 
+def test_a_server_that_fails_each_request_is_not_asked_for_ever(about, stack, qwen3_dir):
+    """Its health is good, so that it is back in seconds."""
+    url = stack.enter_context(guarded(about.to_plain(), refused=500))
+    engine = VLLMServers([url], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    ended = threading.Timer(20.0, engine.close)
+    ended.start()
+    stack.callback(ended.join)
+    stack.callback(ended.cancel)
+    words = (
+        r"no server was there that sampled for 1 s .* by: the server \S+ answers /inference/v1/generate with status 500"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
+
+
 def test_a_server_without_an_address_is_waited_for(about, stack, qwen3_dir):
     url = stack.enter_context(guarded(about.to_plain()))
     connections = connect(stack, qwen3_dir, "")

@@ -169,9 +169,10 @@ class ServerPool(StreamingEngine):
         """Bring a response to its end."""
         connections, activity, name = self.connections, self._activity, flight.request.name
         assert activity is not None
+        failing_since: float | None = None  # without a token
         try:
             while not flight.is_complete:
-                server = await self._find_server(flight)
+                server, had = await self._find_server(flight), len(flight.token_ids)
                 server.load += 1
                 activity.note()
                 try:
@@ -190,6 +191,9 @@ class ServerPool(StreamingEngine):
                 except (ServerLostError, ServerRefusedError) as error:
                     connections.lose(server, error)
                     connections.board.interrupt(flight)
+                    failing_since = None if len(flight.token_ids) > had else failing_since or time.monotonic()
+                    if failing_since is not None and time.monotonic() - failing_since > self.call_timeout_s:
+                        raise RuntimeError(self._all_failed("that sampled")) from error
                 finally:
                     server.load -= 1
                     activity.note()
@@ -364,9 +368,7 @@ class ServerPool(StreamingEngine):
         if not there:
             self._failing_since = self._failing_since or time.monotonic()
             if time.monotonic() - self._failing_since > self.call_timeout_s:
-                raise RuntimeError(
-                    f"{self._all_lost('that took weights')}. The last one was lost by: {connections.why}"
-                )
+                raise RuntimeError(self._all_failed("that took weights"))
             raise WeightsLostError(f"every server was lost during the update to version {version}: update again")
         self._failing_since = None
         seconds = time.perf_counter() - began
@@ -389,6 +391,9 @@ class ServerPool(StreamingEngine):
     def _all_lost(self, what: str) -> str:
         known = (server.refusal or server.url or "one that is not placed" for server in self.connections.servers)
         return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {', '.join(known)}"
+
+    def _all_failed(self, what: str) -> str:
+        return f"{self._all_lost(what)}. The last one was lost by: {self.connections.why}"
 
     def let_go(self) -> None:
         """Drop what is held of the trainer's weights; servers have their own."""
