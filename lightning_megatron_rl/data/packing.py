@@ -44,7 +44,7 @@ class TokenSequence:
                 " experts, [tokens, expert layers, topk]"
             )
         if self.loss_mask[0]:
-            raise ValueError("loss_mask[0] is True, but nothing predicts the first token: set it to False")
+            raise ValueError("loss_mask[0] is True, but nothing predicts the first token. Set it to False")
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

@@ -294,5 +294,5 @@ def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment, bef
     if not segment.append_eos:
         return ids
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set append_eos=False")
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token. Set append_eos=False")
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]

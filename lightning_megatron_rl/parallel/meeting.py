@@ -39,7 +39,8 @@ LOOK_S = 0.2
 TELL_S = 30.0  # between two words of what is waited for
 LATE_S = 10.0  # that the others wait for rank 0's word after its own deadline
 INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable
-ANYWHERE = "0.0.0.0"
+ANYWHERE = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+_SELF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by which a host reaches what listens anywhere
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _connect(place: Place, deadline: float, timeout: timedelta) -> dist.Store:
         listener = _listen(place)
         here = listener.getsockname()[0]
         store = dist.TCPStore(
-            "127.0.0.1" if here == ANYWHERE else here,
+            _SELF.get(here, here),
             place.port,
             is_master=True,
             timeout=timeout,
@@ -183,19 +184,22 @@ def _listen(place: Place) -> socket.socket:
         RuntimeError: Another process has the port.
     """
     try:
-        address = socket.getaddrinfo(place.address, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
     except OSError:
-        address = ""
-    if not address or is_loopback(str(address)):
-        address = ANYWHERE  # the others know this host by another address than it does itself
-    for candidate in (str(address), ANYWHERE):
-        listener = socket.socket()
+        found = []
+    family = socket.AF_INET6 if {entry[0] for entry in found} == {socket.AF_INET6} else socket.AF_INET
+    address = next((str(entry[4][0]) for entry in found if entry[0] == family), "")
+    anywhere = ANYWHERE[family]
+    if not address or is_loopback(address):
+        address = anywhere  # the others know this host by another address than it does itself
+    for candidate in (address, anywhere):
+        listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((candidate, place.port))
         except OSError as error:
             listener.close()
-            if candidate == ANYWHERE or "in use" in str(error):
+            if candidate == anywhere or "in use" in str(error):
                 raise RuntimeError(
                     f"{place.name} cannot listen at the rendezvous port of this run, {candidate}:{place.port}"
                     f" ({error}). Another run on this host may hold it: set MASTER_PORT to another port on all nodes."

@@ -71,7 +71,8 @@ def check_parts(asked: Mapping[str, float], count: int, nodes: Sequence[Mapping[
     Raises:
         ValueError: Says what is asked, and what is there.
     """
-    fitting = [min(int(node.get(name, 0.0) // amount) for name, amount in asked.items()) for node in nodes]
+    # Ray counts in ten-thousandths; 1.0 // 0.1 is 9
+    fitting = [min(int(round(node.get(name, 0.0) / amount, 4)) for name, amount in asked.items()) for node in nodes]
     if sum(fitting) >= count:
         return
     least = "no node has that much" if not any(fitting) else f"there is room for {sum(fitting)}"

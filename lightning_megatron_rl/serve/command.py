@@ -8,7 +8,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "lightning-megatron-rl serve"
 GRACE_S = 20.0  # between SIGTERM and SIGKILL
-_EVERYWHERE = ("0.0.0.0", "::", "")
+_EVERYWHERE = (0, int(ip_address("::ffff:0.0.0.0")))  # the latter all of IPv4, as IPv6 has it
 _DESCRIPTION = """\
 Serve a model for trainers on other hosts (engine: VLLMServers).
 
@@ -113,12 +115,20 @@ def choose_address(host: str, interface: str | None, *, everywhere: bool) -> str
         if not addresses:
             raise ValueError(f"--interface {interface} has no IPv4 address here; there are {', '.join(sorted(found))}")
         return addresses[0]
-    if host in _EVERYWHERE and not everywhere:
+    if not everywhere and is_everywhere(host):
         raise ValueError(
             f"--host {host!r} listens on all interfaces of this machine, public ones among them: name the cluster's"
             " interface (--interface eth0) or its address, or say --all-interfaces."
         )
     return host
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether a host stands for all interfaces of this machine, such as 0.0.0.0, 0 and ::."""
+    with suppress(OSError):  # a name that is unknown here
+        found = {ip_address(str(entry[4][0])) for entry in socket.getaddrinfo(host or "::", None)}
+        return any(int(address) in _EVERYWHERE for address in found)
+    return False
 
 
 def make_engine(options: argparse.Namespace) -> "VLLMEngine":
@@ -180,6 +190,8 @@ def choose_node_address(address: str, nodes: "EngineNodes") -> str:
     """
     from lightning_megatron_rl.parallel.hosts import is_loopback, own_address
 
+    with suppress(OSError):  # of a name; --master's is resolved so
+        address = socket.gethostbyname(address)
     if nodes.rank > 0:
         return own_address(nodes.master, nodes.port) if is_loopback(address) else address
     if address != nodes.master:
@@ -266,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
         engine, nodes = make_engine(options), make_nodes(options)
         if nodes is not None:
             address = choose_node_address(address, nodes)
-        inherited = {name: value for name, value in os.environ.items() if value != token}
+        inherited = {name: value for name, value in os.environ.items() if value.strip() != token}
         vllm_arguments, environment = server_settings(
             options.model, engine, (address, options.port), token_digest(token), inherited, nodes
         )

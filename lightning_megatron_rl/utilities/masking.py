@@ -11,6 +11,7 @@ _SECRET_NAME = re.compile(
     r"(?:^|_)(?:token|secret|password|passwd|passphrase|pwd|api_?key|access_?key(?:_id)?|private_?key|credentials?"
     r"|authorization|bearer|cookie|(?:auth|pass|connection_string|dsn)$)(?:$|_)"
 )
+_PLACE = re.compile(r"_(?:file|path)$")  # where a secret is
 _KEY = re.compile(r"[A-Z0-9_]*KEY")  # a variable of the environment: OPENAI_KEY
 # eos_token and the like: pieces of text
 _TEXT_TOKEN = re.compile(
@@ -33,7 +34,7 @@ def is_secret_name(name: str) -> bool:
         ``is_secret_name("HF_TOKEN")``, and not ``is_secret_name("max_tokens")``
     """
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()
-    if _TEXT_TOKEN.search(words):
+    if _TEXT_TOKEN.search(words) or _PLACE.search(words):
         return False
     return bool(_SECRET_NAME.search(words) or _KEY.fullmatch(name))
 

@@ -67,6 +67,13 @@ def test_several_engines_may_be_on_one_node():
     check_parts({"CPU": 2, "GPU": 2}, 5, [{"CPU": 64, "GPU": 8}, {"CPU": 3, "GPU": 8}])
 
 
+def test_parts_of_a_cpu_fit_as_often_as_ray_counts():
+    """Ray counts in ten-thousandths: 1.0 // 0.1 is 9."""
+    check_parts({"CPU": 0.1}, 10, [{"CPU": 1.0}])
+    with pytest.raises(ValueError, match="there is room for 9"):
+        check_parts({"CPU": 0.1}, 10, [{"CPU": 0.99}])
+
+
 @pytest.mark.parametrize(
     ("gpus", "count", "words"),
     [

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ def guarded(
     first: str = "",
     refused: int = 0,
     gone: threading.Event | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **answers: Any,
 ) -> Iterator[str]:
     """A server with the real guard, and behind it one that answers by path; yields its URL.
@@ -125,6 +126,7 @@ def guarded(
         first: That beginning.
         refused: Status of the answer to requests for responses; 0: they are not refused.
         gone: While it is set, another program answers at the address.
+        clock: Of the guard. # seconds
         answers: Others, by path.
     """
 
@@ -143,7 +145,7 @@ def guarded(
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
-    guard = Guard(app, {"digest": token_digest(TOKEN), "about": about})
+    guard = Guard(app, {"digest": token_digest(TOKEN), "about": about}, clock)
 
     async def front(scope: Any, receive: Any, send: Any) -> None:
         if gone is None or not gone.is_set():

@@ -25,6 +25,7 @@ from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import SLACK, Board, Flight, choose_server
 from lightning_megatron_rl.rollout.servers.guard import LEASE_S, Guard, token_digest
 from lightning_megatron_rl.rollout.servers.push import choose_backend
+from lightning_megatron_rl.utilities.masking import MASK, is_secret_name, mask_text
 from lightning_megatron_rl.utilities.run_settings import describe_settings
 from lightning_megatron_rl.weights.source import source_of
 from tests.rollout.server_process import TOKEN, guarded
@@ -237,6 +238,29 @@ def test_plain_server_is_named(qwen3_dir, tmp_path):
             thread.join()
 
 
+def test_a_proxy_that_leads_elsewhere_is_named(qwen3_dir):
+    """From http to https, most often. Whoever follows leaves the token behind, which a server refuses then."""
+    about = replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()
+    with ExitStack() as stack:
+        url = stack.enter_context(guarded(about))
+
+        class Redirect(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(301)
+                self.send_header("Location", url + self.path)
+                self.end_headers()
+
+        proxy = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirect))
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(proxy.shutdown)
+        with pytest.raises(
+            ValueError, match=rf":{proxy.server_port} leads to {url}/about, and the token .* give that one"
+        ):
+            start([f"http://127.0.0.1:{proxy.server_port}"], qwen3_dir)
+
+
 def test_unreachable_server_is_named(qwen3_dir):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -256,8 +280,10 @@ def test_unreachable_server_is_named(qwen3_dir):
         ({"urls": [" http://a:1"]}, "is no address of a server"),
         ({"urls": ["http://a:80000"]}, r"is no address of a server.* a port in \[1, 65535\]"),
         ({"urls": ["http://a:0"]}, r"is no address of a server.* a port in \[1, 65535\]"),
+        ({"urls": ["http://[::1:8000"]}, "is no address of a server.* an IPv6 address in brackets"),
         ({"urls": ["http://::1:8000"]}, "is no address of a server.* an IPv6 address in brackets"),
         ({"urls": ["http://user:pass@a:1"]}, r"a URL with a password in it \(a\)"),
+        ({"urls": ["http://user:pass@a:1/v1"]}, r"a URL with a password in it \(a\)"),
         ({"urls": ["http://a:1", "http://a:1/"]}, "one of them is there twice"),
         ({"urls": ["http://a:1"], "token": "x", "token_file": "y"}, "give one of them"),
         ({"urls": ["http://a:1"], "max_model_len": 1}, "max_model_len=1 must be at least 2"),
@@ -283,6 +309,30 @@ def test_token_comes_from_a_private_file_or_the_environment(qwen3_dir, tmp_path,
         start([url], qwen3_dir, token=None, token_file=str(file))
         monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
         start([url], qwen3_dir, token=None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"token": None}, {"token_file": "token"}, {"token": MASK}, {"token": None, "token_file": "token"}, {}],
+)
+def test_errors_about_the_token_are_whole_where_secrets_are_masked(qwen3_dir, settings, monkeypatch):
+    """The command line shows no secret: what follows "token:" is one to it."""
+    monkeypatch.delenv("LIGHTNING_MEGATRON_RL_TOKEN", raising=False)
+    about = replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()
+    with guarded(about) as url, pytest.raises(ValueError, match="token") as error:
+        start([url], qwen3_dir, **{"token": "another-token-0123456789", **settings})
+    assert mask_text(str(error.value)) == str(error.value)
+
+
+def test_a_token_that_was_masked_comes_from_the_environment(qwen3_dir, monkeypatch):
+    """As in a config that a run has written, with which one goes on; where its file is, is no secret."""
+    assert not is_secret_name("token_file")
+    monkeypatch.delenv("LIGHTNING_MEGATRON_RL_TOKEN", raising=False)
+    with guarded(replace(ABOUT, fingerprint=fingerprint(qwen3_dir)).to_plain()) as url:
+        with pytest.raises(ValueError, match=r"engine\.token was masked .* LIGHTNING_MEGATRON_RL_TOKEN"):
+            start([url], qwen3_dir, token=MASK)
+        monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
+        start([url], qwen3_dir, token=MASK)
 
 
 @pytest.mark.parametrize("token", ["short", "п" * 20, "0123456789 abcdefg"])

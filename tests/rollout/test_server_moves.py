@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,13 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, StreamRequest, WeightsLostError
 from lightning_megatron_rl.rollout.servers import connections as watching
+from lightning_megatron_rl.rollout.servers import pool
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import Flight
+from lightning_megatron_rl.rollout.servers.guard import LEASE_S
+from lightning_megatron_rl.rollout.servers.push import Deliveries
 from lightning_megatron_rl.weights.direct import DirectPush
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 from tests.rollout.server_process import TOKEN, guarded
@@ -99,6 +103,25 @@ def test_a_server_that_was_started_anew_with_something_else_is_not_taken_back(ab
         until(lambda: client.state == STALE)
 
 
+def test_why_a_server_is_not_taken_back_is_told_though_it_was_lost_before(about, stack, qwen3_dir, caplog):
+    """It ends, and is started anew with another model: nobody would look for that when no server is there."""
+    plain = about.to_plain()
+    url = stack.enter_context(guarded(plain))
+    engine = VLLMServers([url], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    (client,) = engine.connections.servers
+    engine.connections.run(client.move("http://127.0.0.1:1"))
+    until(lambda: client.state == LOST)
+    plain.update(fingerprint="another", instance="another")
+    engine.connections.run(client.move(url))
+    words = f"the server {url} has another model, /models/a"
+    with pytest.raises(RuntimeError, match=rf"no server was there to sample for 1 s .*{words}"):
+        engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
+    told = [record.getMessage() for record in caplog.records if words in record.getMessage()]
+    assert len(told) == 1
+
+
 def test_another_program_at_a_servers_address_is_lost(about, stack, qwen3_dir):
     gone = threading.Event()
     connections = connect(stack, qwen3_dir, stack.enter_context(guarded(about.to_plain(), gone=gone)))
@@ -120,6 +143,23 @@ def test_a_request_that_is_refused_is_not_asked_again(about, stack, qwen3_dir, s
     with pytest.raises(RuntimeError, match=f"answers /inference/v1/generate with status {status}.* may limit the size"):
         engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
     assert engine.num_restarts == 0
+
+
+def test_a_server_that_fails_each_request_is_not_asked_for_ever(about, stack, qwen3_dir):
+    """Its health is good, so that it is back in seconds."""
+    url = stack.enter_context(guarded(about.to_plain(), refused=500))
+    engine = VLLMServers([url], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    ended = threading.Timer(20.0, engine.close)
+    ended.start()
+    stack.callback(ended.join)
+    stack.callback(ended.cancel)
+    words = (
+        r"no server was there that sampled for 1 s .* by: the server \S+ answers /inference/v1/generate with status 500"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=10))
 
 
 def test_a_server_without_an_address_is_waited_for(about, stack, qwen3_dir):
@@ -222,3 +262,106 @@ def test_what_a_rank_holds_is_looked_at_again_if_it_is_other_memory(stack, qwen3
         assert held(moved) == [addresses[0], moved[1].view.data_ptr()]
         assert looked.call_count == 3
         assert held([*moved, WeightView("c", torch.ones(3), (3,))])[2]
+
+
+def test_weights_that_another_trainer_has_left_are_not_sampled_with(about, stack, qwen3_dir):
+    """A trainer that does not reach its server for longer than its lease: another one has pushed its own there."""
+    now = [0.0]
+    answers = {"clock": lambda: now[0], "collective_rpc": {"results": []}}
+    url = stack.enter_context(guarded(about.to_plain(), **answers))
+    connections = connect(stack, qwen3_dir, url)
+    connections.admit()
+    (client,) = connections.servers
+    connections.run(client.move("http://127.0.0.1:1"))
+    until(lambda: client.state == LOST)
+    now[0] += LEASE_S
+    other = ServerClient(url, TOKEN, "another run", 5.0)
+
+    async def push() -> None:
+        await other.open()
+        await other.take_lease()
+        await other.call("join_trainer")
+        other.state = READY
+        await other.close()
+
+    asyncio.run(push())
+    connections.run(client.move(url))
+    until(lambda: client.state != LOST)
+    assert (client.state, client.pushed) == (STALE, None)
+
+
+LAST = FIRST.replace("null", '"stop"')
+
+
+def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(about, stack, qwen3_dir):
+    """One with stop strings would begin anew elsewhere, if it were not complete."""
+    url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", LAST))
+    engine = VLLMServers([url], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10, stop=("x",)))
+    (server,) = engine.connections.servers
+    (flight,) = engine.connections.board.flights.values()
+    until(lambda: flight.is_complete)
+    engine.connections.lose(server, ServerLostError("it has ended"))
+    until(lambda: server.load == 0)
+    (news,) = engine.collect(0.0)
+    assert (news.token_ids, news.finish_reason) == ([7], "stop")
+
+
+@contextmanager
+def no_weights_travel(load: Callable[[list[ServerClient]], list[ServerClient]]) -> Iterator[None]:
+    """Updates in which nothing is sent; `load` returns the servers that have loaded it."""
+    with (
+        patch.object(CheckpointLayout, "check_source", lambda layout, source: source),
+        patch.object(pool, "meet", lambda connections, servers, timeout_s: servers),
+        patch.object(pool, "deliver", lambda connections, source, servers, *_: Deliveries(False, others=servers)),
+        patch.object(pool, "send", lambda connections, source, servers, *_, record: (load(servers), 0, 0)),
+        patch.object(ServerClient, "pause", lambda client, *, keep=False: asyncio.sleep(0)),
+    ):
+        yield
+
+
+def test_servers_that_take_no_weights_are_not_sent_them_for_ever(about, stack, qwen3_dir):
+    """Such as those without memory for them: each is back in seconds, and fails again."""
+    engine = VLLMServers([stack.enter_context(guarded(about.to_plain()))], TOKEN, max_model_len=512, call_timeout_s=1.0)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    connections, weights = engine.connections, WeightSource.of_views(WeightViews([]))
+
+    def load(servers: list[ServerClient]) -> list[ServerClient]:
+        return connections.without(servers, dict.fromkeys(servers, ServerLostError("it is out of memory")))
+
+    def push_again_and_again() -> None:
+        began = time.monotonic()
+        while time.monotonic() < began + 10:
+            with suppress(WeightsLostError):
+                engine.update_weights(weights, 5)
+
+    with no_weights_travel(load), pytest.raises(RuntimeError, match=r"no server .* for 1 s .*it is out of memory"):
+        push_again_and_again()
+    with no_weights_travel(lambda servers: servers):
+        engine.update_weights(weights, 6)
+    with no_weights_travel(load), pytest.raises(WeightsLostError):  # anew
+        engine.update_weights(weights, 7)
+
+
+def test_a_server_that_missed_an_update_waits_for_weights_though_its_number_comes_again(about, stack, qwen3_dir):
+    """Validation samples with other weights of a step, such as their average; another fit counts from 0."""
+    urls = [stack.enter_context(guarded(replace(about, instance=name).to_plain())) for name in ("one", "two")]
+    engine = VLLMServers(urls, TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    connections, weights = engine.connections, WeightSource.of_views(WeightViews([]))
+    there, missing = connections.servers
+    reached = [there, missing]
+    with no_weights_travel(lambda servers: [server for server in servers if server in reached]):
+        engine.update_weights(weights, 5)
+        reached.remove(missing)
+        connections.lose(missing, ServerLostError("it is gone"))
+        until(lambda: missing.state == READY)
+        engine.update_weights(weights, 5)
+    assert (there.state, missing.state) == (READY, STALE)
+    connections.lose(missing, ServerLostError("it is gone"))
+    until(lambda: missing.state != LOST)
+    assert missing.state == STALE

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_megatron_rl.rollout.servers import launch
 from lightning_megatron_rl.rollout.servers.process_group import members, shared_files
+from lightning_megatron_rl.serve import command
 from lightning_megatron_rl.serve.command import (
     check_listening,
     choose_address,
@@ -18,7 +19,7 @@ from lightning_megatron_rl.serve.command import (
 from tests.rollout.server_process import TOKEN
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "0.0", "::0", "::ffff:0.0.0.0"])
 def test_all_interfaces_must_be_said(host):
     with pytest.raises(ValueError, match=r"listens on all interfaces of this machine.*--interface eth0"):
         choose_address(host, None, everywhere=False)
@@ -48,6 +49,17 @@ def test_token_is_needed_long_and_private(tmp_path):
         assert read_token(None, {"LIGHTNING_MEGATRON_RL_TOKEN": found}) == TOKEN
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_processes_of_the_server_do_not_know_the_token(qwen3_dir, monkeypatch, end):
+    """As a secret of a cluster may have it: with the line's end."""
+    monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", f"{TOKEN}{end}")
+    monkeypatch.setattr(command, "check_listening", lambda address, port: f"http://{address}:{port}")
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(command, "run_server", lambda arguments, environment, join: given.append(environment) or 1)
+    main([str(qwen3_dir)])
+    assert not any(TOKEN in value for value in given[0].values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -58,7 +70,7 @@ def test_token_is_needed_long_and_private(tmp_path):
         (["MODEL", "--max-num-seqs", "0"], "engine.max_num_seqs=0 must be at least 1"),
         (["MODEL", "--host", "0.0.0.0"], "listens on all interfaces"),
         (["MODEL", "--vllm-args", '{"model": "x"}'], "model"),
-        (["MODEL", "--token-file", "no-such-file"], "no-such-file: no such file"),
+        (["MODEL", "--token-file", "no-such-file"], "--token-file names 'no-such-file', and there is no such file"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_line(arguments, words, qwen3_dir, capsys, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_megatron_rl.rollout.servers import nodes as module
 from lightning_megatron_rl.rollout.servers.nodes import EngineNodes
-from lightning_megatron_rl.serve.command import main
+from lightning_megatron_rl.serve.command import choose_node_address, main
 from tests.distributed import ROOT, free_port
 from tests.rollout.server_process import TOKEN
 
@@ -42,6 +42,12 @@ def test_nodes_that_cannot_share_an_engine_are_refused(arguments, words, qwen3_d
     monkeypatch.setenv("LIGHTNING_MEGATRON_RL_TOKEN", TOKEN)
     assert main([str(qwen3_dir) if it == "MODEL" else it for it in arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nodes_may_be_named_by_their_hosts(rank):
+    """vLLM's processes and the interface of gloo are told addresses."""
+    assert choose_node_address("localhost", EngineNodes(2, rank, HERE, 29600)) == HERE
 
 
 def wait_until(reached: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ def test_names_of_secrets(name):
         "max_tokens", "tokenizer", "max_tokens_per_microbatch", "eos_token", "pad_token_id", "token_ids",
         "prompt_token_id", "TOKENIZERS_PARALLELISM",
         "add_special_tokens", "answer_key", "monitor", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL", "PATH", "author",
-        "bypass", "SSH_AUTH_SOCK", "KEYBOARD",
+        "bypass", "SSH_AUTH_SOCK", "KEYBOARD", "token_file", "RAY_AUTH_TOKEN_PATH",
     ],
 )  # fmt: skip
 def test_names_of_other_things(name):

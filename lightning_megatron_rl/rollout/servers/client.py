@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.hdrs import LOCATION
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
@@ -45,19 +46,23 @@ def check_url(url: str) -> str:
     Raises:
         ValueError: It is no URL of a server, or has a password in it.
     """
-    parts = urlsplit(url)
+    wrong = (
+        f"engine.urls: {url!r} is no address of a server: give http://host:port, with a port in [1, 65535] and an IPv6"
+        " address in brackets"
+    )
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # one bracket
+        raise ValueError(wrong) from error
+    if parts.username or parts.password:
+        raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
     try:
         has_place = bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number, or too large
         has_place = False
     others = parts.path.strip("/") or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not has_place or others or url != url.strip():
-        raise ValueError(
-            f"engine.urls: {url!r} is no address of a server: give http://host:port, with a port in [1, 65535] and an"
-            " IPv6 address in brackets"
-        )
-    if parts.username or parts.password:
-        raise ValueError(f"engine.urls: a URL with a password in it ({parts.hostname}): give token_file instead")
+        raise ValueError(wrong)
     return url.rstrip("/")
 
 
@@ -83,6 +88,7 @@ class ServerClient:
         self.takes_buckets = False  # for as long as it has these workers: the ranks do not reach them, or lack a part
         self.load = 0  # responses under way
         self.failure: str | None = None  # why it will never answer, if somebody knows
+        self.refusal = ""  # why it is not taken back, though it answers
         self._moved_at = 0.0  # when a response last began here, or had tokens
         self._run = run
         self._headers = {"Authorization": f"Bearer {token}", RUN: run}
@@ -156,8 +162,11 @@ class ServerClient:
                 " serve`."
             ) from error
 
-    async def take_lease(self) -> tuple[str, bool]:
-        """Take or renew the lease; returns the server's instance, and whether it has the weights of its start.
+    async def take_lease(self) -> tuple[str, bool, bool]:
+        """Take or renew the lease.
+
+        Returns:
+            The server's instance, whether it has the weights of its start, and whether it may have another trainer's.
 
         Raises:
             ServerRefusedError: Another trainer has it; says who.
@@ -166,7 +175,7 @@ class ServerClient:
         answer = await self._ask("POST", LEASE, PROBE_S, text=who)
         if "instance" not in answer:
             raise ServerRefusedError(f"another program than a server answers at {self.url}: {str(answer)[:200]!r}")
-        return str(answer["instance"]), bool(answer["is_fresh"])
+        return str(answer["instance"]), bool(answer["is_fresh"]), bool(answer["is_others"])
 
     async def check_health(self) -> None:
         """Ask whether its engine works.
@@ -228,9 +237,11 @@ class ServerClient:
             raise ServerLostError("the server has no address yet")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, path, json=body, data=text, timeout=timeout) as response:
+            async with self._session.request(
+                method, path, json=body, data=text, timeout=timeout, allow_redirects=False
+            ) as response:
                 answer = await response.text()
-                self._check(response.status, path, answer)
+                self._check(response, path, answer)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             words = str(error) or f"no answer within {timeout_s:.0f} s"
             lost = ServerLostError(f"the server {self.url} does not answer {path}: {words}")
@@ -243,16 +254,22 @@ class ServerClient:
         except (ValueError, TypeError):
             return {"text": answer}
 
-    def _check(self, status: int, path: str, answer: str) -> None:
+    def _check(self, response: aiohttp.ClientResponse, path: str, answer: str) -> None:
+        status = response.status
         if status == 200:
             return
+        if LOCATION in response.headers:
+            raise ServerRefusedError(
+                f"the server {self.url} leads to {response.headers[LOCATION]}, and the token goes to no other address:"
+                " give that one."
+            )
         try:
             said = json.loads(answer)["error"]
         except (ValueError, KeyError, TypeError):
             said = answer
         if status == 401:
             raise ServerRefusedError(
-                f"the server {self.url} refuses the token: give the one that it was started with (engine.token_file,"
+                f"the server {self.url} refuses the token. Give the one that it was started with (engine.token_file,"
                 " engine.token or the variable LIGHTNING_MEGATRON_RL_TOKEN)."
             )
         if status == 409:
@@ -299,9 +316,9 @@ class ServerClient:
         }
         reason, self._moved_at = None, time.monotonic()
         try:
-            async with self._session.post(GENERATE, json=body) as response:
+            async with self._session.post(GENERATE, json=body, allow_redirects=False) as response:
                 if response.status != 200:
-                    self._check(response.status, GENERATE, await response.text())
+                    self._check(response, GENERATE, await response.text())
                 self._streams.add(response)
                 try:
                     async for line in response.content:

@@ -63,6 +63,7 @@ class Connections:
         self._ranks: DirectRanks | None = None  # this rank alone, which has the whole model
         self.version = 0  # of the weights that sample
         self.num_lost = 0
+        self.why = ""  # the last one was lost
         self.weights_over = weights_over
         self.has_told_of_buckets = False  # that NCCL is asked for and not used
         kind, tokenizer = fingerprint(model_path), tokenizer_kind(model_path)
@@ -177,7 +178,7 @@ class Connections:
             try:
                 server.about = await server.introduce()
                 check_about(server.about, server.url, *self._expected)
-                instance, is_fresh = await server.take_lease()
+                instance, is_fresh, _ = await server.take_lease()
                 await server.check_health()
                 await server.resume()  # a trainer that has died may have left it paused
                 break
@@ -205,20 +206,29 @@ class Connections:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                instance, _ = await server.take_lease()
+                instance, _, is_others = await server.take_lease()
+                if is_others and server.pushed is not None:
+                    server.pushed = None
+                    self.lose(server, ServerLostError(f"another trainer had the server {server.url} meanwhile"))
                 await server.check_health()
-                if server.about is None or server.about.instance != instance:  # it was started anew
+                is_new = server.about is None or server.about.instance != instance
+                if is_new:
                     about = await server.introduce()
                     check_about(about, server.url, *self._expected)
                     server.about = about  # not before: one that was refused would not be looked at again
-            except (ServerLostError, ValueError) as error:
-                at_once = isinstance(error, ValueError) or error.is_refused
-                if at_once or time.monotonic() - heard > LOST_AFTER_S:
+            except ServerLostError as error:
+                if error.is_refused or time.monotonic() - heard > LOST_AFTER_S:
                     self.lose(server, error)
                 continue
-            heard = time.monotonic()
+            except ValueError as error:
+                if server.state == LOST and server.refusal != str(error):
+                    log.warning("a server is not taken back: %s", error)
+                server.refusal = str(error)
+                self.lose(server, error)
+                continue
+            heard, server.refusal = time.monotonic(), ""
             has = server.pushed == (instance, self.version)
-            if server.state == READY and not has and server.pushed is not None and server.pushed[0] != instance:
+            if server.state == READY and is_new:
                 self.lose(server, ServerLostError(f"the server {server.url} was started anew"))
             elif still := server.stands_still:
                 self.lose(server, ServerLostError(still))
@@ -234,6 +244,7 @@ class Connections:
             return
         server.state = LOST
         self.num_lost += 1
+        self.why = str(error)
         self.senders.pop(server, None)
         server.forget_workers()
         # a host that has gone without a word closes no connection: what is under way would wait for it

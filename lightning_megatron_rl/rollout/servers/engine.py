@@ -9,6 +9,7 @@ from lightning_megatron_rl.rollout.servers.about import WeightsOver
 from lightning_megatron_rl.rollout.servers.client import ServerClient, check_url
 from lightning_megatron_rl.rollout.servers.pool import ServerPool
 from lightning_megatron_rl.rollout.servers.shared_token import TOKEN_VARIABLE, check_token, read_token_file
+from lightning_megatron_rl.utilities.masking import MASK
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, Range, check_ranges
 
 _REMEDY = "Give the one that the servers were started with."
@@ -63,7 +64,7 @@ class VLLMServers(ServerPool):
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls={self.urls}: one of them is there twice")
         if token is not None and token_file is not None:
-            raise ValueError("engine.token and engine.token_file: give one of them")
+            raise ValueError("engine.token and engine.token_file are both set; give one of them")
         self.token = token
         self.token_file = token_file
         self.start_timeout_s = start_timeout_s
@@ -98,13 +99,17 @@ class VLLMServers(ServerPool):
     def _read_token(self) -> str:
         if self.token_file is not None:
             return check_token(read_token_file(self.token_file, "engine.token_file"), self.token_file, _REMEDY)
-        token = self.token or os.environ.get(TOKEN_VARIABLE)
+        own = None if self.token == MASK else self.token
+        token = own or os.environ.get(TOKEN_VARIABLE)
         if not token:
+            missing = "engine.urls without a token"
+            if self.token == MASK:
+                missing = "engine.token was masked when this config was written"
             raise ValueError(
-                f"engine.urls without a token: give engine.token_file, or set the variable {TOKEN_VARIABLE}, to the one"
-                " that the servers were started with"
+                f"{missing}. Give engine.token_file, or set the variable {TOKEN_VARIABLE}, to the one that the servers"
+                " were started with"
             )
-        return check_token(token, "engine.token" if self.token else TOKEN_VARIABLE, _REMEDY)
+        return check_token(token, "engine.token" if own else TOKEN_VARIABLE, _REMEDY)
 
     def describe(self) -> str:
         """Return what the engine is, for the table at start."""

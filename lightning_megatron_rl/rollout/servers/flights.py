@@ -52,7 +52,7 @@ class Flight:
 
         A server does not look for a stop string in what it is given, and a part of one may be there.
         """
-        if self.params.stop:
+        if self.params.stop and not self.is_complete:
             self.token_ids, self.news = [], Progress(self.request.name)
 
     def take_news(self) -> Progress:

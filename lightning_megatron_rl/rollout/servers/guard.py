@@ -59,7 +59,7 @@ class Guard:
         self._run: str | None = None  # that has the lease
         self._who = ""
         self._heard = 0.0
-        self._is_fresh = True  # whether it has the weights that it was started with
+        self._loaded_by: str | None = None  # whose weights it may have; None: it has those that it was started with
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer, or hand on to the server."""
@@ -87,7 +87,8 @@ class Guard:
             await _answer(send, 409, {"error": self._taken()})
         else:
             self._heard = self._clock()
-            self._is_fresh = self._is_fresh and scope["path"] != CALL
+            if scope["path"] == CALL:
+                self._loaded_by = run
             await self._app(scope, receive, send)
 
     def _holder(self) -> str | None:
@@ -109,7 +110,8 @@ class Guard:
         elif method == "POST":
             self._run, self._heard = run, self._clock()
             self._who = body.decode(errors="replace")
-            await _answer(send, 200, {"instance": self._about["instance"], "is_fresh": self._is_fresh})
+            told = {"is_fresh": self._loaded_by is None, "is_others": self._loaded_by not in (None, run)}
+            await _answer(send, 200, {"instance": self._about["instance"], **told})
         else:
             await _answer(send, 405, {"error": f"{method} {LEASE}"})
 

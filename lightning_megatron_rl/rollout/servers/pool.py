@@ -91,6 +91,7 @@ class ServerPool(StreamingEngine):
         self._connections: Connections | None = None
         self._activity: PoolActivity | None = None  # of these connections
         self._is_updating = False  # servers have old weights, new ones, or some of both
+        self._failing_since: float | None = None  # updates, of all servers
 
     @property
     def connections(self) -> Connections:
@@ -133,7 +134,7 @@ class ServerPool(StreamingEngine):
             raise RuntimeError("the engine is already started; close() it before another start()")
         if self.weights_over == "nccl" and not torch.cuda.is_available():
             raise refuse_nccl("the trainer has no GPU")
-        self.weight_version = 0  # of a start before this one, maybe
+        self.weight_version, self._failing_since = 0, None  # of a start before this one, maybe
         self._connections = Connections(servers, model_path, self.max_model_len, start_timeout_s, self.weights_over)
         self._activity = PoolActivity(self._connections.servers, self._spans)
 
@@ -168,9 +169,10 @@ class ServerPool(StreamingEngine):
         """Bring a response to its end."""
         connections, activity, name = self.connections, self._activity, flight.request.name
         assert activity is not None
+        failing_since: float | None = None  # without a token
         try:
             while not flight.is_complete:
-                server = await self._find_server(flight)
+                server, had = await self._find_server(flight), len(flight.token_ids)
                 server.load += 1
                 activity.note()
                 try:
@@ -189,6 +191,9 @@ class ServerPool(StreamingEngine):
                 except (ServerLostError, ServerRefusedError) as error:
                     connections.lose(server, error)
                     connections.board.interrupt(flight)
+                    failing_since = None if len(flight.token_ids) > had else failing_since or time.monotonic()
+                    if failing_since is not None and time.monotonic() - failing_since > self.call_timeout_s:
+                        raise RuntimeError(self._all_failed("that sampled")) from error
                 finally:
                     server.load -= 1
                     activity.note()
@@ -321,7 +326,7 @@ class ServerPool(StreamingEngine):
             ValueError: The names or shapes differ from those of the model's directory, or weights go over NCCL and are
                 not on a GPU.
             WeightsLostError: Every server was lost meanwhile; update again.
-            RuntimeError: No server was there for too long.
+            RuntimeError: No server was there for too long, or none that took weights.
         """
         self.wait_ready()
         with self._spans.during("update"):
@@ -343,6 +348,8 @@ class ServerPool(StreamingEngine):
         if not keep:
             connections.run(self._stop())
         there = connections.on_each(there, partial(ServerClient.pause, keep=keep))
+        for server in connections.servers:
+            server.pushed = None  # until it has these: this version's number may have been that of other weights
         there = meet(connections, there, self.call_timeout_s)
         direct = deliver(connections, checked, there, self.bucket_mb * _MIB)
         loaded, num_bytes, largest = send(
@@ -359,7 +366,11 @@ class ServerPool(StreamingEngine):
                 server.state = STALE  # it was back too late for this update
         connections.board.error = None
         if not there:
+            self._failing_since = self._failing_since or time.monotonic()
+            if time.monotonic() - self._failing_since > self.call_timeout_s:
+                raise RuntimeError(self._all_failed("that took weights"))
             raise WeightsLostError(f"every server was lost during the update to version {version}: update again")
+        self._failing_since = None
         seconds = time.perf_counter() - began
         num_bytes = max(num_bytes, direct.num_bytes)
         rate = num_bytes / 1e6 / seconds
@@ -378,8 +389,11 @@ class ServerPool(StreamingEngine):
         return [server for server in servers if server.state != LOST]
 
     def _all_lost(self, what: str) -> str:
-        urls = ", ".join(server.url or "one that is not placed" for server in self.connections.servers)
-        return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {urls}"
+        known = (server.refusal or server.url or "one that is not placed" for server in self.connections.servers)
+        return f"no server was there {what} for {self.call_timeout_s:.0f} s (engine.call_timeout_s): {', '.join(known)}"
+
+    def _all_failed(self, what: str) -> str:
+        return f"{self._all_lost(what)}. The last one was lost by: {self.connections.why}"
 
     def let_go(self) -> None:
         """Drop what is held of the trainer's weights; servers have their own."""

@@ -94,9 +94,6 @@ def deliver(
     backend = choose_backend(connections, source)
     found = {server: _route(connections, sender, server, bucket_bytes, backend) for server in servers}
     routes = {server: route for server, route in found.items() if route is not None}
-    if backend == "nccl":
-        for server in routes:
-            server.pushed = None  # until all of it has come: copies go straight into the model
     sizes = [_total_bytes(server.reads[0]) for server in routes if server.reads]
     result = Deliveries(True, others=[server for server in servers if server not in routes])
     answers = {

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_megatron_rl.utilities.text_files import text_file
+from lightning_megatron_rl.utilities.text_files import text_file, user_path
 
 TOKEN_VARIABLE = "LIGHTNING_MEGATRON_RL_TOKEN"
 LEAST_TOKEN = 16  # characters
@@ -20,6 +20,8 @@ def read_token_file(path: str | Path, setting: str) -> str:
     Raises:
         ValueError: It is missing, or others can read it.
     """
+    if not user_path(path).exists():
+        raise ValueError(f"{setting} names {str(path)!r}, and there is no such file (working directory {Path.cwd()})")
     file = text_file(path)
     if file.stat().st_mode & 0o077:
         raise ValueError(f"{setting} {path} can be read by others: chmod 600 {path}")
