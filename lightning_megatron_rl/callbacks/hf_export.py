@@ -314,6 +314,7 @@ class HFExport(Callback):
         is_tf32 = params_dtype == torch.float32 and strategy.root_device.type == "cuda" and asks_for_tf32()
         # weights are rounded to the model's dtype on disk, which 32-true on a bf16 model does not compute in
         tolerance = max(_TF32_TOLERANCE if is_tf32 else _TOLERANCE[params_dtype], _TOLERANCE[pl_module.hf_model.dtype])
+        tolerance /= min(1.0, pl_module.temperature)  # logits are divided by it, and so is what they differ by
         what = "scores" if pl_module.exports_classifier else "log-probs"
         load = partial(
             _scores if pl_module.exports_classifier else _logprobs,
