@@ -54,10 +54,11 @@ class StepReport:
         self._setup_began = time.monotonic()
 
     def begin_fit(self) -> None:
-        """Forget the times of what another Trainer did with this module; note what it took to get here."""
+        """Forget what another Trainer did with this module; note what it took to get here."""
         self.phase_seconds.clear()
         self.phase_seconds[START_PHASE] = time.monotonic() - self._setup_began
         self._checked_monitors = False
+        self.table = []
 
     def begin_step(self, batch: Any) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
