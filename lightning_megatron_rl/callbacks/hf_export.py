@@ -49,7 +49,8 @@ class HFExport(Callback):
     provenance. It gets its final name after a check: every tensor on disk equals the trainer's bit by bit, and
     Transformers computes the trainer's log-probs of a probe (of a reward model: its scores). An export that fails the
     check stays as ``<export>.failed``. A resumed run replaces exports of steps that it repeats. Adapters (LoRA) are
-    merged into the weights, or written alone in PEFT's format into ``<export>-adapter``.
+    merged into the weights, or written alone in PEFT's format into ``<export>-adapter``. Under ``fast_dev_run`` nothing
+    is exported: the model of one batch would be in the way of the run's, or take its place.
 
     Args:
         dirpath: Directory of the exports: ``<dirpath>/step-000100`` while training, ``<dirpath>/last`` at the end.
@@ -92,6 +93,7 @@ class HFExport(Callback):
         self.average = average
         self.failures: list[str] = []
         self._resumed = False
+        self._exports = True
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Check before the model is built that the exports can be written.
@@ -106,6 +108,10 @@ class HFExport(Callback):
             return
         require_megatron(trainer, self)
         self.failures = []
+        self._exports = not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if not self._exports:
+            rank_zero_info("HFExport exports nothing under fast_dev_run.")
+            return
         if self.adapter != "merged" and pl_module.train_settings.lora is None:
             raise ValueError(
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
@@ -133,7 +139,8 @@ class HFExport(Callback):
         Raises:
             OSError: There is not, with the arithmetic.
         """
-        run_on_rank_zero(partial(self._check_space, pl_module))
+        if self._exports:
+            run_on_rank_zero(partial(self._check_space, pl_module))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Look again for existing exports: it is known now whether the run was resumed.
@@ -142,7 +149,8 @@ class HFExport(Callback):
             ValueError: There is one, the run was not resumed, and `overwrite` is off.
         """
         self._resumed = trainer.ckpt_path is not None or trainer.global_step > 0
-        run_on_rank_zero(partial(self._check_names, trainer.max_steps))
+        if self._exports:
+            run_on_rank_zero(partial(self._check_names, trainer.max_steps))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Do the same where there was no sanity check.
@@ -154,12 +162,12 @@ class HFExport(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Export every n steps."""
-        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+        if self._exports and self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
             self.export(pl_module, self._at(trainer.global_step))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Export at the end."""
-        if self.at_end:
+        if self._exports and self.at_end:
             self.export(pl_module, self._last)
 
     @property
@@ -306,6 +314,7 @@ class HFExport(Callback):
         is_tf32 = params_dtype == torch.float32 and strategy.root_device.type == "cuda" and asks_for_tf32()
         # weights are rounded to the model's dtype on disk, which 32-true on a bf16 model does not compute in
         tolerance = max(_TF32_TOLERANCE if is_tf32 else _TOLERANCE[params_dtype], _TOLERANCE[pl_module.hf_model.dtype])
+        tolerance /= min(1.0, pl_module.temperature)  # logits are divided by it, and so is what they differ by
         what = "scores" if pl_module.exports_classifier else "log-probs"
         load = partial(
             _scores if pl_module.exports_classifier else _logprobs,

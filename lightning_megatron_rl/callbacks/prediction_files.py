@@ -96,7 +96,7 @@ def items(outputs: Any) -> list[Any]:
         columns = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
         lists = {name: column for name, column in columns.items() if isinstance(column, list)}
         size = max((len(column) for column in lists.values()), default=0)
-        if size:
+        if size or (columns and len(lists) == len(columns)):  # empty lists and nothing else are of an empty batch
             found = {name: column for name, column in lists.items() if len(column) == size}
             return [{name: column[row] for name, column in found.items()} for row in range(size)]
     return [outputs]

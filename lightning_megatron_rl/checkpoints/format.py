@@ -389,7 +389,8 @@ def _check_kept_checkpoints(file: Path, state: dict[str, Any]) -> None:
         # not the best one's, which is only read, and may be in the directory of an earlier run
         named = [callback.get("last_model_path"), callback.get("kth_best_model_path")]
         for path in filter(None, [*named, *(callback.get("best_k_models") or {})]):
-            if ".." in Path(path).parts or not Path(path).is_relative_to(directory):
+            # the directory itself may begin with "..": loggers and default_root_dir leave it as it was given
+            if not Path(path).is_relative_to(directory) or ".." in Path(path).relative_to(directory).parts:
                 raise ValueError(
                     f"{file}: the state of {str(name).partition('{')[0]} names {path} as one of its checkpoints, which"
                     f" is outside its directory {directory}. Nothing was loaded; take another checkpoint."

@@ -30,8 +30,9 @@ class StepReport:
     def __init__(self, module: "ModelModule") -> None:
         self._module = module
         self.phase_seconds: dict[str, float] = {}  # of the current step, by phase
+        self._known_phases = {START_PHASE}  # of all steps
         self.num_tokens = 0  # this replica's, in the updates of the current step
-        self._setup_began = self._step_began = time.monotonic()
+        self._setup_began = self._step_began = self._step_ended = time.monotonic()
         self._sync_seconds = 0.0  # of the current step, before its clock started
         self.table: list[tuple[str, str]] = []  # at start, once it was printed
         self._others = OthersLoad()  # until then
@@ -53,10 +54,11 @@ class StepReport:
         self._setup_began = time.monotonic()
 
     def begin_fit(self) -> None:
-        """Forget the times of what another Trainer did with this module; note what it took to get here."""
+        """Forget what another Trainer did with this module; note what it took to get here."""
         self.phase_seconds.clear()
         self.phase_seconds[START_PHASE] = time.monotonic() - self._setup_began
         self._checked_monitors = False
+        self.table = []
 
     def begin_step(self, batch: Any) -> None:
         """Start the step's clock; before the first step, print what the run is made of."""
@@ -68,8 +70,8 @@ class StepReport:
         self._step_began = time.monotonic()
 
     def step_window(self) -> tuple[float, float]:
-        """Return when the current step began, the sync before it included, and the time. # seconds of time.monotonic"""
-        return self._step_began - self._sync_seconds, time.monotonic()
+        """Return when the step began, the sync before it included, and when it ended. # seconds of time.monotonic"""
+        return self._step_began - self._sync_seconds, self._step_ended
 
     def log_update(self) -> None:
         """Log gradient norm and learning rate of the step that was taken, and how many were skipped."""
@@ -83,6 +85,7 @@ class StepReport:
             }
         )
         self._has_logged_update = True
+        self._step_ended = time.monotonic()  # what callbacks do at the end of a batch, an export say, is no part of it
 
     def end_step(self) -> None:
         """Log what is known only at the end of a step: times and memory; a collective."""
@@ -90,10 +93,10 @@ class StepReport:
         if not self._has_logged_update:  # an `optimizer_step` of the user's own
             self.log_update()
         self._has_logged_update = False
-        local = {f"time/{name}_s": seconds for name, seconds in sorted(self.phase_seconds.items())}
-        # 0 after the first step: Lightning's logs would repeat a value that is left out
-        local.setdefault("time/start_s", 0.0)
-        local["time/step_s"] = time.monotonic() - self._step_began + self._sync_seconds
+        self._known_phases |= self.phase_seconds.keys()
+        # 0 in a step without the phase: Lightning's logs would repeat a value that is left out
+        local = {f"time/{name}_s": self.phase_seconds.get(name, 0.0) for name in sorted(self._known_phases)}
+        local["time/step_s"] = self._step_ended - self._step_began + self._sync_seconds
         local["perf/peak_mem_gb"] = peak_memory_gb(module.strategy.root_device)
         local |= module.rank_metrics()
         totals = self._over_ranks(module.rank_totals(), torch.distributed.ReduceOp.SUM)

@@ -39,7 +39,7 @@ class LogDirectories:
     """
 
     def __init__(self) -> None:
-        self._locks: list[Lock] = []  # on rank 0
+        self._locks: dict[Path, Lock] = {}  # by directory, on rank 0
 
     def take(self, loggers: Sequence[Logger], command: str, run_id: str, *, resumes: bool) -> None:
         """Choose the directory of each logger that has none yet, before Lightning opens it; a collective.
@@ -52,6 +52,7 @@ class LogDirectories:
 
         Raises:
             RuntimeError: Another process is continuing this very run.
+            ValueError: Two of the loggers have one directory.
         """
         for logger in loggers:
             if isinstance(logger, CSVLogger):
@@ -61,9 +62,9 @@ class LogDirectories:
 
     def release(self) -> None:
         """Let other processes continue the run."""
-        for lock in self._locks:
+        for lock in self._locks.values():
             lock.close()
-        self._locks = []
+        self._locks = {}
 
     def _take(self, logger: CSVLogger, command: str, run_id: str, resumes: bool) -> int | str:
         wanted = logger.version
@@ -90,6 +91,11 @@ class LogDirectories:
 
     def _own(self, directory: Path, command: str, run_id: str, resumes: bool) -> bool:
         """Make `directory` this run's, if it may be."""
+        if directory in self._locks:
+            raise ValueError(
+                f"two CSVLoggers of the Trainer write into {directory}: each would have its rows in the other's"
+                " metrics.csv. Leave one out, or give it another save_dir, name or version."
+            )
         check_writable(directory, "directory of the logger (its save_dir, name and version)")
         directory.mkdir(parents=True, exist_ok=True)
         mark, has_log = directory / _OWNER, (directory / METRICS_FILE).exists() or _has_steps(directory / FACTS)
@@ -110,7 +116,7 @@ class LogDirectories:
                 )
             return False
         mark.write_text(run_id)  # in place of a run that has logged nothing
-        self._locks.append(lock)
+        self._locks[directory] = lock
         return True
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from lightning_megatron_rl.modules.grpo import GRPOModule
+from lightning_megatron_rl.modules.pairs import PairModule
 from lightning_megatron_rl.modules.policy import PolicyModule
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.verify.batch import FrozenBatch, make_batch
@@ -83,6 +84,11 @@ def verify_layouts(
     if not isinstance(module, PolicyModule):
         raise ValueError(
             f"{type(module).__name__} is no PolicyModule: only modules that train through it can be verified."
+        )
+    if isinstance(module, PairModule):
+        raise ValueError(
+            f"{type(module).__name__} trains on preference pairs, and the frozen batch is one of sequences: verify"
+            " model, layout and settings with an SFTModule, whose forward and backward passes are the same."
         )
     frozen = batch if isinstance(batch, FrozenBatch) else make_batch(module, batch, processes=processes)
     report = Report(

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles, items, plain
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples, whole_groups
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.policy import Scores
 from lightning_megatron_rl.sample import Prompt, Sample
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo
@@ -120,6 +121,13 @@ def test_samples_are_of_one_run_and_limited(worker_pool, qwen3_dir, tmp_path):
     assert all("max_samples_per_step=5" in message for message in found["said"])
 
 
+class Uneven(SequenceDataModule):
+    """Five sequences in batches of four: with two replicas the last batch of the second one is empty."""
+
+    def predict_dataloader(self) -> Any:
+        return EvaluationLoader(self.sequences, GlobalBatches(5, 4, **self.trainer.distributed_sampler_kwargs))
+
+
 def predict(model: Path, directory: Path, strategy: dict[str, Any], world_size: int) -> list[Any]:
     """What `SFTModule` predicts on this rank, written by two runs."""
     from lightning_megatron_rl.modules.sft import SFTModule
@@ -128,8 +136,7 @@ def predict(model: Path, directory: Path, strategy: dict[str, Any], world_size: 
     found = []
     for _ in range(2):
         trainer = make_trainer(strategy, world_size, callbacks=[PredictionFiles(str(directory)), PredictionFiles()])
-        data = SequenceDataModule(frozen_sequences(6), 4)
-        data.predict_dataloader = data.train_dataloader  # type: ignore[method-assign]
+        data = Uneven(frozen_sequences(5), 4)
         found = trainer.predict(SFTModule(str(model), train=TrainingSettings(max_tokens_per_microbatch=64)), data)
         trainer.strategy.barrier()
     return [[row.tolist() for row in scores.logprobs] for scores in found]
@@ -141,7 +148,7 @@ def test_predictions_go_into_the_home_directory(monkeypatch, tmp_path):
 
 
 def test_predictions_are_written_by_item(worker_pool, qwen3_dir, tmp_path):
-    """Of each replica what `predict` returns there; a second run has files of its own."""
+    """Of each replica what `predict` returns there, and nothing for an empty batch; a second run has its own files."""
     world_size, strategy = LAYOUTS["dp2"]
     returned = worker_pool.run(
         predict, qwen3_dir, tmp_path, strategy, world_size, world_size=world_size, init_process_group=False
@@ -151,8 +158,8 @@ def test_predictions_are_written_by_item(worker_pool, qwen3_dir, tmp_path):
     for replica, batches in enumerate(returned):
         rows = [json.loads(line) for line in (tmp_path / f"predictions-dp{replica}.jsonl").read_text().splitlines()]
         assert [row["prediction"]["logprobs"] for row in rows] == [logprobs for batch in batches for logprobs in batch]
-        assert [(row["batch"], row["item"]) for row in rows] == [(0, 0), (0, 1), (1, 0)]
-        given = frozen_sequences(6)[replica::2]
+        assert [(row["batch"], row["item"]) for row in rows] == [(0, 0), (0, 1), (1, 0)][: 3 - replica]
+        given = frozen_sequences(5)[replica::2]
         assert [row["input"]["token_ids"] for row in rows] == [sequence.token_ids.tolist() for sequence in given]
         assert rows[0]["dataset"] == 0
 
@@ -166,3 +173,4 @@ def test_predictions_of_any_kind_have_items():
     assert [plain(item) for item in items(scores)] == [{"logprobs": [0.0, 0.0], "entropies": [1.0, 1.0]}]
     assert [plain(item) for item in items({"a": Path("b")})] == [{"a": "b"}]
     assert items(None) == [None]
+    assert items(Scores([], [], [])) == []

@@ -1,6 +1,7 @@
 """`HFExport`: what is in an export, how it is proved, and what becomes of one that is not what it should be."""
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
+from lightning_megatron_rl.callbacks import hf_export
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
+from lightning_megatron_rl.rollout.protocol import SamplingParams
 from tests.distributed import WorkerError
 from tests.full_disk import files_of_at_most
-from tests.modules.runs import fit_grpo
+from tests.modules.runs import MAX_RESPONSE, fit_grpo
 from tests.notices import LOGGER, Keeps
 from tests.strategy.test_megatron import LAYOUTS
 
@@ -159,6 +162,17 @@ def test_a_bf16_model_trained_in_fp32_is_exported_rounded(worker_pool, qwen3_dir
     for name, weight in result.weights.items():
         assert state[name].dtype == torch.bfloat16
         assert torch.equal(state[name], weight.to(torch.bfloat16)), name
+
+
+def test_log_probs_at_a_low_temperature_differ_by_as_much_more(worker_pool, qwen3_dir, tmp_path):
+    """Differences of logits are divided by it: in bf16 those of a right export are above the bound at 1."""
+    module = {"sampling": SamplingParams(temperature=0.01, max_tokens=MAX_RESPONSE)}
+    export = HFExport(str(tmp_path / "out"), on_error="raise")
+    run(worker_pool, qwen3_dir, steps=1, module=module, trainer={"precision": "bf16-mixed"}, callbacks=[export])
+    card = (tmp_path / "out" / "last" / "README.md").read_text()
+    found = re.search(r"log-probs differ by at most (\S+) ", card)
+    assert found is not None
+    assert float(found[1]) > hf_export._TOLERANCE[torch.bfloat16]
 
 
 def test_one_wrong_bit_is_found_and_the_run_goes_on(worker_pool, qwen3_dir, tmp_path):

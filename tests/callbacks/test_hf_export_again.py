@@ -158,6 +158,24 @@ def fit_twice(model: Path, out: Path) -> list[int]:
     return inodes
 
 
+def fit_fast(model: Path, out: Path) -> None:
+    """A batch, as one tries a config, into the directory of a run's export."""
+    from lightning_megatron_rl.modules.sft import SFTModule
+
+    export = HFExport(str(out), every_n_steps=1, overwrite=True)
+    trainer = make_trainer({}, 1, fast_dev_run=True, callbacks=[export])
+    trainer.fit(SFTModule(str(model)), SequenceDataModule(frozen_sequences(8), 4))
+
+
+def test_fast_dev_run_exports_nothing(worker_pool, qwen3_dir, tmp_path):
+    """It would replace the export of a run, or be in its way."""
+    last = tmp_path / "last"
+    last.mkdir()
+    worker_pool.run(fit_fast, qwen3_dir, tmp_path, world_size=1, init_process_group=False)
+    assert names(tmp_path) == ["last"]
+    assert names(last) == []
+
+
 def test_second_fit_of_a_trainer_replaces_its_exports(worker_pool, qwen3_dir, tmp_path):
     first, second = worker_pool.run(fit_twice, qwen3_dir, tmp_path, world_size=1, init_process_group=False)[0]
     assert first != second

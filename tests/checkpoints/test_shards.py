@@ -204,12 +204,13 @@ def test_an_index_names_no_file_outside(tmp_path, name):
     SavedShards(tmp_path)
 
 
+@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("key", ["last_model_path", "kth_best_model_path", "best_k_models"])
-def test_a_checkpoint_does_not_say_what_is_deleted_elsewhere(tmp_path, key):
-    """ModelCheckpoint deletes the worst of those that its state names."""
+def test_a_checkpoint_does_not_say_what_is_deleted_elsewhere(tmp_path, key, relative):
+    """ModelCheckpoint deletes the worst of those that its state names; its directory may be relative."""
     from lightning_megatron_rl.checkpoints.format import _check_kept_checkpoints
 
-    directory = tmp_path / "run"
+    directory = Path("../logs/run") if relative else tmp_path / "run"
     state = {"dirpath": str(directory), "best_model_path": str(tmp_path / "earlier" / "step=1.ckpt")}
     inside = str(directory / "step=1.ckpt")
     _check_kept_checkpoints(

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lightning_megatron_rl.models.hf.files import INDEX_FILE, check_settings, local_checkpoint, read_header
+from lightning_megatron_rl.models.hf.files import (
+    INDEX_FILE,
+    check_settings,
+    copy_settings,
+    local_checkpoint,
+    read_header,
+    settings_files,
+)
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from tests.distributed import WorkerPool
 from tests.models.workers import cached_hub_model
@@ -43,6 +50,25 @@ def test_a_damaged_file_is_named(checkpoint: Callable[[str], Path], tmp_path: Pa
     weights.write_bytes((checkpoint("qwen3") / weights.name).read_bytes()[:500])
     with pytest.raises(ValueError, match=rf"{weights} is damaged or no safetensors file"):
         read_header(weights)
+
+
+def test_chat_templates_with_names_are_copied_too(checkpoint: Callable[[str], Path], tmp_path: Path):
+    """Transformers keeps them in a directory of their own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("qwen3"))
+    templates = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    tokenizer.chat_template = templates
+    source = shutil.copytree(checkpoint("qwen3"), tmp_path / "source")
+    tokenizer.save_pretrained(source)
+    copied, written = tmp_path / "copied", tmp_path / "written"  # by exports; from checkpoints
+    copied.mkdir()
+    copy_settings(source, copied)
+    for name, content in settings_files(source, "source").items():
+        (written / name).parent.mkdir(parents=True, exist_ok=True)
+        (written / name).write_bytes(content)
+    for directory in (copied, written):
+        assert AutoTokenizer.from_pretrained(directory).chat_template == templates
 
 
 def damage(file: Path, kind: str) -> None:

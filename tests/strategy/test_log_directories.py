@@ -14,6 +14,7 @@ from lightning_megatron_rl.callbacks.run_report import RunReport
 from lightning_megatron_rl.compat.csv_logger import AppendingWriter
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.strategy.log_directories import LogDirectories
 from lightning_megatron_rl.utilities.files import Lock
 from tests.full_disk import files_of_at_most
 from tests.training import SequenceDataModule, frozen_sequences, make_trainer
@@ -149,6 +150,24 @@ def fit_with_numbers(model: Path, directory: Path, world_size: int) -> list[str]
     logs.version = 1  # as two runs choose that start at the same time
     places.append(logs.fit(1)[0])
     return [*places, (taken / "metrics.csv").read_bytes()]
+
+
+def take_twice(directory: Path) -> list[str]:
+    """What is said of two loggers of one directory; one alone may have it afterwards."""
+    loggers, logs, said = [CSVLogger(directory, name="run", version="") for _ in range(2)], LogDirectories(), []
+    for chosen in (loggers, loggers[1:]):
+        try:
+            logs.take(chosen, "fit", "this run", resumes=False)
+        except ValueError as error:
+            said.append(str(error))
+        logs.release()
+    return said
+
+
+def test_two_loggers_of_one_directory_are_refused_by_name(worker_pool, tmp_path):
+    """They were told that another process had it."""
+    (said,) = worker_pool.run(take_twice, tmp_path, world_size=1)[0]
+    assert said.startswith(f"two CSVLoggers of the Trainer write into {tmp_path / 'run'}: each would have its rows")
 
 
 @pytest.mark.slow

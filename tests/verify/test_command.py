@@ -89,6 +89,18 @@ def test_arguments_that_cannot_be_are_refused_in_a_line(qwen3_dir, tmp_path, cap
     assert "Traceback" not in shown
 
 
+def test_a_module_of_pairs_is_refused_in_a_line(qwen3_dir, tmp_path, capsys):
+    config = changed(
+        small(qwen3_dir, tmp_path), tmp_path / "c.yaml", "model.class_path", "lightning_megatron_rl.DPOModule"
+    )
+    with pytest.raises(SystemExit) as exit_:
+        main(["--config", str(config), "--layouts", "microbatches", "--processes", "1"])
+    shown = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert "DPOModule trains on preference pairs" in shown
+    assert "Traceback" not in shown
+
+
 def test_malformed_batch_is_refused_with_its_line(qwen3_dir, tmp_path, capsys):
     path = recording(tmp_path / "r.jsonl", prompts=1, responses=2)
     path.write_text(path.read_text() + "{\n")

@@ -36,6 +36,7 @@ _TOKENIZER_JSON = (
     "added_tokens.json",
     "vocab.json",
 )
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # where Transformers keeps those with names, "tool_use" say
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -191,9 +192,10 @@ def fingerprint(path: Path) -> str:
 
 def copy_settings(source: Path, directory: Path) -> None:
     """Copy what belongs to a checkpoint beside its weights and its config: tokenizer, chat template, generation."""
-    for original in source.iterdir():
-        if original.is_file() and _belongs(original.name):
-            shutil.copyfile(original, directory / original.name)
+    for original in _settings(source):
+        copy = directory / original.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(original, copy)
 
 
 def settings_files(path: Path, name_or_path: str) -> dict[str, bytes]:
@@ -205,8 +207,7 @@ def settings_files(path: Path, name_or_path: str) -> dict[str, bytes]:
     """
     listing = {"metadata": {_ORIGIN: name_or_path}, "weight_map": weight_map(path)}
     files = {"config.json": (path / "config.json").read_bytes(), INDEX_FILE: json.dumps(listing, indent=2).encode()}
-    settings = [file for file in path.iterdir() if file.is_file() and _belongs(file.name)]
-    return files | {file.name: file.read_bytes() for file in settings}
+    return files | {str(file.relative_to(path)): file.read_bytes() for file in _settings(path)}
 
 
 def origin(directory: Path) -> str | None:
@@ -361,6 +362,12 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _is_path(name: str) -> bool:
     """Whether a name can only be that of a directory; `models/mine` could be one of the hub's, too."""
     return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
+
+
+def _settings(source: Path) -> list[Path]:
+    """The files of a checkpoint that belong to its copy."""
+    files = [*source.iterdir(), *source.glob(_MORE_TEMPLATES)]
+    return [file for file in files if file.is_file() and _belongs(file.name)]
 
 
 def _belongs(name: str) -> bool:
