@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from tests.test_benchmarks import run_benchmark, tables  # which finds the benchmarks' modules
 
 servers: Any = importlib.import_module("servers")
@@ -42,6 +43,11 @@ def test_a_row_says_what_weights_went_over(count, over, direct, warnings, share,
     assert weight_sync.place_of_servers(count, over, side, share=share) == name
 
 
+def test_a_row_says_what_buckets_it_has_and_the_default_is_the_engines():
+    assert weight_sync.buckets_of(1024) == ", buckets of 1,024 MiB"
+    assert weight_sync.buckets_of(VLLMServers(["http://a:1"], max_model_len=8).bucket_mb) == ""
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -49,6 +55,7 @@ def test_a_row_says_what_weights_went_over(count, over, direct, warnings, share,
         ({"apart": True, "servers": 1}, "give one of them"),
         ({"apart": True, "in_process": True}, "or elsewhere, not both"),
         ({"weights_over": "nccl"}, "is for servers"),
+        ({"bucket_mb": 1024}, "--bucket-mb 1024 is for servers"),
         ({"weight_transfer": "ipc"}, "is for --apart"),
         ({"servers": 2, "peer": "trl"}, "--peer none"),
         ({"servers": 2, "sampler_parallel": 2}, "a server has one GPU"),
@@ -69,7 +76,7 @@ def test_a_sampler_elsewhere_beside_other_settings_is_refused(given, message):
         "sampler_parallel": 1,
         "weight_transfer": "auto",
     }
-    plain |= {"sleep_level": 0, "in_process": False}
+    plain |= {"sleep_level": 0, "in_process": False, "bucket_mb": weight_sync.BUCKET_MB}
     weight_sync.check_place(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):
         weight_sync.check_place(SimpleNamespace(**{**plain, **given}))
