@@ -357,7 +357,6 @@ def add_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     parser.add_argument("--response-tokens", type=int, default=512 if on_cuda else 24)
     parser.add_argument("--max-tokens", type=int, default=32_768 if on_cuda else 2048, help="per micro-batch")
     parser.add_argument("--cache-gb", type=float, default=19.0 if on_cuda else 0.25, help="key/value cache. GiB")
-    parser.add_argument("--bucket-mb", type=int, default=BUCKET_MB, help="of weights on their way to each server. MiB")
     parser.add_argument("--syncs", type=int, default=0, help="weight syncs to time before the first step")
     parser.add_argument("--profile", type=Path, help="file for profiles of more weight syncs, of ours")
     parser.add_argument("--devices", type=int, default=1, help="processes of the trainer, one GPU each; without a peer")
@@ -385,7 +384,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     names = ("device", "shape", "precision", "steps", "warmup", "prompts", "generations", "prompt_tokens")
     names += ("response_tokens", "max_tokens", "cache_gb", "syncs", "trl_batch")
     names += ("devices", "tensor_parallel", "context_parallel", "expert_parallel", "sampler_parallel", "sleep_level")
-    names += ("compilation", "bucket_mb")
+    names += ("compilation",)
     flags = [f"--{name.replace('_', '-')}" for name in ("eager", "auto", "in_process") if getattr(options, name)]
     given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     given += [f"--profile={options.profile.absolute()}"] if options.profile else []
@@ -397,6 +396,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apart", action="store_true", help="the sampler's process has the GPUs behind the trainer's")
     parser.add_argument("--weight-transfer", choices=("auto", "ipc", "nccl"), default="auto", help="of --apart")
     parser.add_argument("--weights-over", choices=("nccl", "gloo"), help="to servers; unset: NCCL, on a CPU gloo")
+    parser.add_argument("--bucket-mb", type=int, default=BUCKET_MB, help="of weights on their way to each server. MiB")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def measure_servers(options: argparse.Namespace) -> dict[str, Any]:
         sizes = [f"--device={options.device}", f"--max-model-len={longest(options)}"]
         sizes += [f"--max-num-seqs={options.prompts * options.generations}", f"--kv-cache-memory-gb={options.cache_gb}"]
         sizes += [] if on_cuda else ["--num-threads=1"]
-        arguments = [*passed_on(options), f"--weights-over={over}"]
+        arguments = [*passed_on(options), f"--weights-over={over}", f"--bucket-mb={options.bucket_mb}"]
         where = gpus.visible() if on_cuda else []
         with serve(model.absolute(), sizes, where, options.devices, options.servers, options.start_timeout) as found:
             arguments += [f"--model={model.absolute()}", f"--urls={','.join(found.urls)}"]
