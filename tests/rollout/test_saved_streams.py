@@ -105,7 +105,8 @@ def test_groups_that_are_no_episodes_begin_anew_with_an_environment_and_the_othe
     first = make_stream(harness, tokenizer, 2, background=False, **options[not plays])
     first.next_batch(prompts, harness.version)
     while not any(group.is_complete for group in [*first.plan.ready, *first.plan.under_way.values()]):
-        first._turn(1.0)
+        with first._lock:
+            first._turn(1.0)
     assert first.close()
     state = first.known_state()
     stream = make_stream(harness, tokenizer, 2, background=False, **options[plays])
