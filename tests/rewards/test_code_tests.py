@@ -27,6 +27,18 @@ def reward() -> CodeTests:
 
 
 RIGHT = "def add(a, b):\n    return a + b\n"
+MODULE_OF_CLASS = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    a: int
+    b: int
+def add(a, b):
+    pair = pickle.loads(pickle.dumps(Pair(a, b)))
+    return pair.a + pair.b
+"""
 FORGED = """
 class Equal:
     def __eq__(self, other): raise SystemExit(0)
@@ -40,6 +52,9 @@ def add(a, b): return Equal()
         (RIGHT, 1.0),
         (f"First:\n```python\nx\n```\nbetter:\n```python\n{RIGHT}```\nDone.", 1.0),
         (RIGHT + "print('x' * 10)\nimport sys; sys.stderr.write('noise')", 1.0),
+        (MODULE_OF_CLASS, 1.0),
+        ("1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", 1.0),
+        (f"With ```add``` as\n```python\n{RIGHT}```", 1.0),
         ("def add(a, b):\n    return a - b\n", 0.0),
         ("def add(a, b):\n    return int(a) + int(b)\n", 2 / 3),
         ("no code at all", 0.0),
