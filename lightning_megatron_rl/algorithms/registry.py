@@ -61,7 +61,7 @@ def check_per_token(kind: str, choice: Any, shape: Sequence[int], **returned: An
         if found != list(shape):
             raise ValueError(
                 f"{kind} {choice!r} returned {name} of shape {found} for tokens of shape {list(shape)}: return a tensor"
-                " with a value for each token; `loss.aggregation` averages them"
+                " with a value for each token; they are averaged later, over all micro-batches and replicas"
             )
 
 
