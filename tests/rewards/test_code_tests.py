@@ -90,6 +90,12 @@ def test_programs_with_input_and_output(reward):
     assert CodeTests(limits=LIMITS)([with_tests(text, SUMS) for text in (program, constant)]) == [1.0, 0.0]
 
 
+def test_a_long_output_is_compared_to_its_end(reward):
+    tests = [{"input": "200000", "output": "".join(f"{number}\n" for number in range(200_000))}]  # 1.3 MB
+    assert reward([with_tests("for number in range(int(input())): print(number)", tests)]) == [1.0]
+    assert reward([with_tests("for number in range(int(input()) - 1): print(number)", tests)]) == [0.0]
+
+
 @pytest.mark.parametrize("tests", [None, [], 7, [1], ["assert x", {"input": "1", "output": "2"}], [{"input": "1"}]])
 def test_prompt_without_tests_is_refused(reward, tests):
     with pytest.raises(RewardSetupError, match=r"'code_tests' needs tests in the column 'tests'.*prompt 4"):
