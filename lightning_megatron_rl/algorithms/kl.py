@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.policy_losses import log_ratio
-from lightning_megatron_rl.algorithms.registry import Returned, choose
+from lightning_megatron_rl.algorithms.registry import Returned, check_per_token, choose
 
 MAX_K3 = 10.0  # one token with a vanishing probability must not outweigh the batch; reached at d = 2.61 and at d = -11
 
@@ -72,12 +72,13 @@ def kl_penalty(
     well: with a constant estimate it would only lower log π, also where π_ref is the larger one.
 
     Raises:
-        ValueError: an unknown estimator.
+        ValueError: an unknown estimator, or one of the user's own that returns another shape.
 
     Example:
         ``kl_penalty(logprobs, logprobs, "k3")`` is exactly 0 everywhere.
     """
     estimate = kl_estimator(estimator)(logprobs, ref_logprobs)
+    check_per_token("KL estimator", estimator, logprobs.shape, estimates=estimate)
     if old_logprobs is None:
         return estimate
     ratio = log_ratio(logprobs, old_logprobs).exp()

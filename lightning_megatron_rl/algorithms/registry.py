@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 Returned = Any
 """What a Protocol of a user's callable returns, if it is a class: jsonargparse would take such a Protocol for one of
 factories of that class, and refuse a `class_path` of callable objects."""
@@ -44,6 +46,23 @@ def choose[T: Callable[..., Any]](
             f"{kind} {choice!r} is called with ({', '.join(arguments)}), but it does not take them: {error}"
         ) from error
     return found
+
+
+def check_per_token(kind: str, choice: Any, shape: Sequence[int], **returned: Any) -> None:
+    """Refuse what an algorithm of a user's own returned, unless it is a tensor with a value for each token.
+
+    A mean over the tokens, say, would be spread over all of them again, padding included.
+
+    Raises:
+        ValueError: With what came, and the shape that was to come.
+    """
+    for name, values in returned.items():
+        found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if found != list(shape):
+            raise ValueError(
+                f"{kind} {choice!r} returned {name} of shape {found} for tokens of shape {list(shape)}: return a tensor"
+                " with a value for each token; they are averaged later, over all micro-batches and replicas"
+            )
 
 
 def _import(path: str, registry: Mapping[str, Any], kind: str) -> Any:

@@ -17,6 +17,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE,
 
 _BOXED = "\\boxed{"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # not the list "1,2"
 _RANGES = {
     "num_generations": COUNT_OR_NONE.called("0 draws only the one response of validation_sampling"),
     "pass_at": COUNT,
@@ -211,7 +212,7 @@ def vote(response: str, pattern: str | None = None) -> str | None:
     r"""Return the answer that a response gives in a majority vote; None if the pattern finds none.
 
     Example:
-        ``vote("so \\boxed{1,234}, not 7") == "1,234"``; ``vote("It is 12.") == "12"``; ``vote(" Paris ") == "Paris"``.
+        ``vote("so \\boxed{1,234}, not 7") == "1234"``; ``vote("It is 12.") == "12"``; ``vote(" Paris ") == "Paris"``.
     """
     if pattern is not None:
         found = re.findall(pattern, response)
@@ -222,7 +223,8 @@ def vote(response: str, pattern: str | None = None) -> str | None:
         for position in range(start + len(_BOXED), len(response)):
             depth += {"{": 1, "}": -1}.get(response[position], 0)
             if depth == 0:
-                return response[start + len(_BOXED) : position].strip()
+                boxed = response[start + len(_BOXED) : position].strip()
+                return boxed.replace(",", "") if _THOUSANDS.fullmatch(boxed) else boxed
     numbers = _NUMBER.findall(response)
     return numbers[-1].replace(",", "") if numbers else response.strip()
 

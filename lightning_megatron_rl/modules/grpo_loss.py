@@ -13,6 +13,7 @@ from lightning_megatron_rl.algorithms.kl import kl_penalty
 from lightning_megatron_rl.algorithms.masks import off_policy_mask, top_entropy_mask
 from lightning_megatron_rl.algorithms.metrics import add_mismatch_metrics, add_policy_metrics
 from lightning_megatron_rl.algorithms.policy_losses import PolicyLoss, policy_loss
+from lightning_megatron_rl.algorithms.registry import check_per_token
 from lightning_megatron_rl.algorithms.sequences import Sequences
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.algorithms.whitening import one_rank
@@ -64,11 +65,9 @@ class GRPOLoss:
             known: Any = {"sequences": sequences}
             weights = None if self.correction is None else self.correction(old, sampled, mask, **known)
             add_mismatch_metrics(tally, old, sampled, mask, weights)
-        if config.corrects_within_loss:
-            within: Any = {"correction_weights": weights}
-            losses, ratio = self.policy_loss(logprobs, old, advantages, sequences, **within)
-        else:
-            losses, ratio = self.policy_loss(logprobs, old, advantages, sequences)
+        within: Any = {"correction_weights": weights} if config.corrects_within_loss else {}
+        losses, ratio = self._token_losses(self.policy_loss(logprobs, old, advantages, sequences, **within), mask)
+        if not config.corrects_within_loss:
             if weights is not None and config.weighs_sequences and config.weight_level == "token":
                 # the loss of a sequence times each of these weights, added up: in the token form, their mean
                 weights = sequences.mean(weights)
@@ -106,6 +105,22 @@ class GRPOLoss:
         )
         return losses
 
+    def _token_losses(self, returned: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the ratio of each token.
+
+        Raises:
+            ValueError: A policy loss of the user's own returned something else.
+        """
+        choice = self.config.policy_loss
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise ValueError(
+                f"policy loss {choice!r} returned a {type(returned).__name__}: return the loss and the ratio of each"
+                " token, (loss, ratio)"
+            )
+        losses, ratios = returned
+        check_per_token("policy loss", choice, mask.shape, losses=losses, ratios=ratios)
+        return losses, ratios
+
     def correction_weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor | None:
         """Return the weight of each token against the mismatch, ``[sequences, tokens]``, or None without correction.
 
@@ -114,7 +129,11 @@ class GRPOLoss:
             rollout_logprobs: Sampler's log-probs.
             mask: Response tokens.
         """
-        return None if self.correction is None else self.correction(old_logprobs, rollout_logprobs, mask)
+        if self.correction is None:
+            return None
+        weights: Tensor = self.correction(old_logprobs, rollout_logprobs, mask)
+        check_per_token("correction", self.config.correction, mask.shape, weights=weights)
+        return weights
 
     def top_entropy_masks(
         self, entropies: list[Tensor], masks: list[Tensor], all_reduce: Callable[[Tensor], Tensor]

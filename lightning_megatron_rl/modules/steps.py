@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron_rl.algorithms.registry import check_per_token
 from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.data.packing import MicroBatch
 
@@ -54,6 +55,7 @@ def train_step(
     def loss(output: Tensor) -> tuple[Tensor, Tensor, Tally]:
         tally = Tally(output.device)
         losses = token_loss(microbatch, *output, tally)
+        check_per_token("token loss", token_loss, microbatch.mask.shape, losses=losses)
         losses = losses * microbatch.fields.get(WEIGHT_FIELD, torch.ones_like(losses))
         # where, not times: a masked position may hold anything, inf * 0 is nan
         losses = torch.where(microbatch.mask, losses, torch.zeros_like(losses))

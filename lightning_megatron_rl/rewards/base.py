@@ -23,6 +23,8 @@ RESERVED_NAMES = {
     "kl_capped_frac",
 }  # metrics of the sum, and of what shapes it
 
+# metrics of a validation set, beside which its rewards stand
+_OF_A_SET = re.compile(r"(mean|pass|maj)_at_\d+(_low|_high)?|truncated_frac|success_frac|turns_mean")
 _FAILED = "_failed_frac"
 
 
@@ -51,11 +53,13 @@ class Reward(Protocol):
 def reward_name(reward: Reward) -> str:
     """Name of a reward in the logs: a function's name, an object's attribute `name`, or its class in snake case.
 
+    A `functools.partial` is called as its function is, unless it was given an attribute `name`.
+
     Example:
         ``reward_name(math_equal) == "math_equal"``; an instance of ``class LengthPenalty`` is "length_penalty".
     """
     if isinstance(reward, functools.partial):
-        return reward_name(reward.func)
+        return str(getattr(reward, "name", None) or reward_name(reward.func))
     if inspect.isroutine(reward):
         return reward.__name__
     snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(reward).__name__).lower()
@@ -66,12 +70,17 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
     """Names of the rewards, after checking them and their weights: to be called before anything expensive starts.
 
     Raises:
-        ValueError: no rewards, weights of another number or not finite, two rewards with one name, or a name that the
-            logs use for the weighted sum.
+        ValueError: no rewards, or one that is no list; a class; weights of another number or not finite; two rewards
+            with one name, or a name that the logs use for something else.
 
     Example:
         ``reward_names([math_equal, FormatReward("<a>.*</a>")], [1.0, 0.1]) == ["math_equal", "format"]``
     """
+    if callable(rewards):
+        raise ValueError(f"the rewards are {reward_name(rewards)!r} alone: give a list, with this reward in it")
+    for reward in rewards:
+        if inspect.isclass(reward):
+            raise ValueError(f"the reward {reward.__name__} is a class: give an object of it, {reward.__name__}(...)")
     names = [reward_name(reward) for reward in rewards]
     if not names:
         raise ValueError(
@@ -85,10 +94,18 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
             )
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{names.count(name)} of the rewards {names} are called {name!r}: rename one of them")
+            raise ValueError(
+                f"{names.count(name)} of the rewards {names} are called {name!r}: rename one of them (the attribute"
+                " `name` of an object or a functools.partial)"
+            )
         if name in RESERVED_NAMES:
             raise ValueError(
                 f"a reward is called {name!r}, but reward/{name} is a metric of the sum: rename the reward"
+            )
+        if _OF_A_SET.fullmatch(name):
+            raise ValueError(
+                f"a reward is called {name!r}, but val/<set>/{name} is another metric of an evaluation: rename the"
+                " reward"
             )
         of = name.removesuffix(_FAILED)
         if of != name and of in {*names, "environment"}:

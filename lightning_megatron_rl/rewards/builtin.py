@@ -11,10 +11,10 @@ def math_equal(samples: list[Sample]) -> list[float]:
     r"""1.0 where the last expression of the response (boxed ones first) equals the prompt's answer by math-verify.
 
     The answer is the final one alone, "72" or "2\sqrt{3}" (of GSM8K what follows "####"), without dollars or with them.
-    One without mathematics in it is compared as stripped text; of one with words, "18 dollars", the number counts. An
-    unevaluated expression of the same value counts: "23+49" is right for "72". In a response it must stand between
-    spaces, dollars or in \boxed{}: "<answer>72</answer>" contains none. A response that takes more than 5 s of CPU time
-    to evaluate is wrong, with a warning. Works in every thread.
+    One without mathematics in it is compared as stripped text, and so are a date and words with several numbers; of
+    words with one, "18 dollars", the number counts. An unevaluated expression of the same value counts: "23+49" is
+    right for "72". In a response it must stand between spaces, dollars or in \boxed{}: "<answer>72</answer>" contains
+    none. A response that takes more than 5 s of CPU time to evaluate is wrong, with a warning. Works in every thread.
 
     Raises:
         RewardSetupError: a prompt without an answer.

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import secrets
+import textwrap
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +20,16 @@ from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 # Runs as the sandbox's program. What the code prints goes nowhere; a test has passed when its line, which begins with
 # a number that the code is not told, arrives on the true standard output. Ending the process early passes nothing.
 _RUNNER = """
-import json, os
+import json, os, sys, types
 report, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
 os.dup2(nowhere, 1)
 with open("spec.json") as file:
     spec = json.load(file)
 os.remove("spec.json")
 def run(spec, report):
-    token, tests, scope = spec["token"], spec["tests"], {"__name__": "solution"}
+    token, tests, solution = spec["token"], spec["tests"], types.ModuleType("solution")
+    sys.modules["solution"] = solution  # dataclasses and pickle look for the module of a class
+    scope = solution.__dict__
     try:
         exec(compile(spec["code"], "solution.py", "exec"), scope)
     except BaseException:
@@ -40,7 +43,8 @@ def run(spec, report):
 run(spec, report)
 os._exit(0)
 """
-_FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)  # of any language: each closes with its own
+# of any language: each closes with its own; one within a line is no block
+_FENCE = re.compile(r"```[^`\n]+```|```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 _LANGUAGES = ("", "python", "py", "python3")
 # of a Python test whose every statement is one of these, nothing can fail
 _IDLE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
@@ -167,11 +171,13 @@ class CodeTests:
 def extract_code(response: str) -> str:
     """Return the last fenced block of a response that is Python or of no language, or all of it if it has none.
 
+    The code of a block that is indented as a whole, in a list say, is not.
+
     Example:
         ``extract_code("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``
     """
-    blocks = [code for language, code in _FENCE.findall(response) if language.lower() in _LANGUAGES]
-    return blocks[-1] if blocks else response
+    blocks = [code for language, code in _FENCE.findall(response) if code and language.lower() in _LANGUAGES]
+    return textwrap.dedent(blocks[-1]) if blocks else response
 
 
 def _can_fail(test: str) -> bool:

@@ -15,22 +15,33 @@ from typing import Any
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # says itself where the mathematics is
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
 _WORD = re.compile(r"(?<!\S)(?!(?:or|and)\b)[A-Za-z]{2,}")  # "18 dollars", not the "xy" of "2xy+1"
+_NUMBER = re.compile(r"(?<![\w^{.])\d{1,3}(?:[ ,]\d{3})+|(?<![\w^{.])\d+")  # not the exponent of "20 cm^2"
+_DATE = re.compile(r"\d[-/:]0\d|(?<!\d)0\d+[-/:]\d")  # "2023-05-01" and "9:00" are no sums or quotients
+_MIXED = re.compile(r"(?<![\w.,/}])(\d+) (\d+)/(\d+)(?![\w.,/])")  # "2 1/2" would be a product
 
 
 def parse_reference(reference: str) -> list[Any]:
     r"""Return what a reference answer says, in math-verify's form.
 
     Outside dollars math-verify sees numbers alone: "2\sqrt{3}" would be 2, and "2x+3" too. An answer is read as between
-    dollars, unless it is one number or fraction, has delimiters of its own, or words.
+    dollars, unless it is one number or fraction, has delimiters of its own, or words. Dates, and words with several
+    numbers of which math-verify would see one, are text: any response with that number would be right.
     """
     from math_verify import parse
 
-    plain: list[Any] = parse(reference, parsing_timeout=None)
-    is_whole = bool(plain) and plain[-1] == "".join(reference.split())
-    has_words = _WORD.search(_TEXT.sub(" ", reference)) is not None
-    if plain and (is_whole or has_words or _DELIMITED.search(reference)):
+    if _DELIMITED.search(reference):
+        return parse(reference, parsing_timeout=None) or parse(f"${reference}$", parsing_timeout=None)
+    if _DATE.search(reference):
+        return [reference]
+    formula = _MIXED.sub(r"\1\\frac{\2}{\3}", reference)
+    plain: list[Any] = parse(formula, parsing_timeout=None)
+    if plain and _WORD.search(_TEXT.sub(" ", formula)):
+        # what was read, which may be a formula, is one number
+        several = len(_NUMBER.findall(formula.replace(plain[-1], " 0 "))) > 1
+        return [reference] if several else plain
+    if plain and plain[-1] == "".join(formula.split()):
         return plain
-    return parse(f"${reference}$", parsing_timeout=None) or plain
+    return parse(f"${formula}$", parsing_timeout=None) or plain
 
 
 def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:

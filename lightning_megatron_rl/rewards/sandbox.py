@@ -18,7 +18,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 START_SECONDS = 30.0  # from the start of the launcher to that of the program, on a busy machine
-_KEPT_OUTPUT = 2**20  # bytes of each stream that are read back
+_KEPT_ERRORS = 2**20  # bytes of the standard error that are read back
 
 Level = Literal["namespaces", "user", "limits"]
 LEVELS: tuple[Level, ...] = ("namespaces", "user", "limits")
@@ -246,8 +246,9 @@ class Sandbox:
                 _end(process)
         if problem:
             raise SandboxError(problem)
-        streams = [_read_text(directory / name) for name in ("stdout", "stderr")]
-        return SandboxResult(code, streams[0], streams[1], time.monotonic() - started)
+        stdout = _read_text(directory / "stdout", limits.file_bytes)  # all: no file gets larger
+        stderr = _read_text(directory / "stderr", _KEPT_ERRORS)
+        return SandboxResult(code, stdout, stderr, time.monotonic() - started)
 
 
 def _read_status(descriptor: int) -> str:
@@ -273,6 +274,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, num_bytes: int) -> str:
     with path.open("rb") as file:
-        return file.read(_KEPT_OUTPUT).decode(errors="replace")
+        return file.read(num_bytes).decode(errors="replace")

@@ -89,7 +89,8 @@ def test_replica_without_prompts_of_a_set_knows_its_metrics():
 @pytest.mark.parametrize(
     ("response", "pattern", "expected"),
     [
-        ("so \\boxed{1,234}, not 7", None, "1,234"),
+        ("so \\boxed{1,234}, not 7", None, "1234"),  # one answer with "1,234", "1234" and \\boxed{1234}
+        ("\\boxed{1,2}", None, "1,2"),
         ("\\boxed{\\frac{1}{2}} and \\boxed{x^{2}}", None, "x^{2}"),
         ("\\boxed{3", None, "3"),
         ("It is 12.", None, "12"),

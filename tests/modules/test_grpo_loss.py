@@ -401,6 +401,39 @@ def test_functions_and_classes_of_the_users_own():
         assert ("correction of the mismatch", f"{__name__}.OwnCorrection") in config.describe()
 
 
+def mean_loss(logprobs, old_logprobs, advantages, sequences=None):
+    return (-advantages * logprobs).mean(), torch.ones_like(advantages)
+
+
+def lonely_loss(logprobs, old_logprobs, advantages, sequences=None):
+    return -advantages * logprobs
+
+
+def mean_kl(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).mean()
+
+
+def weight_per_row(old_logprobs, rollout_logprobs, mask):
+    return mask.double().mean(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_loss": mean_loss}, r"policy loss .*mean_loss.* returned losses of shape \[\] for tokens of shape \["),
+        ({"policy_loss": lonely_loss}, r"policy loss .*lonely_loss.* returned a Tensor: return the loss and the ratio"),
+        ({"kl_coef": 0.1, "kl_estimator": mean_kl}, r"KL estimator .*mean_kl.* returned estimates of shape \[\]"),
+        ({"correction": weight_per_row}, r"correction .*weight_per_row.* returned weights of shape \[1, 1\]"),
+    ],
+)
+def test_values_that_are_not_per_token_are_refused(options: dict, message: str, packed: bool):
+    """A mean over the tokens would be broadcast to each of them; two rows would be taken for loss and ratio."""
+    sequences, logprobs = batch(seed=0)
+    with pytest.raises(ValueError, match=message):
+        our_loss(GRPOLossConfig(**options), sequences, logprobs, [[0, 2]], packed=packed)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,12 +13,19 @@ class Named(HTTPJudgeV2):
     name = "judge"
 
 
+def named_partial(name: str) -> Reward:
+    reward = functools.partial(two_arguments, scale=2.0)
+    reward.name = name
+    return reward
+
+
 @pytest.mark.parametrize(
     ("reward", "name"),
     [
         (length, "length"),
         (math_equal, "math_equal"),
         (functools.partial(two_arguments, scale=2.0), "two_arguments"),
+        (named_partial("scaled"), "scaled"),
         (HTTPJudgeV2(), "http_judge_v2"),
         (Named(), "judge"),
         (ExactMatch(), "exact_match"),
@@ -35,11 +42,15 @@ def test_reward_name(reward: Reward, name: str):
         ([], None, "there are no rewards: name at least one"),
         ([length, HTTPJudgeV2()], [1.0], r"1 reward weights for 2 rewards \['length', 'http_judge_v2'\]"),
         ([length], [], "0 reward weights for 1 rewards"),
-        ([length, HTTPJudgeV2(), length], None, "2 of the rewards .* are called 'length': rename"),
+        ([length, HTTPJudgeV2(), length], None, "2 of the rewards .* are called 'length': rename .*attribute `name`"),
         ([FormatReward("a", name="mean")], None, "called 'mean', but reward/mean is a metric"),
         ([FormatReward("a", name="overlong_penalty")], None, "reward/overlong_penalty is a metric"),
         ([FormatReward("a", name="kl_penalty")], None, "reward/kl_penalty is a metric"),
         ([FormatReward("a", name="length_failed_frac"), length], None, "counts the failures of 'length': rename"),
+        ([FormatReward("a", name="truncated_frac")], None, "val/<set>/truncated_frac is another metric"),
+        ([FormatReward("a", name="pass_at_8")], None, "val/<set>/pass_at_8 is another metric"),
+        (length, None, "the rewards are 'length' alone: give a list"),
+        ([HTTPJudgeV2], None, r"the reward HTTPJudgeV2 is a class: give an object of it, HTTPJudgeV2\(...\)"),
         ([length], [math.nan], "the weight of the reward 'length' is nan"),
     ],
 )

@@ -27,6 +27,18 @@ def reward() -> CodeTests:
 
 
 RIGHT = "def add(a, b):\n    return a + b\n"
+MODULE_OF_CLASS = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    a: int
+    b: int
+def add(a, b):
+    pair = pickle.loads(pickle.dumps(Pair(a, b)))
+    return pair.a + pair.b
+"""
 FORGED = """
 class Equal:
     def __eq__(self, other): raise SystemExit(0)
@@ -40,6 +52,9 @@ def add(a, b): return Equal()
         (RIGHT, 1.0),
         (f"First:\n```python\nx\n```\nbetter:\n```python\n{RIGHT}```\nDone.", 1.0),
         (RIGHT + "print('x' * 10)\nimport sys; sys.stderr.write('noise')", 1.0),
+        (MODULE_OF_CLASS, 1.0),
+        ("1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", 1.0),
+        (f"With ```add``` as\n```python\n{RIGHT}```", 1.0),
         ("def add(a, b):\n    return a - b\n", 0.0),
         ("def add(a, b):\n    return int(a) + int(b)\n", 2 / 3),
         ("no code at all", 0.0),
@@ -73,6 +88,12 @@ def test_programs_with_input_and_output(reward):
     crash = program + "1 / 0"
     assert reward([with_tests(text, SUMS) for text in (program, constant, crash)]) == [1.0, 0.5, 0.0]
     assert CodeTests(limits=LIMITS)([with_tests(text, SUMS) for text in (program, constant)]) == [1.0, 0.0]
+
+
+def test_a_long_output_is_compared_to_its_end(reward):
+    tests = [{"input": "200000", "output": "".join(f"{number}\n" for number in range(200_000))}]  # 1.3 MB
+    assert reward([with_tests("for number in range(int(input())): print(number)", tests)]) == [1.0]
+    assert reward([with_tests("for number in range(int(input()) - 1): print(number)", tests)]) == [0.0]
 
 
 @pytest.mark.parametrize("tests", [None, [], 7, [1], ["assert x", {"input": "1", "output": "2"}], [{"input": "1"}]])

@@ -181,6 +181,11 @@ class ReturnsLossOfUpdates(OurModule):
         return torch.tensor(self.update(batch, token_nll)["policy/loss"])
 
 
+class AveragesLoss(OurModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.tensor(self.update(batch, lambda part, logprobs, *_: -logprobs[part.mask].mean())["policy/loss"])
+
+
 class FreezesLater(OurModule):
     def on_train_start(self) -> None:
         next(self.model.parameters()).requires_grad_(False)
@@ -220,6 +225,7 @@ REFUSED = {
     ScalesLoss: ["ValueError", "training_step returned a loss of", "the update's is", "loss per token"],
     AddsToLoss: ["ValueError", "training_step returned a loss of", "on_before_optimizer_step"],
     ReturnsLossOfUpdates: ["not refused"],
+    AveragesLoss: ["ValueError", "returned losses of shape [] for tokens of shape [", "averaged later"],
     FreezesLater: ["RuntimeError", "requires_grad", "configure_model"],
     AccumulatesLater: ["ValueError", "accumulate_grad_batches=2", "Raise the data module's batch_size"],
     ManualLater: ["ValueError", "ManualLater.automatic_optimization=False"],
