@@ -57,6 +57,15 @@ def test_destination_that_is_not_empty(qwen3_dir: Path, tmp_path: Path):
     assert "exists and is not empty: remove it or choose another directory" in shown
 
 
+def test_destination_inside_a_checkpoint(worker_pool: WorkerPool, qwen3_dir: Path, copy: Path):
+    """It would be deleted with it."""
+    before = sorted(copy.rglob("*"))
+    for given in (copy, qwen3_dir):
+        shown = refused(worker_pool, given, copy / "exports" / "hf")
+        assert f"is inside the checkpoint {copy}, and goes with it: choose another directory" in shown
+    assert sorted(copy.rglob("*")) == before
+
+
 @pytest.mark.parametrize("way", ["to checkpoint", "to hf"])
 def test_no_room_is_said_with_its_arithmetic(worker_pool: WorkerPool, qwen3_dir: Path, source: Path, way: str):
     """/proc is a file system without room."""
