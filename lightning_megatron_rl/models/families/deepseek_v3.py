@@ -46,4 +46,5 @@ FAMILY = Family(
     relations=relations,
     dense_layers="first_k_dense_replace",
     can_be_tied=False,
+    needed_to_sample={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 )
