@@ -45,6 +45,14 @@ def test_a_directory_without_weights_is_refused(checkpoint: Callable[[str], Path
         local_checkpoint(str(tmp_path))
 
 
+def test_settings_of_a_checkpoint_are_no_model(checkpoint: Callable[[str], Path], tmp_path: Path):
+    for name, content in settings_files(checkpoint("llama"), "a/model").items():
+        (tmp_path / "step.ckpt" / "hf").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "step.ckpt" / "hf" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"no weights: `lightning-megatron-rl convert .*step\.ckpt DIRECTORY` makes a"):
+        local_checkpoint(str(tmp_path / "step.ckpt" / "hf"))
+
+
 @pytest.mark.parametrize("removed", [(), ("model.safetensors",), ("model.safetensors", "config.json")])
 def test_a_directory_with_an_adapter_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path, removed):
     """Beside a whole model, too: Transformers would load the model that the adapter names."""

@@ -64,6 +64,11 @@ def local_checkpoint(name_or_path: str) -> Path:
         raise ValueError(f"model directory {path} has no config.json: give the directory that `save_pretrained` wrote")
     _read_json(path / "config.json")
     if not any(path.glob("*.safetensors")):
+        if origin(path) is not None:
+            raise ValueError(
+                f"model directory {path} has the settings of a checkpoint's model and no weights: "
+                f"`lightning-megatron-rl convert {path.resolve().parent} DIRECTORY` makes a model of the checkpoint"
+            )
         raise ValueError(
             f"model directory {path} has no *.safetensors weights: save the model again with "
             "`save_pretrained(..., safe_serialization=True)`"
