@@ -98,6 +98,9 @@ def _convert(args: list[str]) -> int:
     from lightning_megatron_rl.compat.single_process import single_process
     from lightning_megatron_rl.convert.process import peak_memory_gb
 
+    around = next((parent for parent in destination.parents if is_checkpoint(parent)), None)
+    if around is not None:
+        parser.error(f"DST {destination} is inside the checkpoint {around}, and goes with it: choose another directory")
     started = time.perf_counter()
     source = Path(options.source).expanduser()
     to_hf = is_checkpoint(source)

@@ -133,7 +133,7 @@ class ModelModule(CountsRows, RefusesMovedArguments):
         if self._hf_model is None:
             self._hf_model = self.find_model()
         check_tokenizer(self)
-        check_sampled(self, self._hf_model.config.model_type)
+        check_sampled(self, self._hf_model.config)
         check_positions(self, self.trainer.datamodule, self._hf_model.config.rope_parameters or {})  # type: ignore[attr-defined]
         self.budget.settle(training=stage == "fit")
         self.moe_in_force = resolve_moe_settings(

@@ -1,5 +1,6 @@
 """What is checked on a GPU before a run loads anything: capability, builds, and whether trainer and sampler fit."""
 
+import json
 import os
 from collections import Counter
 from dataclasses import replace
@@ -71,18 +72,33 @@ def check_positions(module: "ModelModule", data: Any, rope: dict[str, Any]) -> N
         )
 
 
-def check_sampled(module: "ModelModule", model_type: str) -> None:
-    """Refuse to sample from a family of which nothing that vLLM sampled was compared with Transformers.
+def check_sampled(module: "ModelModule", config: Any) -> None:
+    """Refuse to sample from a model that vLLM would compute otherwise than Transformers, or may.
+
+    Args:
+        module: With its engine, if it has one.
+        config: Of its model, Transformers'.
 
     Raises:
-        ValueError: It samples, and nobody knows whether log-probs would be right.
+        ValueError: Nothing that vLLM sampled of this family was compared, or config.json lacks a setting that vLLM
+            reads and Transformers does not.
     """
-    family = FAMILIES[model_type]
-    if module.engine is not None and not family.sampled:
+    if module.engine is None:
+        return
+    family = FAMILIES[config.model_type]
+    if not family.sampled:
         raise ValueError(
             f"{type(module).__name__} with {family.name} ({module.model_path}): what vLLM samples of this family has"
             " not been compared with Transformers, so log-probs might be wrong. SFTModule and the export work"
         )
+    for name, value in family.needed_to_sample.items():
+        found = getattr(config, name, None)
+        if found != value:
+            raise ValueError(
+                f"{type(module).__name__} with {family.name} ({module.model_path}): config.json has {name}={found!r}."
+                f" Transformers computes {value!r} whatever it says, and vLLM something else then. Put"
+                f" {json.dumps(name)}: {json.dumps(value)} into config.json"
+            )
 
 
 def check_gpu(

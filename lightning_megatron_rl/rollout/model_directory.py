@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -53,7 +53,7 @@ class CheckpointLayout:
                 f"{directory} has no model.safetensors and no model.safetensors.index.json; "
                 "save the model with `save_pretrained` of transformers, which writes them"
             )
-        is_tied = bool(config.get("tie_word_embeddings", False))
+        is_tied = _is_tied(config)
         shapes = {name: tensor.shape for name, tensor in stored.items() if not name.endswith(RECOMPUTED)}
         if is_tied:
             shapes.pop(OUTPUT_EMBEDDING, None)
@@ -137,6 +137,16 @@ class CheckpointLayout:
         if missing:
             names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
             raise ValueError(f"{len(missing)} of {len(self.shapes)} weights are missing from the update: {names}")
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json means that the embeddings are one; Gemma's leaves it out, and Transformers' default is."""
+    if "tie_word_embeddings" in config:
+        return bool(config["tie_word_embeddings"])
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    return kind in CONFIG_MAPPING and bool(CONFIG_MAPPING[kind]().tie_word_embeddings)
 
 
 class SourceCheck:

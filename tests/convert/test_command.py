@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lightning_megatron_rl.checkpoints.manifest import MANIFEST_FILE
 from lightning_megatron_rl.convert.command import make_parser, parse_size
@@ -55,6 +56,27 @@ def test_destination_that_is_not_empty(qwen3_dir: Path, tmp_path: Path):
     code, shown = command([str(qwen3_dir), str(tmp_path)])
     assert code == 2
     assert "exists and is not empty: remove it or choose another directory" in shown
+
+
+def test_destination_inside_a_checkpoint(worker_pool: WorkerPool, qwen3_dir: Path, copy: Path):
+    """It would be deleted with it."""
+    before = sorted(copy.rglob("*"))
+    for given in (copy, qwen3_dir):
+        shown = refused(worker_pool, given, copy / "exports" / "hf")
+        assert f"is inside the checkpoint {copy}, and goes with it: choose another directory" in shown
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_numbers_that_float16_does_not_hold(worker_pool: WorkerPool, qwen3_dir: Path, tmp_path: Path):
+    large = Path(shutil.copytree(qwen3_dir, tmp_path / "large"))
+    weights = load_file(large / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e5
+    save_file(weights, large / "model.safetensors", {"format": "pt"})
+    must_convert(worker_pool, large, tmp_path / "large.ckpt")
+    shown = refused(worker_pool, tmp_path / "large.ckpt", tmp_path / "half", "--dtype", "float16")
+    assert "failed at model.norm.weight: " in shown
+    assert "in float16, which ends at 65504, it has 0 NaN and 1 infinite of 64 numbers: write bfloat16" in shown
+    must_convert(worker_pool, tmp_path / "large.ckpt", tmp_path / "half", "--dtype", "bfloat16")
 
 
 @pytest.mark.parametrize("way", ["to checkpoint", "to hf"])

@@ -112,8 +112,36 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
             ),
             r"low_freq_factor=2.0: Megatron has 1.0",
         ),
+        # what Transformers ignores in these families and vLLM reads: log-probs differed by 1.3 to 6.6
+        (LlamaConfig(architectures=["LlamaForCausalLM"], sliding_window=8), "llama model has sliding_window=8"),
+        (GemmaConfig(architectures=["GemmaForCausalLM"], sliding_window=8), "gemma model has sliding_window=8"),
+        (Glm4MoeConfig(architectures=["Glm4MoeForCausalLM"], sliding_window=8), "sliding_window=8"),
+        (OlmoeConfig(architectures=["OlmoeForCausalLM"], sliding_window=8), "sliding_window=8"),
+        (LlamaConfig(architectures=["LlamaForCausalLM"], logit_scale=0.5), "logit_scale=0.5"),
+        (NemotronConfig(architectures=["NemotronForCausalLM"], logit_scale=0.5), "logit_scale=0.5"),
+        (LlamaConfig(architectures=["LlamaForCausalLM"], rotary_pct=0.5), "rotary_pct=0.5"),
+        (LlamaConfig(architectures=["LlamaForCausalLM"], partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (
+            Qwen2Config(architectures=["Qwen2ForCausalLM"], dual_chunk_attention_config={"chunk_size": 262144}),
+            r"dual_chunk_attention_config=\{'chunk_size': 262144\}, which Transformers ignores and vLLM does not",
+        ),
     ],
 )
 def test_variants_that_would_be_computed_wrongly_are_refused(config: Any, message: str):
     with pytest.raises(ValueError, match=message):
         check_family(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"], sliding_window=None, logit_scale=1.0, partial_rotary_factor=1.0
+        ),
+        MistralConfig(architectures=["MistralForCausalLM"], sliding_window=8),
+        Qwen2Config(architectures=["Qwen2ForCausalLM"], sliding_window=8, use_sliding_window=False),
+        NemotronConfig(architectures=["NemotronForCausalLM"], partial_rotary_factor=0.25),
+    ],
+)
+def test_what_changes_nothing_or_is_known_is_taken(config: Any):
+    check_family(config)

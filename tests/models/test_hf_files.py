@@ -45,6 +45,26 @@ def test_a_directory_without_weights_is_refused(checkpoint: Callable[[str], Path
         local_checkpoint(str(tmp_path))
 
 
+def test_settings_of_a_checkpoint_are_no_model(checkpoint: Callable[[str], Path], tmp_path: Path):
+    for name, content in settings_files(checkpoint("llama"), "a/model").items():
+        (tmp_path / "step.ckpt" / "hf").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "step.ckpt" / "hf" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"no weights: `lightning-megatron-rl convert .*step\.ckpt DIRECTORY` makes a"):
+        local_checkpoint(str(tmp_path / "step.ckpt" / "hf"))
+
+
+@pytest.mark.parametrize("removed", [(), ("model.safetensors",), ("model.safetensors", "config.json")])
+def test_a_directory_with_an_adapter_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path, removed):
+    """Beside a whole model, too: Transformers would load the model that the adapter names."""
+    copy = Path(shutil.copytree(checkpoint("llama"), tmp_path / "copy"))
+    (copy / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/model"}))
+    (copy / "adapter_model.safetensors").write_bytes((copy / "model.safetensors").read_bytes())
+    for name in removed:
+        (copy / name).unlink()
+    with pytest.raises(ValueError, match=r"holds an adapter of PEFT's \(adapter_config.json\).*Merge it"):
+        local_checkpoint(str(copy))
+
+
 def test_a_damaged_file_is_named(checkpoint: Callable[[str], Path], tmp_path: Path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes((checkpoint("qwen3") / weights.name).read_bytes()[:500])

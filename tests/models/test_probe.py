@@ -37,7 +37,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str | None]] = [
     ("deepseek_v3", {"rope_parameters": YARN | BOTH | {"beta_fast": 4}}, None),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
     ("deepseek_v3", {"routed_scaling_factor": 1.7}, None),
-    ("deepseek_v3", {"scoring_func": "softmax"}, None),  # neither side reads it
+    ("deepseek_v3", {"scoring_func": "softmax"}, None),  # neither side reads it; vLLM does, see `check_sampled`
     ("gpt_oss", {"rope_parameters.mscale": 0.7, "rope_parameters.mscale_all_dim": 0.5}, "mscale=0.7"),
     ("gpt_oss", {"rope_parameters.attention_factor": 1.1}, "attention_factor=1.1"),
     ("gpt_oss", {"rope_parameters.truncate": True}, "truncate=True"),

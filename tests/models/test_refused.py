@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers import DeepseekV3Config, MiniMaxM2Config, Qwen3Config
 
 from lightning_megatron_rl import GRPOModule, SFTModule, VLLMEngine
 from lightning_megatron_rl.models.families import refused
@@ -57,6 +58,18 @@ def test_the_reason_comes_before_anything_else_fails(name: str, read, tmp_path: 
 def test_a_family_that_vllm_was_not_compared_for_is_trained_and_not_sampled():
     sampler = GRPOModule("some/model", rewards=[lambda samples: [0.0] * len(samples)], engine=VLLMEngine(device="cpu"))
     with pytest.raises(ValueError, match=r"GRPOModule with MiniMax-M2 \(some/model\): what vLLM samples .* SFTModule"):
-        check_sampled(sampler, "minimax_m2")
-    check_sampled(sampler, "qwen3")
-    check_sampled(SFTModule("some/model"), "minimax_m2")
+        check_sampled(sampler, MiniMaxM2Config())
+    check_sampled(sampler, Qwen3Config())
+    check_sampled(SFTModule("some/model"), MiniMaxM2Config())
+
+
+@pytest.mark.parametrize("missing", ["topk_method", "scoring_func"])
+def test_what_vllm_must_find_in_a_config_is_asked_for(missing: str):
+    """Transformers routes DeepSeek-V3 by sigmoids and biases; vLLM by what config.json says, or else by a softmax."""
+    sampler = GRPOModule("some/model", rewards=[lambda samples: [0.0] * len(samples)], engine=VLLMEngine(device="cpu"))
+    settings = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    check_sampled(sampler, DeepseekV3Config(**settings))
+    del settings[missing]
+    with pytest.raises(ValueError, match=f'has {missing}=None.*Put "{missing}": ".*" into config.json'):
+        check_sampled(sampler, DeepseekV3Config(**settings))
+    check_sampled(SFTModule("some/model"), DeepseekV3Config(**settings))

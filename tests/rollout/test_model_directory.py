@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.rollout.model_directory import OUTPUT_EMBEDDING, CheckpointLayout
 from lightning_megatron_rl.weights.source import WeightView, WeightViews
+from tests.tiny_models import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,18 @@ def test_layout_is_that_of_the_model(layout, weights):
     assert layout.dtype == "float32"
     assert not layout.is_tied
     assert layout.architectures == ("Qwen3ForCausalLM",)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("gemma", True), ("gemma3", True), ("llama", False)])
+def test_a_config_that_does_not_say_whether_embeddings_are_tied(family: str, tied: bool, tmp_path):
+    """As Gemma's released ones; the output embedding beside them is a copy, of which no push has news."""
+    config = tiny_config(family).to_dict()
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({OUTPUT_EMBEDDING: torch.ones(2, 2), "other": torch.ones(1)}, tmp_path / "model.safetensors")
+    layout = CheckpointLayout.read(tmp_path)
+    assert layout.is_tied == tied
+    assert (OUTPUT_EMBEDDING in layout.shapes) != tied
 
 
 def test_shards_are_read_through_their_index(tmp_path, model_dir, layout):

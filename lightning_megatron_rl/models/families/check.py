@@ -7,6 +7,7 @@ from typing import Any
 from lightning_megatron_rl.models.families.family import Rope
 from lightning_megatron_rl.models.families.refused import refuse_architectures
 from lightning_megatron_rl.models.families.registry import FAMILIES
+from lightning_megatron_rl.models.families.sampler_keys import only_vllm, refuse_sampler_keys
 from lightning_megatron_rl.planner.divisibility import DividedExperts, DividedSizes
 
 
@@ -24,6 +25,7 @@ def check_family(config: Any) -> None:
             f" {model_type!r}: these do not belong together, or are not supported together. Supported are "
             + ", ".join(f"{family.architecture} of type {name!r}" for name, family in FAMILIES.items())
         )
+    refuse_sampler_keys(config)
     family = FAMILIES[model_type]
     rope = config.rope_parameters or {}
     if not family.rope.layers:
@@ -58,6 +60,9 @@ def _check_rope(model: str, rope: Mapping[str, Any], types: tuple[str, ...], kno
     rope_type = rope.get("rope_type", "default")
     if rope_type not in types:
         raise ValueError(f"rope_type={rope_type!r} of a {model} model is not supported")
+    share = rope.get("partial_rotary_factor")
+    if rope_type == "default" and not known.partial and share not in (None, 1):  # scaled ones are partial everywhere
+        raise ValueError(only_vllm(f"partial_rotary_factor={share}", model))
     for name, value in known.constants.get(rope_type, {}).items():
         if rope.get(name) != value:
             raise ValueError(f"{rope_type} rope scaling with {name}={rope.get(name)}: Megatron has {value} built in")

@@ -36,7 +36,8 @@ FAMILY = Family(
     mlp="first layers dense, then shared and routed experts; sigmoid router with a bias per expert, groups of experts",
     refused="attention_bias, norm_topk_prob=false, one expert per token, several groups of experts unless"
     " num_experts_per_tok // topk_group is 2, rms_norm_eps other than 1e-6, yarn with truncate, attention_factor or"
-    " only one of mscale and mscale_all_dim; multi-token prediction is ignored",
+    " only one of mscale and mscale_all_dim; sampling where config.json lacks topk_method or scoring_func;"
+    " multi-token prediction is ignored",
     experts=Experts("n_routed_experts", "moe_intermediate_size"),
     # its first layers are dense, and the shared experts are split like these
     tensor_parallel_sizes=(("intermediate_size",), ("moe_intermediate_size", "n_shared_experts")),
@@ -46,4 +47,5 @@ FAMILY = Family(
     relations=relations,
     dense_layers="first_k_dense_replace",
     can_be_tied=False,
+    needed_to_sample={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 )

@@ -46,12 +46,14 @@ class Rope:
         layers: The same by kind of layer, for families in which each kind has its own; then `types` does not count.
         constants: What Megatron has built in, by `rope_type`: the only values that config.json may have.
         keys: The only keys that config.json may have, by `rope_type`: those that vLLM reads, too.
+        partial: Whether Transformers reads `partial_rotary_factor` where nothing is scaled; vLLM does in every family.
     """
 
     types: tuple[str, ...] = ("default",)
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     keys: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Family:
         transformer_engine: Whether its layers of Transformer Engine were compared with Transformers; if not, layers are
             made of torch modules on GPUs, too.
         sampled: Whether what vLLM samples was compared with Transformers; if not, runs that sample are refused.
+        needed_to_sample: What config.json must say for vLLM to compute what Transformers does whatever it says.
         torch_settings: Fields of Megatron's `TransformerConfig` for layers made of torch modules, of Bridge's provider.
     """
 
@@ -111,6 +114,7 @@ class Family:
     soft_caps: bool = False
     transformer_engine: bool = True
     sampled: bool = True
+    needed_to_sample: Mapping[str, Any] = field(default_factory=dict)
     torch_settings: Callable[[Any], dict[str, Any]] = _nothing
 
     @property

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_megatron_rl.models.families.family import Experts, Family
+from lightning_megatron_rl.models.families.family import Experts, Family, Rope
 
 
 def check(config: Any) -> None:
@@ -26,6 +26,7 @@ FAMILY = Family(
     refused="n_group, norm_topk_prob=false, one expert per token; multi-token prediction is ignored",
     experts=Experts("n_routed_experts", "moe_intermediate_size"),
     tensor_parallel_sizes=(("intermediate_size",), ("moe_intermediate_size", "n_shared_experts")),
+    rope=Rope(partial=True),
     check=check,
     dense_layers="first_k_dense_replace",
     can_be_tied=False,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_megatron_rl.models.families.family import Experts, Family
+from lightning_megatron_rl.models.families.family import Experts, Family, Rope
 
 
 def check(config: Any) -> None:
@@ -29,6 +29,7 @@ FAMILY = Family(
     " GPU has been compared",
     experts=Experts("num_local_experts", "intermediate_size"),
     tensor_parallel_sizes=(),
+    rope=Rope(partial=True),
     check=check,
     can_be_tied=False,
     norm_all_heads=True,

@@ -18,6 +18,7 @@ from lightning_megatron_rl.utilities.text_files import read_json, user_path
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _ORIGIN = "name_or_path"  # in the index of a checkpoint without weights
 _REMEDY = "the download or copy is not complete, repeat it"
 _VOCABULARIES = (
@@ -43,8 +44,8 @@ DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 def local_checkpoint(name_or_path: str) -> Path:
     """The directory of a checkpoint: a local one as it is, a hub name downloaded by one process of each node.
 
-    Raises `ValueError` if the directory has no config.json or no safetensors weights, if a file that its index names is
-    missing, if one is damaged or cut short, or if the name cannot be downloaded.
+    Raises `ValueError` if the directory has an adapter, no config.json or no safetensors weights, if a file that its
+    index names is missing, if one is damaged or cut short, or if the name cannot be downloaded.
     """
     path = user_path(name_or_path)
     if not path.is_dir():
@@ -53,10 +54,21 @@ def local_checkpoint(name_or_path: str) -> Path:
                 f"model {name_or_path!r} is neither a directory nor a hub name ('organisation/model'): check the path"
             )
         path = _download(name_or_path)
+    if (path / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"model directory {path} holds an adapter of PEFT's ({ADAPTER_FILE}): Transformers would add it to the"
+            " model that this file names, vLLM would not. Merge it and save the result (`merge_and_unload`,"
+            " `save_pretrained`); or, if the directory has a model of its own that you mean, remove the adapter's files"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(f"model directory {path} has no config.json: give the directory that `save_pretrained` wrote")
     _read_json(path / "config.json")
     if not any(path.glob("*.safetensors")):
+        if origin(path) is not None:
+            raise ValueError(
+                f"model directory {path} has the settings of a checkpoint's model and no weights: "
+                f"`lightning-megatron-rl convert {path.resolve().parent} DIRECTORY` makes a model of the checkpoint"
+            )
         raise ValueError(
             f"model directory {path} has no *.safetensors weights: save the model again with "
             "`save_pretrained(..., safe_serialization=True)`"

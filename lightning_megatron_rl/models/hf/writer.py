@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_megatron_rl.models.hf.files import INDEX_FILE, copy_settings
 from lightning_megatron_rl.utilities.files import OURS, LockedDirectory, free_bytes, fsync
+from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -132,7 +133,15 @@ class CheckpointWriter:
         self._total_size = 0  # bytes
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor, to a new file if the present one would become larger than `max_shard_size`."""
+        """Append one tensor, to a new file if the present one would become larger than `max_shard_size`.
+
+        Raises:
+            ValueError: Its numbers are more than float16 holds, as which it comes.
+        """
+        if tensor.dtype == torch.float16 and nonfinite_names([(name, tensor)]):
+            raise ValueError(
+                f"in float16, which ends at 65504, it has {describe_nonfinite(tensor)}: write bfloat16 or float32"
+            )
         size = tensor.numel() * tensor.element_size()
         file = self._file
         if file is not None and (file.size + size > self.max_shard_size or not file.has_room(name)):
