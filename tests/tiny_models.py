@@ -51,6 +51,8 @@ LATENT = {  # what deepseek_v3 has and others have not: latent attention, shared
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
+    "topk_method": "noaux_tc",  # which vLLM reads, and Transformers does not; released ones have both
+    "scoring_func": "sigmoid",
 }
 SIGMOID = {  # sigmoid routers without groups
     "n_routed_experts": 4,
