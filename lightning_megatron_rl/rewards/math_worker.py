@@ -17,7 +17,21 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
 _WORD = re.compile(r"(?<!\S)(?!(?:or|and)\b)[A-Za-z]{2,}")  # "18 dollars", not the "xy" of "2xy+1"
 _NUMBER = re.compile(r"(?<![\w^{.])\d{1,3}(?:[ ,]\d{3})+|(?<![\w^{.])\d+")  # not the exponent of "20 cm^2"
 _DATE = re.compile(r"\d[-/:]0\d|(?<!\d)0\d+[-/:]\d")  # "2023-05-01" and "9:00" are no sums or quotients
-_MIXED = re.compile(r"(?<![\w.,/}])(\d+) (\d+)/(\d+)(?![\w.,/])")  # "2 1/2" would be a product
+_MIXED = re.compile(r"(?<![\w.,/}])(\d{1,3}) (\d+)/(\d+)(?![\w/]|[.,]\d)")  # not the year of "in 2023 1/3 of them"
+
+
+def add_mixed(text: str) -> str:
+    """Write mixed numbers as fractions: math-verify takes "2 1/2" for a product, or for 2 alone.
+
+    Example:
+        ``add_mixed("2 1/2 hours") == "5/2 hours"``; ``add_mixed("2 5/3") == "2 5/3"``.
+    """
+
+    def add(found: re.Match[str]) -> str:
+        whole, above, below = map(int, found.groups())
+        return f"{whole * below + above}/{below}" if above < below else found[0]
+
+    return _MIXED.sub(add, text)
 
 
 def parse_reference(reference: str) -> list[Any]:
@@ -33,7 +47,7 @@ def parse_reference(reference: str) -> list[Any]:
         return parse(reference, parsing_timeout=None) or parse(f"${reference}$", parsing_timeout=None)
     if _DATE.search(reference):
         return [reference]
-    formula = _MIXED.sub(r"\1\\frac{\2}{\3}", reference)
+    formula = add_mixed(reference)
     plain: list[Any] = parse(formula, parsing_timeout=None)
     if plain and _WORD.search(_TEXT.sub(" ", formula)):
         # what was read, which may be a formula, is one number
@@ -59,7 +73,8 @@ def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:
     for line in sys.stdin:
         reference, response = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        equal = verify(parse_reference(reference), parse(response, parsing_timeout=None), timeout_seconds=None)
+        said = parse(add_mixed(response), parsing_timeout=None)
+        equal = verify(parse_reference(reference), said, timeout_seconds=None)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(bool(equal)), file=replies, flush=True)
 
