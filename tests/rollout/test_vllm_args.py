@@ -18,6 +18,22 @@ def arguments(device: str = "cpu", **others: Any) -> dict[str, Any]:
     return llm_arguments(engine, "model", device, stored_dtype="float32", eager=True)
 
 
+def test_gpt_oss_is_sampled_in_bfloat16_on_a_cpu():
+    """What vLLM says of another dtype is an error of a kernel, after the model has been loaded."""
+
+    def start(dtype: Any, stored: str, device: str = "cpu") -> None:
+        options: dict[str, Any] = {"eager": True, "architectures": ("GptOssForCausalLM",)}
+        llm_arguments(VLLMEngine(dtype=dtype), "model", device, stored_dtype=stored, **options)
+
+    with pytest.raises(ValueError, match=r"engine.dtype='auto' is float32 for GptOssForCausalLM, .* to bfloat16"):
+        start("auto", "float32")
+    with pytest.raises(ValueError, match=r"engine.dtype='float16' is float16"):
+        start("float16", "bfloat16")
+    start("auto", "bfloat16")
+    start("bfloat16", "float32")
+    start("float32", "float32", device="cuda")
+
+
 @pytest.mark.parametrize("engine", [VLLMEngine, ColocatedVLLMEngine])
 def test_arguments_of_vllms_own_pass(engine):
     own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "block_size": None, "attention_backend": "X"}

@@ -68,7 +68,13 @@ def server_settings(
     layout = CheckpointLayout.read(model)
     eager = engine.enforce_eager if engine.enforce_eager is not None else device == "cpu"
     arguments = llm_arguments(
-        engine, str(Path(model).resolve()), device, stored_dtype=layout.dtype, eager=eager, extension=EXTENSION
+        engine,
+        str(Path(model).resolve()),
+        device,
+        stored_dtype=layout.dtype,
+        eager=eager,
+        architectures=layout.architectures,
+        extension=EXTENSION,
     )
     size = engine.tensor_parallel_size
     threads = engine.num_threads or sampler_threads(layout.num_parameters, size, dict(os.environ))

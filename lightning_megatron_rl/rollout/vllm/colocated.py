@@ -166,7 +166,12 @@ class ColocatedVLLMEngine(RolloutEngine):
         self._layout = CheckpointLayout.read(model_path)
         self._check = SourceCheck(self._layout)
         arguments = llm_arguments(
-            self, str(model_path), device, stored_dtype=self._layout.dtype, eager=self.enforce_eager
+            self,
+            str(model_path),
+            device,
+            stored_dtype=self._layout.dtype,
+            eager=self.enforce_eager,
+            architectures=self._layout.architectures,
         )
         if device == "cuda" and self.tensor_parallel_size > torch.cuda.device_count():
             arguments["disable_custom_all_reduce"] = True  # vLLM's own reads the memory of GPUs of one node

@@ -172,6 +172,7 @@ class VLLMEngine(SupervisedEngine):
             device,
             stored_dtype=self._layout.dtype,
             eager=eager,
+            architectures=self._layout.architectures,
             graphs_only=not (eager or self._compiles),
             extension=None if self._transport is None else self._transport.extension,
         )

@@ -23,6 +23,7 @@ FP32_ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee"}
 # vLLM takes its older model runner for most mixtures, which draws for one sequence with a seed after the other
 NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 NEWER_RUNNER_MIXTURES = {"Qwen3MoeForCausalLM"}  # those that it was tested with
+BF16_ON_CPU = {"GptOssForCausalLM"}  # vLLM's attention with sinks takes nothing else there
 # To compile takes some 25 s (81 s against 58 s of a first start on an H100) and decodes a tenth faster at 0.6B; smaller
 # models wait for Python either way. 12 million tokens are ten minutes of sampling at 20,000 tokens/s.
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -61,6 +62,7 @@ def llm_arguments(
     *,
     stored_dtype: str,
     eager: bool,
+    architectures: Collection[str] = (),
     graphs_only: bool = False,
     extension: str | None = None,
 ) -> dict[str, Any]:
@@ -72,11 +74,12 @@ def llm_arguments(
         device: "cpu" or "cuda".
         stored_dtype: Of the checkpoint, which "auto" means; vLLM's own "auto" turns a float32 model into a 16-bit one.
         eager: No compilation and no CUDA graphs.
+        architectures: Of the model, as its config names them.
         graphs_only: CUDA graphs of the model as it is, not of a compiled one.
         extension: Of the workers, by a transport that brings its own.
 
     Raises:
-        ValueError: One of `vllm_args` does not work on a CPU.
+        ValueError: One of `vllm_args` does not work on a CPU, or the model not in this dtype there.
     """
     cache_gb = settings.kv_cache_memory_gb
     arguments: dict[str, Any] = {
@@ -97,6 +100,7 @@ def llm_arguments(
         cache_gb = cache_gb or DEFAULT_CPU_KV_CACHE_GB
         least_batched = max(settings.max_model_len, settings.max_num_seqs)
         _check_for_cpu(settings, least_batched)
+        _check_dtype_on_cpu(settings.dtype, arguments["dtype"], architectures)
         arguments["worker_extension_cls"] = extension or CPU_EXTENSION
         # A prompt prefilled in parts makes vLLM rewind the request's generator, which CPU generators cannot do.
         arguments["enable_chunked_prefill"] = False
@@ -127,6 +131,14 @@ def _check_for_cpu(settings: VLLMSettings, least_batched: int) -> None:
             f"engine.vllm_args: max_num_batched_tokens={batched} on a CPU must be at least max_model_len"
             f" ({settings.max_model_len}) and max_num_seqs ({settings.max_num_seqs}): a prompt is not prefilled in"
             " parts there."
+        )
+
+
+def _check_dtype_on_cpu(wanted: str, dtype: str, architectures: Collection[str]) -> None:
+    if dtype != "bfloat16" and (found := sorted(BF16_ON_CPU.intersection(architectures))):
+        raise ValueError(
+            f"engine.dtype={wanted!r} is {dtype} for {found[0]}, which vLLM samples in bfloat16 alone on a CPU: set"
+            " engine.dtype to bfloat16 (of a server, --dtype bfloat16)"
         )
 
 
