@@ -93,7 +93,8 @@ def sequence_weights(
             also by one without sequences (N = 0). The identity for one rank.
 
     Raises:
-        ValueError: an unknown mode, shapes that differ, or a `max_response_length` below 1.
+        ValueError: an unknown mode, shapes that differ, a `max_response_length` below 1, or weights of your own that
+            are not one for each sequence.
 
     Example:
         Lengths [1, 3] on one rank under "token_mean" give [0.25, 0.25]; under "seq_mean_token_mean" [0.5, 0.1667].
@@ -112,6 +113,12 @@ def sequence_weights(
     local = torch.stack([lengths.sum(), lengths.new_tensor(len(lengths)), lengths.new_tensor(len(groups))])
     counts = BatchCounts(*all_reduce(local))
     weights = weigh(counts, lengths, group_lengths, max_response_length)
+    found = tuple(getattr(weights, "shape", ()))
+    if found not in ((), tuple(lengths.shape)):  # () is one weight for all
+        raise ValueError(
+            f"aggregation {mode!r} returned weights of shape {list(found)} for {len(lengths)} sequences: return a"
+            f" tensor [{len(lengths)}], the weight of a token of each"
+        )
     return torch.where(lengths > 0, weights, 0.0)  # not 1 / 0: an empty sequence has no token to weigh
 
 

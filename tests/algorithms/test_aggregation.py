@@ -132,3 +132,8 @@ def test_bad_arguments_are_refused():
         sequence_weights("token_mean", ones, ones[:1], max_response_length=8, all_reduce=one_rank)
     with pytest.raises(ValueError, match="max_response_length is 0"):
         sequence_weights("token_mean", ones, ones, max_response_length=0, all_reduce=one_rank)
+    for wrong in (lambda counts, lengths, *_: 1 / lengths[:, None], lambda counts, lengths, *_: lengths[:1]):
+        with pytest.raises(
+            ValueError, match=r"returned weights of shape \[.*\] for 2 sequences: return a tensor \[2\]"
+        ):
+            sequence_weights(wrong, ones, ones, max_response_length=8, all_reduce=one_rank)
