@@ -358,5 +358,7 @@ def test_callbacks_page_names_attributes_that_samples_have():
 def test_speed_of_streams_is_that_of_the_result_file():
     rows = json.loads((ROOT / "benchmarks" / "results" / "long_tail_h200.json").read_text())["rows"]
     kept = [row for row in rows if row["max_staleness"] and row["on_update"] == "kept"]
-    said = "1, 2 and 4 with `kept` give {:.2f}, {:.2f}, {:.2f} times the speed".format(*(row["speedup"] for row in kept))
+    said = "1, 2 and 4 with `kept` give {:.2f}, {:.2f}, {:.2f} times the speed".format(
+        *(row["speedup"] for row in kept)
+    )
     assert said in (DOCS / "asynchronous.md").read_text()

@@ -186,8 +186,8 @@ def _read_datasets(source: DataSource) -> list[Row]:
     except datasets.exceptions.DatasetGenerationError as error:  # files that cannot be read, or of other columns
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"data set {source.path!r} (name={source.name!r}, split={source.split!r}) was found, but its files cannot be"
-            f" read as one table: {reason}. Mend them, or name one .jsonl or .parquet file"
+            f"data set {source.path!r} (name={source.name!r}, split={source.split!r}) was found, but its files cannot"
+            f" be read as one table: {reason}. Mend them, or name one .jsonl or .parquet file"
         ) from error
     except (OSError, ValueError) as error:  # not found, offline, no such split, no such configuration
         raise ValueError(
