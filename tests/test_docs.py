@@ -362,3 +362,12 @@ def test_speed_of_streams_is_that_of_the_result_file():
         *(row["speedup"] for row in kept)
     )
     assert said in (DOCS / "asynchronous.md").read_text()
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_checkpoints_are_found_by_last(config: Path):
+    """docs/how_to/resume.md says so."""
+    callbacks = (yaml.safe_load(config.read_text()).get("trainer") or {}).get("callbacks") or []
+    for callback in callbacks:
+        if isinstance(callback, dict) and callback["class_path"].endswith(".ModelCheckpoint"):
+            assert callback["init_args"]["save_last"] == "link"
