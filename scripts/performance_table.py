@@ -16,7 +16,7 @@ from stream_tables import cluster_drill, long_tail, stream_curves, stream_kill_d
 
 from lightning_megatron_rl.planner.memory import describe_recompute
 
-PAGES = ("performance", "results", "kill_drills", "resharding", "exports", "asynchronous", "recipes")
+PAGES = ("performance", "results", "busy_machine", "kill_drills", "resharding", "exports", "asynchronous", "recipes")
 DOCUMENTS = (*(f"docs/{page}.md" for page in PAGES), "README.md")
 NOTHING = "Not measured yet.\n"
 ASLEEP = ", sampler asleep (wake, sync, wake of the cache; then sleep)"
@@ -428,7 +428,7 @@ def busy_machine(results: Path = RESULTS) -> str:
 
 def busy_goals(results: Path = RESULTS) -> str:
     """Return what the runs on a busy CPU are held to."""
-    header = "| worst of ten, as a multiple of the worst alone | goal | sampler | step |"
+    header = "| worst of ten, as a multiple of the worst alone (first row: of every core's) | goal | sampler | step |"
     rows = [
         f"| {goal['goal']} | {goal['limit']:g} | {goal['ms_per_token']:.2f} | {goal['step_s']:.2f} |"
         for _, result in load("busy_machine.json", results)

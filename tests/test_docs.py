@@ -296,6 +296,34 @@ def test_trl_has_the_settings_of_its_table():
     assert named <= theirs, sorted(named - theirs)
 
 
+def test_trl_has_the_defaults_of_its_table():
+    tree = ast.parse(of_peers("trl", "trainer/grpo_config.py"))
+    fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)]
+    defaults = {
+        field.target.id: ast.literal_eval(word.value)  # type: ignore[union-attr]
+        for field in fields
+        for word in field.value.keywords  # type: ignore[union-attr]
+        if word.arg == "default"
+    }
+    assert defaults["use_bias_correction_kl"] is defaults["vllm_importance_sampling_correction"] is True
+    assert defaults["vllm_importance_sampling_mode"] == "sequence_mask"
+    assert (defaults["vllm_importance_sampling_clip_min"], defaults["vllm_importance_sampling_clip_max"]) == (None, 3.0)
+    assert defaults["delta"] is None
+    (block,) = blocks(DOCS / "migration" / "trl.md", "yaml")
+    loss = yaml.safe_load(block)["model"]["init_args"]["loss"]
+    assert loss["kl_importance_weighting"] is True
+    assert (loss["correction"], loss["correction_level"]) == ("icepop", "sequence")
+    assert (loss["icepop_low"], loss["icepop_high"]) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize("name", ["nemo_rl", "openrlhf", "trl", "verl"])
+def test_examples_of_migration_set_what_has_another_default_here(name: str):
+    (block,) = blocks(DOCS / "migration" / f"{name}.md", "yaml")
+    settings = yaml.safe_load(block)["model"]["init_args"]
+    assert "weight_decay" in settings["train"]["optimizer"]  # 0.01 here
+    assert "correction" in settings["loss"]  # tis here
+
+
 def test_verl_has_the_settings_of_its_table():
     theirs = yaml.safe_load(of_peers("verl", "trainer/config/_generated_ppo_megatron_trainer.yaml"))
     named = 0
@@ -325,3 +353,21 @@ def test_callbacks_page_names_attributes_that_samples_have():
     assert len(names) > 10
     has = {field.name for field in dataclasses.fields(Sample)} | {"response_mask"}
     assert names <= has, sorted(names - has)
+
+
+def test_speed_of_streams_is_that_of_the_result_file():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "long_tail_h200.json").read_text())["rows"]
+    kept = [row for row in rows if row["max_staleness"] and row["on_update"] == "kept"]
+    said = "1, 2 and 4 with `kept` give {:.2f}, {:.2f}, {:.2f} times the speed".format(
+        *(row["speedup"] for row in kept)
+    )
+    assert said in (DOCS / "asynchronous.md").read_text()
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_checkpoints_are_found_by_last(config: Path):
+    """docs/how_to/resume.md says so."""
+    callbacks = (yaml.safe_load(config.read_text()).get("trainer") or {}).get("callbacks") or []
+    for callback in callbacks:
+        if isinstance(callback, dict) and callback["class_path"].endswith(".ModelCheckpoint"):
+            assert callback["init_args"]["save_last"] == "link"

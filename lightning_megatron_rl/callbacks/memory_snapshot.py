@@ -18,7 +18,8 @@ class MemorySnapshot(Callback):
 
     Args:
         directory: Where the files go.
-        steps: The `global_step`s of which a file is written, when the step ends.
+        steps: Steps of which a file is written when they end, counted from 0: 9 is the step that the log calls 10.
+            Unset: the first.
         max_entries: Allocations that are remembered; older ones are forgotten.
 
     Raises:

@@ -43,7 +43,7 @@ class RolloutSamples(Callback):
             first prompts, with all responses to them. None for all.
         max_file_mb: Size in 10^6 bytes at which a file gets no more samples. None for no limit.
 
-    A warning says when the limits begin to leave samples out; their number is logged at the end.
+    A message says when the limits begin to leave samples out, and another at the end how many were written.
     """
 
     def __init__(

@@ -130,7 +130,8 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         side = row.get(name)
         if not side or (isinstance(side, str) and not side.strip()):
             found = f"is {side!r}" if name in row else f"is not there; the row's columns are {sorted(row)}"
-            raise ValueError(f"{where}: {name!r} {found}: a preference pair needs both of its sides")
+            remedy = "" if name in row else "; name the right ones in chosen_column and rejected_column"
+            raise ValueError(f"{where}: {name!r} {found}: a preference pair needs both of its sides{remedy}")
         if isinstance(side, str):
             return side
         messages = check_messages(side, where)

@@ -183,6 +183,12 @@ def _read_datasets(source: DataSource) -> list[Row]:
     try:
         path = str(source.location) if source.location.is_dir() else source.path
         table = datasets.load_dataset(path, source.name, split=source.split)
+    except datasets.exceptions.DatasetGenerationError as error:  # files that cannot be read, or of other columns
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(
+            f"data set {source.path!r} (name={source.name!r}, split={source.split!r}) was found, but its files cannot"
+            f" be read as one table: {reason}. Mend them, or name one .jsonl or .parquet file"
+        ) from error
     except (OSError, ValueError) as error:  # not found, offline, no such split, no such configuration
         raise ValueError(
             f"data set {source.path!r} (name={source.name!r}, split={source.split!r}) could not be loaded: {error}. "

@@ -115,7 +115,7 @@ class ServiceReward(ABC):
 class HTTPReward(ServiceReward):
     """Asks a service of your own: POST of samples, numbers in reply.
 
-    The body is ``{"samples": [{"prompt", "response", "answer", "dataset", "index", "columns", "num_tokens",
+    The body is ``{"samples": [{"prompt", "response", "answer", "dataset", "index", "columns", "num_tokens", "turns",
     "truncated"}, ...]}``, the reply ``{"rewards": [0.5, ...]}``, one number per sample, in order.
 
     Args:

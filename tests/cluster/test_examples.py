@@ -56,6 +56,18 @@ def test_manifests_fit_the_schemas_of_kubernetes(manifest):
     kubernetes_validate.validate(manifest, "1.32", strict=True)
 
 
+def test_files_of_the_job_are_in_the_image():
+    (job,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    steps = re.findall(r"^(WORKDIR|COPY) (.*)", (ROOT / "docker" / "gpu.Dockerfile").read_text(), re.MULTILINE)
+    (project,) = [place for (_, place), after in zip(steps, steps[2:], strict=False) if after == ("COPY", ". .")]
+    paths = [container["command"][0], *container["args"][1::2]]
+    for path in paths:
+        # the package brings configs, and finds them from any directory
+        assert path.startswith(f"{project}/") or path.startswith("configs/"), f"{path} is not below {steps[-1][1]}"
+        assert (ROOT / path.removeprefix(f"{project}/")).is_file()
+
+
 def test_a_wrong_manifest_does_not():
     (job,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "Job"]
     wrong = {**job, "spec": {**job["spec"], "completion": 2}}

@@ -55,7 +55,7 @@ def test_only_the_last_answer_of_a_conversation_is_compared(tokenizer, tokenizer
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "chosen": "2"}, r"train row 1 of .*'rejected' is not there.*\['chosen', 'prompt'\].*both"),
+        ({"prompt": "1", "chosen": "2"}, r"1 of .*'rejected' is not there.*\['chosen', 'prompt'\].*rejected_column"),
         ({**ROW, "rejected": None}, r"train row 1 of .*'rejected' is None: a preference pair needs both of its sides"),
         ({**ROW, "chosen": ""}, r"train row 1 of .*'chosen' is '': a preference pair"),
         ({**ROW, "chosen": " "}, r"train row 1 of .*'chosen' is ' '"),

@@ -170,3 +170,13 @@ def test_missing_column_lists_those_there_are():
     assert column(ROWS[0], "question", "row 0") == "0+1?"
     with pytest.raises(ValueError, match=r"row 7 has no column 'prompt'; its columns are \['answer', 'question'\]"):
         column(ROWS[0], "prompt", "row 7")
+
+
+def test_directory_whose_files_are_no_table_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (data / "b.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
+    with pytest.raises(ValueError, match=rf"'{data}' .*its files cannot be read as one table: .*solution"):
+        load_rows(str(data))
