@@ -35,6 +35,7 @@ from lightning_megatron_rl.callbacks.run_report import RunReport
 from lightning_megatron_rl.callbacks.timeline import Timeline
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
+from lightning_megatron_rl.compat.lightning import read_one_as_one
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
@@ -169,6 +170,7 @@ class CommandLine(LightningCLI):
     """LightningCLI that refuses what it would otherwise ignore, with short error messages."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        read_one_as_one()
         self._runs = run  # otherwise there are no subcommands: the classes are built, and the caller uses them
         super().__init__(
             model_class=pl.LightningModule,

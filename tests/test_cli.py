@@ -486,6 +486,16 @@ def test_old_flat_key_is_refused_with_its_new_place(capsys, tmp_path):
             assert message in refusal(capsys, "fit", "--config", GRPO, f"{start}.{written}", "4")
 
 
+def test_a_limit_of_one_is_one_batch(tmp_path):
+    """As in Python, where 1.0 is all batches; parsers read 1 as that."""
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("trainer: {limit_test_batches: 1, limit_predict_batches: 0.5}")
+    limits = ["--trainer.limit_val_batches", "1", "--trainer.limit_train_batches=1.0"]
+    trainer = build("fit", "--config", SFT, "--config", overlay, *limits).trainer
+    found = [getattr(trainer, f"limit_{name}_batches") for name in ("val", "test", "train", "predict")]
+    assert [repr(limit) for limit in found] == ["1", "1", "1.0", "0.5"]
+
+
 def test_text_that_is_a_comment_in_yaml_is_no_null(capsys, tmp_path):
     """Of a default, a file and the command line: what GSM8K's answers are marked with, and whatever begins so."""
     assert build("fit", "--config", GRPO).datamodule.answer_marker == "####"

@@ -1,9 +1,11 @@
 """What Lightning has under private names only; docs/private_apis.md says why each is needed."""
 
+import operator
 from collections.abc import Mapping
-from inspect import currentframe
+from functools import reduce
+from inspect import currentframe, unwrap
 from traceback import walk_stack
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
@@ -24,6 +26,20 @@ def run_arguments(trainer: "pl.Trainer") -> dict[str, Any] | None:
         if known.get("self") is trainer and "ckpt_path" in known:
             return {name: known.get(name) for name in ("ckpt_path", "weights_only")}
     return None
+
+
+def read_one_as_one() -> None:
+    """Let parsers read 1 for a limit of batches as one batch, as a Trainer does in Python.
+
+    Python keeps one `Optional` of a union for all orders of its types. So Lightning's `Optional[Union[int, float]]` is
+    another library's `float | int | None`, and jsonargparse, which takes the first type that fits, reads 1 as 1.0: all
+    batches.
+    """
+    annotations = unwrap(pl.Trainer.__init__).__annotations__
+    for name, annotation in annotations.items():
+        types = get_args(annotation)
+        if int in types and float in types:
+            annotations[name] = reduce(operator.or_, [int, *(kind for kind in types if kind is not int)])
 
 
 def validation_is_due(trainer: "pl.Trainer") -> bool:
