@@ -229,6 +229,8 @@ class GRPOModule(PolicyModule):
             self._read_by = read_by
             if self.streamed is not None:
                 self.streamed.prepare(self)
+            elif isinstance(data := self.trainer.datamodule, PromptDataModule):  # type: ignore[attr-defined]
+                data.read_ahead = 0  # it may have served a stream before
             if self.batch_parts > 1:
                 check_parts(self, self.batch_parts)
         self.sampler.start(self.rewards, self.reward_weights, environment, self._most_tokens())
