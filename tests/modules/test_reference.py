@@ -202,3 +202,9 @@ def test_teacher_with_another_tokenizer_is_refused(worker_pool, qwen3_dir, tmp_p
     tokenizer.save_pretrained(teacher)
     with pytest.raises(WorkerError, match="it must have the same tokenizer"):
         distil_job(worker_pool, "single", qwen3_dir, teacher, 1)
+
+
+def test_teacher_that_the_layout_cannot_hold_is_named(worker_pool, qwen3_dir, qwen3_moe_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    with pytest.raises(WorkerError, match=rf"reference.model='{qwen3_moe_dir}': tensor_model_parallel_size=2 without"):
+        worker_pool.run(distil, qwen3_dir, strategy, 2, qwen3_moe_dir, 1, world_size=2, init_process_group=False)
