@@ -223,14 +223,14 @@ class GRPOModule(PolicyModule):
         if self.sampler.engine is not self.engine:  # it was replaced
             self.sampler = Sampler(self, self.engine, self.streamed)
         if stage == "fit":
-            read_by = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
+            read_by = _, data = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
             if any(old is not new for old, new in zip(self._read_by, read_by, strict=True)):
                 (self.streamed or self.backlog).load([])  # another loader begins with its first prompt
+                if isinstance(data, PromptDataModule):
+                    data.forget_stream()
             self._read_by = read_by
             if self.streamed is not None:
                 self.streamed.prepare(self)
-            elif isinstance(data := self.trainer.datamodule, PromptDataModule):  # type: ignore[attr-defined]
-                data.read_ahead = 0  # it may have served a stream before
             if self.batch_parts > 1:
                 check_parts(self, self.batch_parts)
         self.sampler.start(self.rewards, self.reward_weights, environment, self._most_tokens())
