@@ -25,7 +25,7 @@ class MoESettings:
     """Training of the routers of a mixture-of-experts model. None of it is taken from the model's own files.
 
     Args:
-        aux_loss_coeff: Weight of the load-balancing loss, docs/moe.md; not given: 0, and 0.01 in `SFTModule` without adapters.
+        aux_loss_coeff: Weight of the load-balancing loss, docs/moe.md; not given: 0; 0.01 in `SFTModule` without LoRA.
         z_loss_coeff: Weight of the router z-loss.
         router_dtype: Precision of logits and routing weights; null computes in that of the activations.
         freeze_router: Do not train the routers' weights.
