@@ -101,8 +101,8 @@ class HFExport(Callback):
         Raises:
             OSError: The directory cannot be written.
             TypeError: The strategy is none of Megatron's.
-            ValueError: There are no adapters, or no average, to export; or an export is there already, the run is not
-                resumed, and `overwrite` is off.
+            ValueError: There are no adapters, or no average, to export, or a reward model's adapters; or an export is
+                there already, the run is not resumed, and `overwrite` is off.
         """
         if stage != "fit":
             return
@@ -116,6 +116,11 @@ class HFExport(Callback):
             raise ValueError(
                 f"HFExport(adapter={self.adapter!r}): the model has no adapters. Set the module's lora, or leave"
                 " adapter='merged', which writes the weights of any model."
+            )
+        if self.adapter != "merged" and pl_module.exports_classifier:
+            raise ValueError(
+                f"HFExport(adapter={self.adapter!r}) with {type(pl_module).__name__}: PEFT's format would leave out the"
+                " head, which is trained as well. Set adapter='merged'."
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         before = callbacks[: callbacks.index(self)]

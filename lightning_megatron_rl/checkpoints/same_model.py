@@ -1,15 +1,20 @@
 """Whether a checkpoint fits the model, by names and shapes, before tensors are read."""
 
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
 from lightning_megatron_rl.parallel.distributed import run_on_all_ranks
+from lightning_megatron_rl.utilities.notices import tell_loss
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.checkpoints.shards import SavedShards
 
 _NAMES_BEGIN = ("decoder.", "embedding.", "output_layer.")  # of every model's tensors
+_REFERENCE = "reference."  # of those of a reference that was given new weights
 _LAST_LAYER = "output_layer.weight"  # a language model's, or with one row a value head
 
 
@@ -52,6 +57,12 @@ def check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any], 
         last = (saved.shapes.get(_LAST_LAYER), wanted.get(_LAST_LAYER, (None,))[0])
         heads = [shape is not None and shape[0] == 1 for shape in last]
         remedy = "Use the checkpoint with the model it was trained from."
+        if not extra and not shapes and not any(key.startswith(_NAMES_BEGIN) for key in missing):
+            name = missing[0].partition(".")[0]
+            remedy = (
+                f"The run that saved it had no {name} to save: resume with its settings, or start a new run with the"
+                " checkpoint's weights."
+            )
         if any(heads) and not all(heads):
             remedy = "Only one of them has a value head: convert it to Hugging Face's format, and start from that."
         raise ValueError(
@@ -59,6 +70,17 @@ def check_same_model(path: Path, saved: "SavedShards", sharded: dict[str, Any], 
             f"{_first(missing)}, {len(extra)} are not in the model{_first(extra)}, {len(shapes)} have another shape"
             f" (checkpoint != model){_first(shapes)}. {remedy}"
         )
+
+    trains = any(part.startswith("optimizer") for part in sharded)
+    if trains and _has_reference(saved.shapes) and not _has_reference(wanted):
+        rank_zero_only(tell_loss)(
+            f"checkpoint {path} has a reference that was refreshed, and this run refreshes none: any KL is measured to"
+            " the model that it was given. To go on from the checkpoint's, set reference.refresh_every_n_steps."
+        )
+
+
+def _has_reference(names: Iterable[str]) -> bool:
+    return any(name.startswith(_REFERENCE) for name in names)
 
 
 def check_same_optimizer(path: Path, saved: "SavedShards", sharded: dict[str, Any]) -> None:

@@ -143,6 +143,11 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
             self._go_on(self._train_loader, self._position)
         return self._train_loader
 
+    def forget_stream(self) -> None:
+        """Serve a module that has read nothing: what another module's stream has read ahead ends with that."""
+        if self.read_ahead:
+            self.read_ahead, self._train_loader = 0, None
+
     def _go_on(self, loader: ResumableLoader[Item], position: dict[str, Any]) -> None:
         """Restore a loader, whose orders are those of the checkpoint if no `seed` is set."""
         self._position = position

@@ -140,7 +140,8 @@ class ModelModule(CountsRows, RefusesMovedArguments):
             self.train_settings.moe,
             self._hf_model.config,
             self.train_settings.model_config,
-            default_aux_loss_coeff=self.default_aux_loss_coeff,
+            # as with frozen routers: beside adapters they do not learn
+            default_aux_loss_coeff=0.0 if self.train_settings.lora is not None else self.default_aux_loss_coeff,
             has_old_logprobs=self.has_old_logprobs,
         )
         self.check_model(self._hf_model, self.train_settings.model_config)

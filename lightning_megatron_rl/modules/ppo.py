@@ -159,7 +159,10 @@ class PPOModule(GRPOModule):
                 f" {self.model_path!r} of {actor.vocab_size}: the critic reads the actor's tokens, so both must be of"
                 " one family."
             )
-        self.check_model(found, self.train_settings.model_config)
+        try:
+            self.check_model(found, self.train_settings.model_config)
+        except ValueError as error:
+            raise ValueError(f"critic {found.name_or_path!r}: {error}") from error
         return found
 
     def configure_model(self) -> None:

@@ -141,7 +141,10 @@ class Reference:
                 f"reference.model={model!r} has a vocabulary of {theirs} tokens, {policy.model_path!r} of {ours}: a"
                 " teacher scores the policy's tokens, so it must have the same tokenizer and at least as many of them."
             )
-        policy.check_model(teacher, {})
+        try:
+            policy.check_model(teacher, {})
+        except ValueError as error:
+            raise ValueError(f"reference.model={model!r}: {error}") from error
         return teacher
 
     def build(self) -> None:

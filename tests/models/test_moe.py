@@ -56,6 +56,7 @@ def test_table_shows_everything_in_force():
     moving = replace(settings, expert_bias_update_rate=1e-3)
     assert "updated by 0.001" in str(moving.describe(has_expert_bias=True))
     assert "no expert bias" in str(moving.describe(has_expert_bias=False))
+    assert "frozen" in str(MoESettings(aux_loss_coeff=0.0).describe(has_expert_bias=False, learns=False))
 
 
 def test_dense_model_has_no_settings_and_takes_none():

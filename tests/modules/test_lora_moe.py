@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,7 +20,7 @@ from tests.modules import test_lora
 from tests.modules.test_moe import LAYOUTS as MOE_LAYOUTS
 from tests.selection import by_default
 from tests.strategy.test_megatron import RELATIVE, assert_same_run
-from tests.training import Run, frozen_sequences
+from tests.training import Run, fit_sft, frozen_sequences
 
 LAYOUTS = {
     **MOE_LAYOUTS,
@@ -150,3 +151,32 @@ def test_exports_of_a_run_load_and_agree(worker_pool, qwen3_moe_dir, tmp_path, l
     adapted = PeftModel.from_pretrained(base, tmp_path / "last-adapter").eval()
     assert (score(merged) - score(adapted)).abs().max() <= 1e-5  # fp32, one product or two
     assert (score(merged) - before).abs().max() > 0.1
+
+
+class Routers(Callback):
+    """The rows of the table at start that are about routers."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, str] = {}
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.rows = dict(module.routers.describe())
+
+
+def fit_by_default(model: Path, settings: MoESettings | None) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """Fine-tuning with adapters on attention, where a balance loss would have a gradient."""
+    routers = Routers()
+    module = {"moe": settings, "lora": ATTENTION}
+    return fit_sft(model, {}, 1, steps=1, module=module, callbacks=[routers]).steps, routers.rows
+
+
+def test_routers_beside_adapters_are_frozen_and_have_no_balance_loss_by_default(worker_pool, qwen3_moe_dir):
+    """As with `freeze_router`: they do not learn."""
+    alone = {"world_size": 1, "init_process_group": False}
+    (steps, rows), (without, _), (asked, _) = (
+        worker_pool.run(fit_by_default, qwen3_moe_dir, settings, **alone)[0]
+        for settings in (None, MoESettings(aux_loss_coeff=0.0), MoESettings(aux_loss_coeff=0.3))
+    )
+    assert rows["router"].startswith("frozen")
+    assert "aux_loss_coeff 0," in rows["router losses"]
+    assert steps[0]["policy/grad_norm"] == without[0]["policy/grad_norm"] != asked[0]["policy/grad_norm"]

@@ -181,6 +181,9 @@ def test_checkpoint_of_both_resumes_in_another_layout(worker_pool, qwen3_dir, re
 def test_critic_of_another_family_is_refused(worker_pool, qwen3_dir, qwen3_moe_dir):
     with pytest.raises(WorkerError, match="is a mixture of 4 experts"):
         job(worker_pool, qwen3_dir, critic={"model": str(qwen3_moe_dir)})
+    experts = (qwen3_moe_dir, {"expert_model_parallel_size": 2}, 2)
+    with pytest.raises(WorkerError, match=rf"critic '{qwen3_dir}': expert_model_parallel_size=2, but a qwen3 model"):
+        worker_pool.run(fit_ppo, *experts, critic={"model": str(qwen3_dir)}, world_size=2, init_process_group=False)
 
 
 @pytest.mark.parametrize(

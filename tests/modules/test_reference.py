@@ -10,6 +10,7 @@ from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.modules.rollout_batch import to_sequence
 from tests.distributed import WorkerError
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts, recorded_samples
+from tests.notices import collected
 from tests.strategy.test_megatron import LAYOUTS, RELATIVE
 from tests.training import SequenceDataModule
 
@@ -124,8 +125,26 @@ def test_checkpoint_without_the_reference_is_refused(worker_pool, qwen3_dir, tmp
 
     saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=1)
     run(worker_pool, 1, qwen3_dir, None, 1, callbacks=[saving], trainer={"enable_checkpointing": True})
-    with pytest.raises(WorkerError, match=r"parameters are missing \(reference\."):
+    with pytest.raises(WorkerError, match=r"(?s)parameters are missing \(reference\..* had no reference to save"):
         run(worker_pool, 1, qwen3_dir, 2, 2, ckpt_path=tmp_path / "saved.ckpt")
+
+
+def told(model: Path, refresh: int | None, checkpoint: Path) -> list[str]:
+    with collected() as messages:
+        fit(model, {}, 1, refresh, 2, ckpt_path=checkpoint)
+    return [message for message in messages if "has a reference that was refreshed" in message]
+
+
+def test_a_refreshed_reference_that_is_left_is_told(worker_pool, qwen3_dir, tmp_path):
+    """KL would be measured to the model of the start again, without a word."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=1)
+    run(worker_pool, 1, qwen3_dir, 1, 1, callbacks=[saving], trainer={"enable_checkpointing": True})
+    for refresh, count in ((None, 1), (1, 0)):
+        options = {"world_size": 1, "init_process_group": False}
+        (messages,) = worker_pool.run(told, qwen3_dir, refresh, tmp_path / "saved.ckpt", **options)
+        assert len(messages) == count
 
 
 def test_copies_hold_every_parameter_and_buffer(worker_pool, qwen3_dir):
@@ -202,3 +221,9 @@ def test_teacher_with_another_tokenizer_is_refused(worker_pool, qwen3_dir, tmp_p
     tokenizer.save_pretrained(teacher)
     with pytest.raises(WorkerError, match="it must have the same tokenizer"):
         distil_job(worker_pool, "single", qwen3_dir, teacher, 1)
+
+
+def test_teacher_that_the_layout_cannot_hold_is_named(worker_pool, qwen3_dir, qwen3_moe_dir):
+    strategy = {"tensor_model_parallel_size": 2}
+    with pytest.raises(WorkerError, match=rf"reference.model='{qwen3_moe_dir}': tensor_model_parallel_size=2 without"):
+        worker_pool.run(distil, qwen3_dir, strategy, 2, qwen3_moe_dir, 1, world_size=2, init_process_group=False)

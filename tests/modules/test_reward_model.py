@@ -152,6 +152,13 @@ def test_adapters_train_with_a_whole_head(worker_pool, qwen3_dir):
     assert (alone.weights["score.weight"] - new_weight(64)).norm() > 0
 
 
+def test_adapters_without_the_head_are_not_exported(worker_pool, broken_model, tmp_path):
+    """Before weights are loaded: it was refused when training had ended."""
+    options = {"module": {"lora": LoRASettings(rank=4)}, "callbacks": [HFExport(str(tmp_path / "hf"), adapter="both")]}
+    with pytest.raises(WorkerError, match=r"HFExport\(adapter='both'\) with RewardModule: .* Set adapter='merged'"):
+        job(worker_pool, broken_model, **options)
+
+
 def test_it_learns_what_separates_the_pairs(worker_pool, qwen3_dir):
     run = job(worker_pool, qwen3_dir, steps=12, pairs=frozen_pairs(4) * 12, optimizer={"adam_eps": 1e-8})[0]
     assert run.steps[-1]["preference/accuracy"] == 1.0

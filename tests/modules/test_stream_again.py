@@ -45,7 +45,8 @@ def run_of(model: Path, rows: Path, bound: int, steps: int) -> tuple[pl.Trainer,
 def fits(model: Path, rows: Path, checkpoint: Path) -> dict[str, tuple[list[list[int]], list[int]]]:
     """Fit two steps, save, fit the rest; go on from the checkpoint twice, with a stream and in two fits without one.
 
-    And begin again behind two steps, with another Trainer.
+    And begin again behind two steps: with another Trainer, and on its data with a third one that streams nothing; with
+    another module of the same Trainer.
     """
     trainer, module, data, used = run_of(model, rows, BOUND, FIRST)
     trainer.fit(module, data)
@@ -67,6 +68,17 @@ def fits(model: Path, rows: Path, checkpoint: Path) -> dict[str, tuple[list[list
     trainer, _, data, used = run_of(model, rows, BOUND, ALL)
     trainer.fit(module, data)
     found["another Trainer"] = (used.rows, used.ages)
+    trainer, module, _, used = run_of(model, rows, 0, ALL)
+    trainer.fit(module, data)
+    found["another Trainer, without a stream"] = (used.rows, used.ages)
+    for name, bound in {"another module": BOUND, "another module, without a stream": 0}.items():
+        trainer, module, data, used = run_of(model, rows, BOUND, FIRST)
+        trainer.fit(module, data)
+        begun = len(used.rows)
+        _, module, _, _ = run_of(model, rows, bound, ALL)
+        trainer.fit_loop.epoch_loop.max_steps = FIRST + ALL
+        trainer.fit(module, data)
+        found[name] = (used.rows[begun:], used.ages[begun:])
     return found
 
 
@@ -77,7 +89,18 @@ def found(worker_pool, qwen3_dir, tmp_path_factory) -> dict[str, tuple[list[list
     return worker_pool.run(fits, qwen3_dir, rows, directory / "after.ckpt", world_size=1, **ALONE)[0]
 
 
-@pytest.mark.parametrize("how", ["same Trainer", "checkpoint", "without a stream", "another Trainer"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "same Trainer",
+        "checkpoint",
+        "without a stream",
+        "another Trainer",
+        "another Trainer, without a stream",
+        "another module",
+        "another module, without a stream",
+    ],
+)
 def test_no_prompt_is_lost_and_none_comes_again(found, how):
     used, ages = found[how]
     assert len(used) == ALL

@@ -25,7 +25,7 @@ class MoESettings:
     """Training of the routers of a mixture-of-experts model. None of it is taken from the model's own files.
 
     Args:
-        aux_loss_coeff: Weight of the load-balancing loss, docs/moe.md; not given: 0, and 0.01 in `SFTModule`.
+        aux_loss_coeff: Weight of the load-balancing loss, docs/moe.md; not given: 0; 0.01 in `SFTModule` without LoRA.
         z_loss_coeff: Weight of the router z-loss.
         router_dtype: Precision of logits and routing weights; null computes in that of the activations.
         freeze_router: Do not train the routers' weights.
@@ -60,15 +60,15 @@ class MoESettings:
             values |= {"moe_enable_routing_replay": True, "moe_router_fusion": False}
         return values
 
-    def describe(self, *, has_expert_bias: bool) -> list[tuple[str, str]]:
-        """Return rows for the table at start: everything in force."""
+    def describe(self, *, has_expert_bias: bool, learns: bool = True) -> list[tuple[str, str]]:
+        """Return rows for the table at start: everything in force; beside adapters no router learns."""
         if not has_expert_bias:
             bias = "no expert bias"
         elif self.expert_bias_update_rate:
             bias = f"expert bias updated by {self.expert_bias_update_rate:g} per step"
         else:
             bias = "expert bias frozen"
-        state = "frozen" if self.freeze_router else "trained"
+        state = "trained" if learns and not self.freeze_router else "frozen"
         return [
             ("router losses", f"aux_loss_coeff {self.aux_loss_coeff:g}, z_loss_coeff {self.z_loss_coeff:g}"),
             (

@@ -170,7 +170,8 @@ class RouterHooks:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows for the table at start: what is in force."""
-        return self.settings.describe(has_expert_bias=self.config.moe_router_enable_expert_bias)
+        learns = all(parameter.requires_grad for router in self.routers for parameter in router.parameters())
+        return self.settings.describe(has_expert_bias=self.config.moe_router_enable_expert_bias, learns=learns)
 
     def stage_routing(self, routing: Tensor) -> Tensor:
         """Return this pipeline stage's part of choices in all layers: recorded elsewhere, to be replayed.
