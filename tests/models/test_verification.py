@@ -20,6 +20,7 @@ from lightning_megatron_rl.modules.training import TrainingSettings
 from tests.distributed import WorkerPool
 from tests.models.verdicts import tiny
 from tests.models.workers import start_megatron
+from tests.tiny_models import save_tiny_model
 
 AGREES, DIFFERS = Comparison(1e-6, 0.0), Comparison(0.5, 0.0)
 
@@ -132,7 +133,7 @@ def refused_on_this_rank(model: str, cache: str) -> str:
     from tests.strategy.test_refusals import refusal
 
     os.environ["XDG_CACHE_HOME"] = cache
-    return refusal(model, {"tensor_model_parallel_size": 2}, 2)
+    return refusal(model, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2)
 
 
 def warm_up() -> None:
@@ -144,12 +145,13 @@ def warm_up() -> None:
 
 
 @pytest.mark.deadline(800)  # a real child after two cold workers
-def test_all_ranks_get_the_verdict_of_a_real_probe(uncovered, worker_pool: WorkerPool, tmp_path):
-    (uncovered / "config.json").write_text(json.dumps(tiny("qwen3", partial_rotary_factor=0.5)))
+def test_all_ranks_get_the_verdict_of_a_real_probe(worker_pool: WorkerPool, tmp_path):
+    (tmp_path / "model").mkdir()
+    model = save_tiny_model(tmp_path / "model", "qwen3_moe", routed_scaling_factor=2.5)
     worker_pool.run(warm_up, world_size=2, timeout=390.0)
     errors = worker_pool.run(
         refused_on_this_rank,
-        str(uncovered),
+        str(model),
         str(tmp_path / "cache"),
         world_size=2,
         init_process_group=False,
@@ -158,7 +160,7 @@ def test_all_ranks_get_the_verdict_of_a_real_probe(uncovered, worker_pool: Worke
     for error in errors:
         assert error.startswith("ValueError"), errors
         assert "computes it differently from Transformers" in error
-        assert "partial_rotary_factor=0.5 (proved: not set)" in error
+        assert "routed_scaling_factor=2.5 (proved: not set)" in error
     assert cache_files(tmp_path) == []
 
 
