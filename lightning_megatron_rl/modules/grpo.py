@@ -223,7 +223,8 @@ class GRPOModule(PolicyModule):
         if self.sampler.engine is not self.engine:  # it was replaced
             self.sampler = Sampler(self, self.engine, self.streamed)
         if stage == "fit":
-            read_by = _, data = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+            read_by = self.trainer, data
             if any(old is not new for old, new in zip(self._read_by, read_by, strict=True)):
                 (self.streamed or self.backlog).load([])  # another loader begins with its first prompt
                 if isinstance(data, PromptDataModule):

@@ -64,7 +64,7 @@ def test_files_of_the_job_are_in_the_image():
     paths = [container["command"][0], *container["args"][1::2]]
     for path in paths:
         # the package brings configs, and finds them from any directory
-        assert path.startswith(f"{project}/") or path.startswith("configs/"), f"{path} is not below {steps[-1][1]}"
+        assert path.startswith(f"{project}/") or path.startswith("configs/"), f"{path} is not below {project}"
         assert (ROOT / path.removeprefix(f"{project}/")).is_file()
 
 

@@ -121,7 +121,7 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
         (NemotronConfig(architectures=["NemotronForCausalLM"], logit_scale=0.5), "logit_scale=0.5"),
         (LlamaConfig(architectures=["LlamaForCausalLM"], rotary_pct=0.5), "rotary_pct=0.5"),
         (LlamaConfig(architectures=["LlamaForCausalLM"], partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
-        (
+        (  # not sampled: by vLLM's code
             Qwen2Config(architectures=["Qwen2ForCausalLM"], dual_chunk_attention_config={"chunk_size": 262144}),
             r"dual_chunk_attention_config=\{'chunk_size': 262144\}, which Transformers ignores and vLLM does not",
         ),
