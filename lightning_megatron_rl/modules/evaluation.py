@@ -11,8 +11,11 @@ from torch import Tensor
 
 from lightning_megatron_rl.algorithms.tally import Formula, Tally
 from lightning_megatron_rl.modules.estimators import majority_vote, mean_interval, pass_at_k, score_interval
+from lightning_megatron_rl.rewards.limited_child import RequestError
+from lightning_megatron_rl.rewards.text_rewards import text_child
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE, Range, check_ranges
 
 _BOXED = "\\boxed{"
@@ -211,12 +214,19 @@ class Evaluation:
 def vote(response: str, pattern: str | None = None) -> str | None:
     r"""Return the answer that a response gives in a majority vote; None if the pattern finds none.
 
+    A child process matches the pattern, and gives up after 5 s of CPU time: some patterns take for ever.
+
     Example:
         ``vote("so \\boxed{1,234}, not 7") == "1234"``; ``vote("It is 12.") == "12"``; ``vote(" Paris ") == "Paris"``.
     """
     if pattern is not None:
-        found = re.findall(pattern, response)
-        return found[-1].strip() if found else None
+        try:
+            found = text_child().ask(["last_group", pattern, response])
+        except RequestError as error:
+            about = f"evaluation.answer_pattern={pattern!r} on a response of {len(response)} characters"
+            tell_loss(f"{about} {error}: no vote")
+            return None
+        return found.strip() if found is not None else None
     start = response.rfind(_BOXED)
     if start >= 0:
         depth = 1

@@ -9,11 +9,15 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
+from lightning_megatron_rl.modules import evaluation
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings, vote
+from lightning_megatron_rl.rewards import text_rewards
+from lightning_megatron_rl.rewards.limited_child import LimitedChild
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
 from tests.distributed import WorkerError
 from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts
+from tests.notices import told
 from tests.strategy.test_megatron import LAYOUTS
 from tests.training import Run, SequenceDataModule, make_trainer
 
@@ -86,6 +90,15 @@ def test_replica_without_prompts_of_a_set_knows_its_metrics():
     assert all(math.isnan(value) for value in others.values())
 
 
+@pytest.fixture(scope="module")
+def _matcher():
+    """The child that patterns are matched in: of this module, where a test may leave nothing running."""
+    text_rewards.text_child().ask(["fullmatch", "a", "a"])
+    yield
+    text_rewards.text_child().close()
+
+
+@pytest.mark.usefixtures("_matcher")
 @pytest.mark.parametrize(
     ("response", "pattern", "expected"),
     [
@@ -102,6 +115,14 @@ def test_replica_without_prompts_of_a_set_knows_its_metrics():
 )
 def test_vote(response, pattern, expected):
     assert vote(response, pattern) == expected
+
+
+def test_pattern_that_takes_for_ever_costs_its_response_the_vote_alone(monkeypatch):
+    child = LimitedChild(text_rewards.WORKER, cpu_seconds=0.5)
+    monkeypatch.setattr(evaluation, "text_child", lambda: child)
+    with told("on a response of 60 characters took more than 0.5 s of CPU time: no vote"):
+        assert [vote(text, "(?:a+)+(b)") for text in ("aab", "a" * 60, "ab")] == ["b", None, "b"]
+    child.close()
 
 
 @pytest.mark.parametrize(
