@@ -14,18 +14,34 @@ from typing import Any
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # says itself where the mathematics is
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
-_WORD = re.compile(r"(?<!\S)(?!(?:or|and)\b)[A-Za-z]{2,}")  # "18 dollars", not the "xy" of "2xy+1"
+_SHORT = "(?i:cm|mm|km|kg|mg|ml|ft|in|yd|mi|lb|oz|hr|am|pm|to|of|is|at|on|by|an|no)"  # other two letters are a product
+_WORD = re.compile(rf"(?<!\S)(?!(?:or|and)\b)(?:[A-Za-z]{{3,}}|{_SHORT}\b)")  # "18 dollars", not the "xy" of "2xy+1"
 _NUMBER = re.compile(r"(?<![\w^{.])\d{1,3}(?:[ ,]\d{3})+|(?<![\w^{.])\d+")  # not the exponent of "20 cm^2"
 _DATE = re.compile(r"\d[-/:]0\d|(?<!\d)0\d+[-/:]\d")  # "2023-05-01" and "9:00" are no sums or quotients
+_SIGNS = {"π": r"\pi ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "²": "^2", "³": "^3"}
+_SIGNS |= {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4"}
+_ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]+)\)|\{([^{}]+)\})")
+_NAME = re.compile(r"(?<![\\A-Za-z])(pi|ln|log(?!\d)|exp|sin|cos|tan|cot|csc|arcsin|arccos|arctan)(?![A-Za-z])")
+_COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
+_UNIT = re.compile(rf"(?<!\S)(?:[A-Za-z]{{3,}}|{_SHORT}\b)(?:/[A-Za-z]+)?(?:\^\d)?")  # "square", "cm^2", "km/h"
 _MIXED = re.compile(r"(?<![\w.,/}])(\d{1,3}) (\d+)/(\d+)(?![\w/]|[.,]\d)")  # not the year of "in 2023 1/3 of them"
 
 
-def add_mixed(text: str) -> str:
-    """Write mixed numbers as fractions: math-verify takes "2 1/2" for a product, or for 2 alone.
+def as_latex(text: str) -> str:
+    r"""Write signs, names of functions, roots and mixed numbers as LaTeX, where math-verify would read something else.
+
+    It takes "pi" for i times p, "log 2" for 2, "2√3" for 2, and "2 1/2" for a product, or for 2 alone.
 
     Example:
-        ``add_mixed("2 1/2 hours") == "5/2 hours"``; ``add_mixed("2 5/3") == "2 5/3"``.
+        ``as_latex("2√3 + log 2") == "2\\sqrt{3} + \\log 2"``; ``as_latex("2 1/2 hours") == "5/2 hours"``;
+        ``as_latex("2 5/3") == "2 5/3"``.
     """
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    changed = True
+    while changed:  # from the innermost root
+        text, changed = _ROOT.subn(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", text)
+    text = _NAME.sub(r"\\\1", text)
 
     def add(found: re.Match[str]) -> str:
         whole, above, below = map(int, found.groups())
@@ -38,21 +54,24 @@ def parse_reference(reference: str) -> list[Any]:
     r"""Return what a reference answer says, in math-verify's form.
 
     Outside dollars math-verify sees numbers alone: "2\sqrt{3}" would be 2, and "2x+3" too. An answer is read as between
-    dollars, unless it is one number or fraction, has delimiters of its own, or words. Dates, and words with several
-    numbers of which math-verify would see one, are text: any response with that number would be right.
+    dollars, unless it is one number or fraction, has delimiters of its own, or words: beside words a formula is what is
+    left without them. Dates, and words with several numbers of which math-verify would see one, are text: any response
+    with that number would be right.
     """
     from math_verify import parse
 
+    formula = as_latex(reference)
     if _DELIMITED.search(reference):
-        return parse(reference, parsing_timeout=None) or parse(f"${reference}$", parsing_timeout=None)
+        return parse(formula, parsing_timeout=None) or parse(f"${formula}$", parsing_timeout=None)
     if _DATE.search(reference):
         return [reference]
-    formula = add_mixed(reference)
     plain: list[Any] = parse(formula, parsing_timeout=None)
     if plain and _WORD.search(_TEXT.sub(" ", formula)):
         # what was read, which may be a formula, is one number
-        several = len(_NUMBER.findall(formula.replace(plain[-1], " 0 "))) > 1
-        return [reference] if several else plain
+        rest = formula.replace(plain[-1], " 0 ")
+        if _COMMAND.search(_TEXT.sub(" ", rest)):
+            return parse(f"${_UNIT.sub(' ', formula)}$", parsing_timeout=None)
+        return [reference] if len(_NUMBER.findall(rest)) > 1 else plain
     if plain and plain[-1] == "".join(formula.split()):
         return plain
     return parse(f"${formula}$", parsing_timeout=None) or plain
@@ -73,7 +92,7 @@ def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:
     for line in sys.stdin:
         reference, response = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        said = parse(add_mixed(response), parsing_timeout=None)
+        said = parse(as_latex(response), parsing_timeout=None)
         equal = verify(parse_reference(reference), said, timeout_seconds=None)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(bool(equal)), file=replies, flush=True)
