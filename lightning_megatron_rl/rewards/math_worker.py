@@ -38,7 +38,7 @@ def as_latex(text: str) -> str:
     """
     for sign, command in _SIGNS.items():
         text = text.replace(sign, command)
-    changed = True
+    changed = 1
     while changed:  # from the innermost root
         text, changed = _ROOT.subn(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", text)
     text = _NAME.sub(r"\\\1", text)
@@ -70,8 +70,8 @@ def parse_reference(reference: str) -> list[Any]:
         # what was read, which may be a formula, is one number
         rest = formula.replace(plain[-1], " 0 ")
         if _COMMAND.search(_TEXT.sub(" ", rest)):
-            return parse(f"${_UNIT.sub(' ', formula)}$", parsing_timeout=None)
-        return [reference] if len(_NUMBER.findall(rest)) > 1 else plain
+            return parse(f"${_UNIT.sub(' ', formula)}$", parsing_timeout=None) or [formula]
+        return [formula] if len(_NUMBER.findall(rest)) > 1 else plain
     if plain and plain[-1] == "".join(formula.split()):
         return plain
     return parse(f"${formula}$", parsing_timeout=None) or plain

@@ -57,6 +57,7 @@ from tests.rewards.samples import make_sample
         ("\\boxed{9:00 AM}", "9:00 AM", 1.0),
         ("2 apples and 5 pears", "3 apples and 5 pears", 0.0),
         ("3 apples and 5 pears", "3 apples and 5 pears", 1.0),
+        ("2 1/2 apples and 5 pears", "2 1/2 apples and 5 pears", 1.0),
         ("0.5", "2\\frac{1}{2} hours", 0.0),
         ("1234.5", "1,234.5", 1.0),
         # names of functions and signs are LaTeX's, and a formula with a unit is not the number in it
