@@ -148,7 +148,7 @@ def test_abandoned_checkpoint_leaves_nothing(tmp_path: Path):
 
 
 def test_what_a_config_says_of_generation_is_kept(qwen3_dir: Path, tmp_path: Path):
-    """Transformers reads `temperature` in config.json where there is no generation_config.json, and saves none there."""
+    """Transformers reads `temperature` in config.json, if no generation_config.json is there, but does not save it."""
     source, target = tmp_path / "source", tmp_path / "out"
     shutil.copytree(qwen3_dir, source, ignore=shutil.ignore_patterns("generation_config.json"))
     said = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
