@@ -92,6 +92,7 @@ class HFExport(Callback):
         self.on_error = on_error
         self.average = average
         self.failures: list[str] = []
+        self._source = Path()  # what the run's model is read from, if that is a directory
         self._resumed = False
         self._exports = True
 
@@ -102,7 +103,7 @@ class HFExport(Callback):
             OSError: The directory cannot be written.
             TypeError: The strategy is none of Megatron's.
             ValueError: There are no adapters, or no average, to export, or a reward model's adapters; or an export is
-                there already, the run is not resumed, and `overwrite` is off.
+                there already, the run is not resumed, and `overwrite` is off; or one would replace the run's own model.
         """
         if stage != "fit":
             return
@@ -134,6 +135,7 @@ class HFExport(Callback):
             )
         run_on_rank_zero(partial(check_writable, self.dirpath, "HFExport(dirpath)"))
         run_on_rank_zero(partial(remove_unfinished, self.dirpath))
+        self._source = user_path(pl_module.model_path).resolve()
         # unknown counts as resumed until it is known
         self._resumed = resumes(trainer) is not False or trainer.global_step > 0
         run_on_rank_zero(partial(self._check_names, trainer.max_steps))
@@ -199,6 +201,12 @@ class HFExport(Callback):
                 self._check_name(directory)
 
     def _check_name(self, target: Path) -> None:
+        if target.resolve() == self._source:
+            raise ValueError(
+                f"HFExport(dirpath={str(self.dirpath)!r}): an export would replace {target}, the model that this run"
+                " trains: a resumed run would take the export for what it began with, and adapters would have lost what"
+                " they were trained on. Choose another dirpath."
+            )
         if target.exists() and not (self.overwrite or self._resumed):
             raise ValueError(
                 f"HFExport(dirpath={str(self.dirpath)!r}): {target} exists already, and this run was not resumed from a"

@@ -66,6 +66,7 @@ class RolloutSamples(Callback):
         self.dirpath = None if dirpath is None else str(user_path(dirpath))
         self.max_samples_per_step = max_samples_per_step
         self.max_file_mb = max_file_mb
+        self.directory: Path | None = None  # of the run's files, as a whole path
         self._run_id, self._origin = "", Origin()
         self._rollouts: RecordFile | None = None
         self._evaluations: RecordFile | None = None
@@ -76,6 +77,7 @@ class RolloutSamples(Callback):
         strategy = require_megatron(trainer, self)
         root = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "samples")
         root = Path(strategy.broadcast(str(root)))
+        self.directory = root.resolve()
         run_on_rank_zero(partial(check_writable, root, "RolloutSamples(dirpath)"))
         replica = strategy.distributed_sampler_kwargs["rank"]
         self._run_id, self._num_seen, self._num_written = strategy.run_id, 0, 0

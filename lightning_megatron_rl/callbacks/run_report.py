@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.parallel.distributed import run_on_rank_zero
 from lightning_megatron_rl.report.command import REPORT, write_report
 from lightning_megatron_rl.report.run import FACTS
@@ -33,9 +34,9 @@ class RunReport(Callback):
     """Write ``report.html`` when a fit ends or fails, into the directory of the run's first `CSVLogger`.
 
     The file needs nothing else and no network; ``lightning-megatron-rl report`` writes the same later. Beside it is
-    ``run.json``: the table at start, the memory plan, when the run began, and how it ended. A resumed run replaces
-    both. A run that SIGTERM stops writes ``run.json`` alone: it is to be resumed. Without a `CSVLogger`, and
-    under another strategy than `MegatronStrategy`, nothing is written.
+    ``run.json``: the table at start, the memory plan, where samples are, when the run began, and how it ended. A
+    resumed run replaces both. A run that SIGTERM stops writes ``run.json`` alone: it is to be resumed. Without a
+    `CSVLogger`, and under another strategy than `MegatronStrategy`, nothing is written.
 
     A report that cannot be written is an error in the log, and the run ends with one (`RunFailedError`): training, its
     checkpoints and exports are complete by then. The command line adds this callback unless the config has one.
@@ -60,6 +61,8 @@ class RunReport(Callback):
         if not self._facts or "run" in self._facts or not trainer.is_global_zero:
             return
         self._facts["run"] = trainer.strategy.run_id  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._facts["samples"] = [str(it.directory) for it in callbacks if isinstance(it, RolloutSamples)]
         if isinstance(pl_module, Described):
             self._facts |= pl_module.start_facts()
         try:

@@ -56,8 +56,10 @@ def read_samples(run: Run) -> list[Samples]:
 
 
 def find_files(run: Run, prefix: str) -> list[Path]:
-    """Return the run's files of samples: in ``samples``, or where its config has `RolloutSamples` write."""
-    for directory in (run.path / "samples", *map(Path, _directories(run.config))):
+    """Return the run's files of samples: in ``samples``, or where its facts or its config say that they are."""
+    told = run.facts.get("samples")
+    others = [*(told if isinstance(told, list) else []), *_directories(run.config)]
+    for directory in (run.path / "samples", *(Path(str(other)) for other in others)):
         files = sorted(directory.glob(f"{prefix}-dp*.jsonl"))
         found = [file for file in files if "superseded" not in file.name and _is_of(file, run.run_id)]
         if found:

@@ -68,12 +68,17 @@ class AveragedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the average, rounded to its dtype, and its own weights again afterwards; a collective."""
+        """Let the model have the average, rounded to its dtype, and its own weights again afterwards; a collective.
+
+        After an error each rank takes back only what its optimizer steps: it may have come up on this rank alone.
+        """
         kept = self._exchange(self.tensors)
         try:
             yield
-        finally:
-            self._exchange(kept)
+        except BaseException:
+            self._write(kept)
+            raise
+        self._exchange(kept)
 
     def keep_in_place(self) -> None:
         """Let the model and the optimizer's main parameters have the average from now on; a collective."""
@@ -87,12 +92,18 @@ class AveragedWeights:
     def _exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Write `tensors` to the model's parameters, on all replicas; returns copies of what was there."""
         self._gather()  # under `overlap_param_gather` the last step's may be on their way
+        kept = self._write(tensors)
+        self._gather()
+        return kept
+
+    @torch.no_grad()
+    def _write(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Write `tensors` to this rank's slices of the model's parameters; returns copies of what was there."""
         kept = []
         for tensor, own in zip(tensors, self._slices(), strict=True):
             target = own.parameter.detach().view(-1)[own.start : own.stop]
             kept.append(target.clone())
             target.copy_(tensor)
-        self._gather()
         return kept
 
     def _gather(self) -> None:

@@ -48,7 +48,7 @@ from lightning_megatron_rl.strategy.precision import MegatronPrecision
 from lightning_megatron_rl.strategy.products import choose_products
 from lightning_megatron_rl.strategy.run_log import log_settings, seed_megatron
 from lightning_megatron_rl.strategy.schedule import ForwardStep, GradientSum, forward_backward
-from lightning_megatron_rl.strategy.stopping import RunStop, was_interrupted
+from lightning_megatron_rl.strategy.stopping import RunStop, give_exit_code, was_interrupted
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.utilities.garbage import LongLived
@@ -371,11 +371,6 @@ class MegatronStrategy(ParallelStrategy):
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
-        """Take the signals over from Lightning before the sanity check."""
-        if self._stop is not None:
-            self._stop.install()
-
     def on_train_start(self) -> None:
         """Take the signals over; end a run whose time was up before it was resumed."""
         assert self._stop is not None
@@ -399,6 +394,10 @@ class MegatronStrategy(ParallelStrategy):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what runs inside, for the error of a collective that times out or loses its peer."""
         return phase_deadline(name, self.timeout_s, self.spans)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give the process its exit code; see `stopping.give_exit_code`."""
+        give_exit_code(exception, is_first=self.is_global_zero)
 
     def teardown(self) -> None:
         """End the run but keep model and process groups: a `validate` or a second `fit` may follow."""
@@ -512,7 +511,9 @@ class MegatronStrategy(ParallelStrategy):
         return self.memory.reload()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
+        """Wait for every rank; at the start of a fit's stage also take the signals, which Lightning has just taken."""
+        if name == "run-stage" and self._stop is not None:  # before the data are loaded and the sanity check
+            self._stop.install()
         collectives.barrier(self.root_device)
 
     def broadcast[T](self, obj: T, src: int = 0) -> T:

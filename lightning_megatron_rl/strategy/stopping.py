@@ -153,6 +153,12 @@ def was_interrupted(module: "pl.LightningModule | None") -> bool:
         return False
 
 
+def give_exit_code(exception: BaseException, *, is_first: bool) -> None:
+    """Let an evaluation that Lightning ends for SIGTERM have a fit's exit codes; Lightning's are all 0."""
+    if isinstance(exception, SIGTERMException) and exception.code is None:
+        exception.code = exit_code(signal.SIGTERM) if is_first else 0
+
+
 def _link_for_requeue(root: Path, path: Path) -> None:
     """Let a requeued job find `path` without a `ckpt_path`, where Lightning looks for the checkpoint it would write."""
     link, new = root / REQUEUE_LINK, root / f".{REQUEUE_LINK}.new"

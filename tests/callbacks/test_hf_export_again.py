@@ -1,6 +1,7 @@
 """`HFExport` where something is there already: of the same run, of another one, of one that was killed."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,18 @@ def test_run_that_is_not_resumed_is_refused_before_its_model_is_built(worker_poo
         # the export is no reason to refuse it; that it is no checkpoint is found before the model is built
         with pytest.raises(WorkerError, match=r"last\.ckpt is not a checkpoint of this strategy"):
             go(ckpt_path)
+
+
+@pytest.mark.parametrize("name", ["last", "step-000002"])
+def test_export_in_the_place_of_the_runs_own_model_is_refused(worker_pool, qwen3_dir, tmp_path, name):
+    """Also with `overwrite`: the reference of a resumed run, and what adapters were trained on, would be gone."""
+    model = tmp_path / "out" / name
+    shutil.copytree(qwen3_dir, model)
+    (tmp_path / "there").symlink_to("out")
+    export = HFExport(str(tmp_path / "there"), every_n_steps=2, overwrite=True)
+    with pytest.raises(WorkerError, match=f"an export would replace .*{name}, the model that this run trains"):
+        run(worker_pool, model, callbacks=[export], make_module=never_built, steps=2)
+    run(worker_pool, model, callbacks=[HFExport(str(tmp_path / "other"), at_end=False)], steps=1)
 
 
 def fit_unknowing(model: Path, callbacks: list[Callback], **options: Any) -> None:

@@ -1,6 +1,7 @@
 """`RunReport` in real fits: at the end, on failure, where it cannot be written, and without a place to write to."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def fit(model: Path, directory: Path, world_size: int, strategy: Any, *callbacks
                 strategy,
                 world_size,
                 steps=3,
-                callbacks=[RolloutSamples(0, dirpath=str(directory / "samples")), *own, *others],
+                callbacks=[RolloutSamples(0, dirpath=os.path.relpath(directory / "texts")), *own, *others],
                 trainer={"logger": logger, "log_every_n_steps": 1},
             )
         except (ValueError, RunFailedError, SIGTERMException) as caught:
@@ -96,6 +97,7 @@ def test_a_run_of_two_replicas_ends_with_its_report(worker_pool, qwen3_dir, tmp_
     assert {row["step"] for row in samples if row["kind"] == "training"} == {1, 2, 3}
     assert len({row["name"] for row in samples if row["kind"] == "training"}) == 12  # of both replicas
     kept = facts(tmp_path)
+    assert kept["samples"] == [str(tmp_path / "texts")]  # a whole path, for a report that is written elsewhere
     assert kept["step"] == 3
     assert kept["memory_plan"] is None  # nothing is planned on a CPU
     assert dict(kept["table"])["samples per rollout"] == "4 prompts x 4 generations = 16"

@@ -88,14 +88,15 @@ class Weights(pl.Callback):
         self.weights: list[dict[str, Tensor]] = []
         self.main: list[list[Tensor]] = []
         self.wrong = 0.0
+        self.parts: list[Any] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         from lightning_megatron_rl.checkpoints.main_parameters import MAIN
         from lightning_megatron_rl.checkpoints.optimizer_state import slices
 
         self.weights.append({name: tensor.clone() for name, tensor in pl_module.export_weights()})
-        parts = [part for part in trainer.strategy.optimizers[0].parts() if not part.is_stub_optimizer]
-        self.main.append([own.tensors[MAIN].clone() for part in parts for own in slices(part)])
+        self.parts = [part for part in trainer.strategy.optimizers[0].parts() if not part.is_stub_optimizer]
+        self.main.append([own.tensors[MAIN].clone() for part in self.parts for own in slices(part)])
         average = trainer.strategy.averages["average"]
         for place, tensor in enumerate(average.tensors):
             expected = closed_form([step[place] for step in self.main])
@@ -223,6 +224,45 @@ def test_validation_and_export_use_the_average(worker_pool, qwen3_dir, tmp_path)
     exported = load_file(tmp_path / "hf" / "last" / "model.safetensors")
     for name, weight in runs[0]["with"]["end"].items():
         assert torch.equal(exported[name], weight)
+
+
+class FailsAlone(pl.Callback):
+    """An error in the second step's validation, on the second rank first, which the first learns in a barrier."""
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            if trainer.global_rank == 0:
+                trainer.strategy.barrier()
+            raise ValueError("alone")
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            trainer.strategy.barrier()
+
+
+def fail_in_a_validation(model: Path, world_size: int) -> list[bool]:
+    """Whether each slice of this rank has its own weights after the error."""
+    from lightning_megatron_rl.checkpoints.main_parameters import MAIN
+    from lightning_megatron_rl.checkpoints.optimizer_state import slices
+
+    weights = Weights()
+    callbacks = [WeightAverage(DECAY), weights, FailsAlone()]
+    trainer = {"val_check_interval": 1, "check_val_every_n_epoch": None}
+    # a deadline for two replicas that wait for each other
+    strategy = {"timeout_s": 10.0}
+    with pytest.raises(ValueError, match="alone"):
+        fit_sft(model, strategy, world_size, steps=3, callbacks=callbacks, trainer=trainer)
+    found = [own for part in weights.parts for own in slices(part)]
+    return [
+        torch.equal(own.parameter.detach().view(-1)[own.start : own.stop], own.tensors[MAIN].view(-1)) for own in found
+    ]
+
+
+def test_an_error_of_one_rank_in_a_validation_waits_for_no_other(worker_pool, qwen3_dir):
+    """Fails when the average is given back by a collective: the other rank is elsewhere, and both hang or abort."""
+    for same in worker_pool.run(fail_in_a_validation, qwen3_dir, 2, world_size=2, init_process_group=False):
+        assert same
+        assert all(same)
 
 
 def fit_saved(model: Path, strategy: dict[str, Any], world_size: int, *, average: bool = True, **options: Any) -> Run:

@@ -72,6 +72,21 @@ def test_a_damaged_file_is_named(checkpoint: Callable[[str], Path], tmp_path: Pa
         read_header(weights)
 
 
+def test_a_data_set_beside_a_model_is_not_copied(checkpoint: Callable[[str], Path], tmp_path: Path):
+    """It would be read into memory, and written into every checkpoint and export."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(checkpoint("qwen3"), source)
+    (source / "LICENSE").write_text("yours")
+    with (source / "train.jsonl").open("wb") as file:
+        file.truncate(100_000_001)
+    files = settings_files(source, "mine").keys()
+    assert {"LICENSE", "tokenizer.json"} <= files
+    assert "train.jsonl" not in files
+    target.mkdir()
+    copy_settings(source, target)
+    assert files - {path.name for path in target.iterdir()} == {"config.json", INDEX_FILE}
+
+
 def test_chat_templates_with_names_are_copied_too(checkpoint: Callable[[str], Path], tmp_path: Path):
     """Transformers keeps them in a directory of their own."""
     from transformers import AutoTokenizer

@@ -1,6 +1,7 @@
 """Files written tensor by tensor are what safetensors writes at once; directories appear when they are complete."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from lightning_megatron_rl.models.hf import writer as hf_writer
 from lightning_megatron_rl.models.hf.files import INDEX_FILE, num_weights, origin, settings_files, weight_map
@@ -144,6 +145,22 @@ def test_abandoned_checkpoint_leaves_nothing(tmp_path: Path):
     writer.add("tensor", torch.ones(2))
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_config_says_of_generation_is_kept(qwen3_dir: Path, tmp_path: Path):
+    """Transformers reads `temperature` in config.json, if no generation_config.json is there, but does not save it."""
+    source, target = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(qwen3_dir, source, ignore=shutil.ignore_patterns("generation_config.json"))
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | said))
+    writer = CheckpointWriter(target, 10_000)
+    writer.add("tensor", torch.ones(2))
+    writer.finish(source, AutoConfig.from_pretrained(source), torch.float32)
+    assert not (target / "generation_config.json").exists(), "vLLM would sample by it, as it does not from the source"
+    ours, theirs = (GenerationConfig.from_pretrained(path, "config.json").to_dict() for path in (target, source))
+    assert ours == theirs
+    assert said.items() <= ours.items()
 
 
 def test_settings_of_a_checkpoint_tell_its_names_and_its_origin(qwen3_dir: Path, tmp_path: Path):

@@ -16,13 +16,14 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning_megatron_rl.checkpoints.format import PendingCheckpoint
 from lightning_megatron_rl.checkpoints.keeping import stop_checkpoint
 from lightning_megatron_rl.checkpoints.manifest import FileRecord, read_manifest, write_manifest
+from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.strategy.checks import check_callbacks
 from lightning_megatron_rl.strategy.stopping import _link_for_requeue
 from lightning_megatron_rl.strategy.termination import StopNotice, exit_code
 from tests.drills.job import IsTold, Job, history, train
 from tests.notices import collected
 from tests.selection import by_default
-from tests.training import fit_sft
+from tests.training import SequenceDataModule, fit_sft, frozen_sequences, make_trainer
 
 ASKED = {"save_on_interrupt": True}
 
@@ -59,6 +60,33 @@ def test_a_signal_in_a_validation_is_answered_at_its_end(worker_pool, qwen3_dir,
     told = worker_pool.run(train, sane, 2, world_size=2, init_process_group=False)
     assert told == [{"code": 143, "global_step": 0}, {"code": 0, "global_step": 0}]
     assert not (sane.directory / "checkpoints").exists() or not list((sane.directory / "checkpoints").iterdir())
+
+
+class ToldWhileLoading(SequenceDataModule):
+    """Sends SIGTERM to this process, if it is the first rank, when the data of training are loaded."""
+
+    def train_dataloader(self) -> Any:
+        if self.trainer.global_rank == 0 and self.trainer.state.fn == "fit":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_dataloader()
+
+
+def tell_elsewhere(model: Path, world_size: int) -> list[Any]:
+    """Exit codes of a run that is told to stop before its first step, and of a validation."""
+    codes = []
+    for function in ("fit", "validate"):
+        callbacks = [IsToldWhileValidating()] if function == "validate" else []
+        trainer = make_trainer({"timeout_s": 20.0}, world_size, max_steps=1, callbacks=callbacks)
+        try:
+            getattr(trainer, function)(SFTModule(str(model)), ToldWhileLoading(frozen_sequences(16), 4))
+        except SystemExit as end:
+            codes.append(end.code)
+    return codes
+
+
+def test_a_signal_while_data_are_loaded_or_in_an_evaluation(worker_pool, qwen3_dir):
+    """Fails with Lightning's own handler: it waits for the other rank while data are loaded, and the code is 0."""
+    assert worker_pool.run(tell_elsewhere, qwen3_dir, 2, world_size=2, init_process_group=False) == [[143] * 2, [0] * 2]
 
 
 def test_a_run_that_is_at_its_end_ends_by_itself(worker_pool, qwen3_dir, tmp_path):

@@ -38,6 +38,7 @@ _TOKENIZER_JSON = (
     "vocab.json",
 )
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # where Transformers keeps those with names, "tool_use" say
+_LARGEST = 100_000_000  # bytes of a file beside the weights; tokenizers have up to 40 million
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -377,9 +378,9 @@ def _is_path(name: str) -> bool:
 
 
 def _settings(source: Path) -> list[Path]:
-    """The files of a checkpoint that belong to its copy."""
+    """The files of a checkpoint that belong to its copy; not, say, a data set that a user keeps beside them."""
     files = [*source.iterdir(), *source.glob(_MORE_TEMPLATES)]
-    return [file for file in files if file.is_file() and _belongs(file.name)]
+    return [file for file in files if file.is_file() and _belongs(file.name) and file.stat().st_size <= _LARGEST]
 
 
 def _belongs(name: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_megatron_rl.models.hf.files import INDEX_FILE, copy_settings
 from lightning_megatron_rl.utilities.files import OURS, LockedDirectory, free_bytes, fsync
 from lightning_megatron_rl.utilities.finite import describe_nonfinite, nonfinite_names
+from lightning_megatron_rl.utilities.text_files import read_json
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -174,6 +175,7 @@ class CheckpointWriter:
         config.dtype = dtype
         config.__dict__.pop("quantization_config", None)  # the weights are written as they are trained
         config.save_pretrained(self._partial.path)
+        _keep_generation(source / "config.json", self._partial.path / "config.json")
         self._partial.publish()
 
     def abandon(self) -> None:
@@ -181,6 +183,16 @@ class CheckpointWriter:
         if self._file is not None:
             self._file.abandon()
         self._partial.abandon()
+
+
+def _keep_generation(source: Path, copy: Path) -> None:
+    """Give a config back what it said of generation, such as `temperature`: Transformers reads it, but saves none."""
+    from transformers import GenerationConfig
+
+    said, saved = read_json(source), read_json(copy)
+    lost = {name: said[name] for name in GenerationConfig().to_dict() if name in said and name not in saved}
+    if lost:
+        copy.write_text(json.dumps(saved | lost, indent=2, sort_keys=True) + "\n")
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:
