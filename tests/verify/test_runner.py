@@ -179,7 +179,7 @@ def test_a_function_of_the_running_script_is_refused(monkeypatch):
 
     build.__module__, build.__qualname__ = "__main__", "build"
     monkeypatch.setattr(sys.modules["__main__"], "build", build, raising=False)
-    with pytest.raises(ValueError, match="of the script that is running.*at the top of an importable module"):
+    with pytest.raises(ValueError, match=r"of the script that is running.*at the top of an importable module"):
         verify_layouts(partial(build))
 
 
