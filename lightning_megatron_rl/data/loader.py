@@ -1,5 +1,7 @@
 """Loading: which rows each data-parallel rank takes of every global batch, and a loader that resumes exactly."""
 
+import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,6 +47,7 @@ class GlobalBatches:
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.max_tokens: int | None = None  # of a batch
+        self.lengths: int | None = None  # checksum of the rows' tokens, where they decide which rows make a batch
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
@@ -120,6 +123,7 @@ class TokenBudgetBatches(GlobalBatches):
                 f" least {max(lengths)}, or lower max_length"
             )
         self.max_tokens = max_tokens
+        self.lengths = zlib.crc32(array("q", lengths).tobytes())
         self._batches: list[list[int]] = [[]]
         num_tokens = 0
         for row in self._order(0):
@@ -191,6 +195,7 @@ class ResumableLoader[Item]:
             "num_rows": batches.num_rows,
             "batch_size": batches.batch_size,
             "max_tokens_per_batch": batches.max_tokens,
+            "lengths": batches.lengths,
             "shuffle": batches.shuffle,
             "seed": batches.seed,
             "read_ahead": batches.ahead_in(epoch) if in_epoch else 0,  # of the epoch that goes on
@@ -201,6 +206,8 @@ class ResumableLoader[Item]:
         now = self.state_dict()
         keys = ("num_rows", "batch_size", "max_tokens_per_batch", "shuffle", "seed")
         changed = [f"{key} was {state_dict[key]!r}, is {now[key]!r}" for key in keys if state_dict[key] != now[key]]
+        if state_dict.get("lengths", now["lengths"]) != now["lengths"]:  # checkpoints of 0.1 have none
+            changed.append("the rows have other numbers of tokens, by which batches of max_tokens_per_batch are filled")
         epoch, in_epoch = divmod(state_dict["num_done"], state_dict["per_epoch"])
         if changed and in_epoch:
             raise ValueError(

@@ -44,6 +44,8 @@ def check_batch(module: object, batch: Any, item: type, maker: type[RowDataModul
 def check_prompts(module: object, prompts: Any) -> None:
     """Refuse a batch that is no list of prompts, or whose prompts would be sampled with the same noise.
 
+    One prompt that is there twice, as a loader that draws with replacement may give it, is warned about once.
+
     Raises:
         TypeError: As in `check_batch`.
         ValueError: Two different prompts of a dataset have one index.
@@ -58,6 +60,11 @@ def check_prompts(module: object, prompts: Any) -> None:
                 f" {prompt.text[:40]!r}. Seeds are made of it, so that both would be sampled with the same noise. Give"
                 " each Prompt(index=...) its row's number."
             )
+    if len(known) < len(prompts):
+        rank_zero_warn(  # without the prompt's number: these words are said once
+            "a batch has one prompt more than once: seeds are made of its index, so that each time it gets the same"
+            " responses. Draw prompts without replacement; num_generations is how many responses a prompt gets."
+        )
 
 
 def check_rows[Item](

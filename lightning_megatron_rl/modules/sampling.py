@@ -211,7 +211,7 @@ class Sampler:
                 self.memory.prepare_sampling()
                 with self._calls.during(SAMPLING) as span:
                     samples = self.memory.run(lambda: self._try_generate(prompts, params, num_generations))
-                    span.tokens = sum(len(sample.response_ids) for sample in samples or [])
+                    span.tokens = sum(len(sample.policy_ids) for sample in samples or [])
             if not self._lost_anywhere(samples is None):
                 return samples or []
             self.version = None

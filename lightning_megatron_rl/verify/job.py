@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_megatron_rl.models.overrides import DISPATCHER
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.policy import PolicyModule
+from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.parallel.nodes import NodeSettings
 from lightning_megatron_rl.planner.divisibility import PipelineSplit
@@ -121,6 +122,8 @@ def run_layout(
         if isinstance(module, GRPOModule):
             assert batch.samples is not None
             module.replay(batch.samples)
+        if isinstance(module, PPOModule):  # while a critic warms up, what is compared stands still
+            module.critic_settings = replace(module.critic_settings, warmup_rollouts=0)
         strategy.cluster_environment = LocalProcesses()
         strategy.timeout_s = timeout_s
         strategy.nodes = NodeSettings(tensor_parallel_across_nodes=True)  # of one host at most, whatever it is told

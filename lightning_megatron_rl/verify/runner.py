@@ -232,10 +232,16 @@ def _check_numbers(processes: int, device: str, steps: int, tolerance: float, no
 
 
 def _check_importable(build: Build) -> None:
+    error: Exception | None = None
     try:
-        pickle.dumps(build)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{build!r} cannot be sent to the worker processes ({error}): give a function at the top of an importable"
-            " module, or functools.partial of one."
-        ) from error
+        message = pickle.dumps(build)
+    except (pickle.PicklingError, AttributeError, TypeError) as caught:
+        error, reason = caught, str(caught)
+    else:
+        if b"__main__" not in message:
+            return
+        reason = "it is of the script that is running, which they do not import"
+    raise ValueError(
+        f"{build!r} cannot be sent to the worker processes ({reason}): give a function at the top of an importable"
+        " module, or functools.partial of one."
+    ) from error

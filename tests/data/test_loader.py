@@ -131,6 +131,28 @@ def test_token_budget_resumes_and_refuses_another_budget_within_an_epoch():
         loader(12).load_state_dict(started.state_dict())
 
 
+def test_token_budget_of_rows_of_other_lengths_cannot_go_on_within_an_epoch():
+    """As many rows, encoded otherwise: its batches are others, so that rows would come twice, and others never."""
+
+    def loader(lengths: list[int]) -> ResumableLoader[int]:
+        return ResumableLoader(range(12), TokenBudgetBatches(lengths, 10, 8, shuffle=True))
+
+    others = [min(length, 4) for length in LENGTHS]
+    started = loader(list(LENGTHS))
+    seen = take(started, 3)
+    rest = loader(others)
+    state = {name: value for name, value in started.state_dict().items() if name != "lengths"}
+    rest.load_state_dict(state)  # of a checkpoint that does not have them
+    whole = [row for batch in seen + take(rest, len(rest) - 3) for row in batch]
+    assert sorted(whole) != list(range(12))
+    with pytest.raises(ValueError, match=r"the rows have other numbers of tokens.*cannot go on where it stopped"):
+        loader(others).load_state_dict(started.state_dict())
+    take(started, len(started) - 3)
+    ended = loader(others)
+    ended.load_state_dict(started.state_dict())
+    assert ended.state_dict()["num_done"] == len(ended)
+
+
 def test_token_budget_smaller_than_a_row_is_refused():
     with pytest.raises(ValueError, match="longest sequence has 9 tokens, max_tokens_per_batch is 8: raise"):
         TokenBudgetBatches(LENGTHS, max_tokens=8, batch_size=4)

@@ -1,5 +1,6 @@
 """GRPO and PPO runs with an environment, as functions that a gloo worker runs as one rank of a job."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning_megatron_rl.environments import EpisodeSettings
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.spans import SAMPLING
 from tests.environments.games import Sums
 from tests.modules.runs import fit_grpo
 from tests.rollout.seeded_engine import SeededEngine
@@ -30,13 +32,16 @@ def episode_options(**changes: Any) -> dict[str, Any]:
 
 
 class KeepSamples(Callback):
-    """The samples of all steps."""
+    """The samples of all steps, and the tokens that this rank's sampler says that it drew."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
+        self.drawn = 0.0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.samples += pl_module.last_rollout.samples
+        if (activity := pl_module.sampler.activity) is not None:
+            _, self.drawn = activity.within(SAMPLING, 0.0, time.monotonic())
 
 
 def fit_episodes(
@@ -47,7 +52,7 @@ def fit_episodes(
     callbacks = [keeper, *options.pop("callbacks", [])]
     settings = {**episode_options(), **(module or {})}
     run = fit_grpo(model, strategy, world_size, module=settings, callbacks=callbacks, **options)
-    run.extra["samples"] = keeper.samples
+    run.extra["samples"], run.extra["drawn"] = keeper.samples, keeper.drawn
     return run
 
 

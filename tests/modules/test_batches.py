@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
+from lightning_megatron_rl.modules.batches import check_prompts
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
@@ -57,6 +58,16 @@ def test_prompts_that_would_get_the_same_noise_are_refused(cls, step):
     expected = "two prompts of a batch have index 0 of 'train': 'prompt 0' and 'prompt 1'"
     with pytest.raises(ValueError, match=expected):
         getattr(module, step)([first, replace(second, index=0)], 0)
+
+
+def test_one_prompt_twice_is_warned_about():
+    """Both groups have the same responses: copies of a prompt are no way to more of them."""
+    module, (first, second) = GRPOModule("nothing", rewards=[parity], engine=ReplayEngine()), prompts(2)
+    with pytest.warns(UserWarning, match="one prompt more than once: seeds are made of its index"):
+        check_prompts(module, [first, second, first])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_prompts(module, [first, second, replace(first, dataset="other")])
 
 
 LONG, FOREIGN = {"prompt": "1+1=", "completion": "2" * 90}, {"prompt": "1+1=", "completion": "<extra>"}

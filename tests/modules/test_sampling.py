@@ -49,6 +49,13 @@ def test_layout_gives_the_numbers_of_one_process(worker_pool, qwen3_dir, referen
         assert error <= RELATIVE, f"{name}: {error:.1e}"
 
 
+def test_a_sampler_that_does_not_tell_drew_what_the_policy_wrote(reference):
+    """Replies were counted as drawn; the validation behind the last step is not yet in it."""
+    samples = reference.extra["samples"]
+    assert any(len(sample.response_ids) > len(sample.policy_ids) for sample in samples)
+    assert reference.extra["drawn"] == sum(len(sample.policy_ids) for sample in samples)
+
+
 def test_first_update_equals_transformers_with_the_replies_left_out(worker_pool, qwen3_dir):
     """Loss, gradient norm and advantages over what the engine sampled, with nothing of ours but the transcripts."""
     from transformers import AutoModelForCausalLM

@@ -35,6 +35,13 @@ def grpo(model: Path, layout: dict[str, Any], module: Any = None, **options: Any
     return Subject(make(model=str(model), **nested({**settings, **options})), MegatronStrategy(**layout))
 
 
+def ppo(model: Path, layout: dict[str, Any], **critic: Any) -> Subject:
+    from lightning_megatron_rl.modules.critic import CriticSettings
+    from lightning_megatron_rl.modules.ppo import PPOModule
+
+    return grpo(model, layout, PPOModule, critic=CriticSettings(**critic))
+
+
 def never_called(samples: list[Any]) -> list[float]:
     raise AssertionError("the recorded rewards stand in for this one")
 

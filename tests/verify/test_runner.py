@@ -1,5 +1,6 @@
 """Real processes: right modules give one number in every layout, wrong ones are caught and the parameter is named."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,13 @@ def test_grpo_gives_the_numbers_of_one_process(grpo_report, layout):
     reward = [step["reward/mean"] for step in row.metrics]
     assert reward == pytest.approx([step["reward/mean"] for step in grpo_report["single"].metrics])
     assert reward[0] == reward[1], "the same rollout in every step"
+
+
+def test_a_critic_that_warms_up_does_not_hold_the_actor(worker_pool, qwen3_dir):
+    """An actor without gradients was taken for a batch that teaches nothing."""
+    report = verify_layouts(partial(subjects.ppo, qwen3_dir, warmup_rollouts=5), ["dp2"], pool=worker_pool)
+    assert report["dp2"].verdict == "same", report
+    assert all(norm > 0 for norm in report["dp2"].grad_norms)
 
 
 def test_report_says_what_was_measured(sft_report):
@@ -163,6 +171,16 @@ def test_single_process_that_cannot_train_is_refused(worker_pool, qwen3_dir):
     build = partial(subjects.sft, qwen3_dir, model_config={"no_such_field": 1})
     with pytest.raises(ValueError, match=r"a single process cannot train: .*no_such_field"):
         verify_layouts(build, ["dp2"], pool=worker_pool)
+
+
+def test_a_function_of_the_running_script_is_refused(monkeypatch):
+    def build(layout):
+        return subjects.sft("model", layout)
+
+    build.__module__, build.__qualname__ = "__main__", "build"
+    monkeypatch.setattr(sys.modules["__main__"], "build", build, raising=False)
+    with pytest.raises(ValueError, match=r"of the script that is running.*at the top of an importable module"):
+        verify_layouts(partial(build))
 
 
 @pytest.mark.parametrize(
