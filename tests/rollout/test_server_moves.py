@@ -1,6 +1,7 @@
 """Servers that move: a client asks at the other address, and samples there only with the newest weights."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, Ser
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import Flight
-from lightning_megatron_rl.rollout.servers.guard import LEASE_S
+from lightning_megatron_rl.rollout.servers.guard import GENERATE, LEASE_S
 from lightning_megatron_rl.rollout.servers.push import Deliveries
 from lightning_megatron_rl.weights.direct import DirectPush
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
@@ -307,6 +308,21 @@ def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(ab
     until(lambda: server.load == 0)
     (news,) = engine.collect(0.0)
     assert (news.token_ids, news.finish_reason) == ([7], "stop")
+
+
+def test_a_message_may_bring_thousands_of_tokens(about, stack, qwen3_dir):
+    """vLLM joins what it has not sent when the server, or the trainer, was held up for some seconds."""
+    count, entry = 20_000, {"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+    choice = {"token_ids": [7] * count, "logprobs": {"content": [entry] * count}, "finish_reason": "length"}
+    message = f"data: {json.dumps({'choices': [choice]})}\n"
+    plain = replace(about, max_model_len=2 * count).to_plain()
+    engine = VLLMServers(
+        [stack.enter_context(guarded(plain, GENERATE, message))], TOKEN, max_model_len=2 * count, call_timeout_s=60.0
+    )
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    ((response,),) = engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=count))
+    assert (len(response.token_ids), len(response.logprobs), response.finish_reason) == (count, count, "length")
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from lightning_megatron_rl.weights.reads import Reads
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # deadline of a word that needs no work
+# half of the longest message: where somebody was held up, vLLM joins all tokens since, 175 bytes each
+READ_BYTES = 2**24
 READY, STALE, LOST = "ready", "without weights", "lost"  # states
 
 
@@ -132,7 +134,12 @@ class ServerClient:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S)
         self._session = aiohttp.ClientSession(
-            self.url, headers=self._headers, connector=connector, timeout=timeout, trust_env=False
+            self.url,
+            headers=self._headers,
+            connector=connector,
+            timeout=timeout,
+            trust_env=False,
+            read_bufsize=READ_BYTES,
         )
 
     async def close(self) -> None:
