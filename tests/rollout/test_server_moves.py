@@ -294,6 +294,29 @@ def test_weights_that_another_trainer_has_left_are_not_sampled_with(about, stack
 LAST = FIRST.replace("null", '"stop"')
 
 
+def test_another_server_at_the_address_samples_nothing_before_it_has_weights(about, stack, qwen3_dir, monkeypatch):
+    """A cluster may lead an address from one server to the next at once; what that says of itself takes its time."""
+    engine = VLLMServers([stack.enter_context(guarded(about.to_plain()))], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    (client,), looked = engine.connections.servers, threading.Event()
+    second = stack.enter_context(guarded(replace(about, instance="another").to_plain(), GENERATE, LAST))
+
+    async def look(client: ServerClient) -> None:
+        if client.url == second:  # it has given its lease
+            looked.set()
+            await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(ServerClient, "check_health", look)
+    engine.connections.run(client.move(second))
+    assert looked.wait(10)
+    engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10))
+    with pytest.raises(WeightsLostError):
+        engine.collect(10.0)
+    assert engine.withdraw() == []
+    assert (client.state, engine.num_restarts) == (STALE, 1)
+
+
 def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(about, stack, qwen3_dir):
     """One with stop strings would begin anew elsewhere, if it were not complete."""
     url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", LAST))

@@ -15,7 +15,7 @@ from aiohttp.hdrs import LOCATION
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
-from lightning_megatron_rl.rollout.servers.guard import ABOUT, GENERATE, LEASE, RUN
+from lightning_megatron_rl.rollout.servers.guard import ABOUT, GENERATE, INSTANCE, LEASE, RUN
 from lightning_megatron_rl.weights.reads import Reads
 
 log = logging.getLogger(__name__)
@@ -303,6 +303,8 @@ class ServerClient:
             RequestRefusedError: The server, or a proxy before it, refuses the request.
         """
         assert self._session is not None
+        assert self.about is not None
+        own = {INSTANCE: self.about.instance}  # whose weights are known
         body = {
             "request_id": name,
             "token_ids": token_ids,
@@ -323,7 +325,7 @@ class ServerClient:
         }
         reason, self._moved_at = None, time.monotonic()
         try:
-            async with self._session.post(GENERATE, json=body, allow_redirects=False) as response:
+            async with self._session.post(GENERATE, json=body, headers=own, allow_redirects=False) as response:
                 if response.status != 200:
                     self._check(response, GENERATE, await response.text())
                 self._streams.add(response)
