@@ -390,6 +390,26 @@ def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):
         assert (under_old - under_new).abs().max() > 0.1
 
 
+def test_what_a_server_has_drawn_is_kept_in_an_update(remote):
+    """Of tokens that are drawn again an end would come too often: what has ended is sent at once, and stays."""
+    counts = []
+    for attempt in range(5):  # on a busy machine the server may be done before the weights come
+        collected = Collected(remote)
+        asked = requests(24, 400, start=100 * attempt)
+        remote.engine.submit(asked, SamplingParams(max_tokens=400, ignore_eos=True))
+        collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 24)
+        remote.push_random_weights(30 + attempt)
+        collected.until(lambda of=collected: of.are_complete)
+        assert all(len(response.token_ids) == 400 for response in collected.responses.values())
+        begun = [response.segments for response in collected.responses.values() if len(response.segments) == 2]
+        counts += [num_old for (_, num_old), _ in begun]
+        if len(counts) >= 24:
+            break
+    whole_messages = [count for count in counts if count % STREAM_INTERVAL == 1]
+    assert len(whole_messages) < len(counts) / 2, counts
+    assert remote.engine.num_restarts == 0
+
+
 def test_what_is_withdrawn_goes_on_from_its_tokens(remote):
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     for attempt in range(5):  # on a busy machine the server may be done before it is told to stop

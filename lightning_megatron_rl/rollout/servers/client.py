@@ -200,12 +200,15 @@ class ServerClient:
 
         Where all responses have come to their ends, and nobody holds the cache, there is nothing to stop: vLLM's pause
         waits for 20 ms in any case. Then the cache is dropped while new weights come.
+
+        What is dropped ends with the tokens that were drawn and not sent yet.
         """
         if keep and self.load:
             self._is_paused = True
             await self._ask("POST", "/pause?mode=keep&clear_cache=false", self._timeout_s)
             return
-        if self.state == READY and self.pushed is not None and not self._is_paused and not self._was_cut:
+        is_idle = not (self.load or self._is_paused or self._was_cut)
+        if self.state == READY and self.pushed is not None and is_idle:
             self._dropping = asyncio.ensure_future(self._drop_cache())
             self._dropping.add_done_callback(_look_at)
             return
@@ -298,6 +301,8 @@ class ServerClient:
     ) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
         """Sample one response; yields tokens, log-probs and, with the last, the reason of the end.
 
+        One that `pause` has dropped ends without a reason.
+
         Raises:
             ServerLostError: The connection ended before the response.
             RequestRefusedError: The server, or a proxy before it, refuses the request.
@@ -323,7 +328,7 @@ class ServerClient:
                 "detokenize": bool(params.stop),
             },
         }
-        reason, self._moved_at = None, time.monotonic()
+        reason, was_dropped, self._moved_at = None, False, time.monotonic()
         try:
             async with self._session.post(GENERATE, json=body, headers=own, allow_redirects=False) as response:
                 if response.status != 200:
@@ -335,13 +340,14 @@ class ServerClient:
                             self._moved_at = time.monotonic()
                             for token_ids, logprobs, reason in self._read(line[6:]):
                                 yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+                    was_dropped = self._is_paused and reason not in ("stop", "length")
                 finally:
                     self._streams.discard(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerLostError(f"the connection to the server {self.url} ended: {error}") from error
         finally:
-            self._was_cut = self._was_cut or reason not in ("stop", "length")
-        if reason not in ("stop", "length"):
+            self._was_cut = self._was_cut or not (was_dropped or reason in ("stop", "length"))
+        if not (was_dropped or reason in ("stop", "length")):
             raise ServerLostError(f"the server {self.url} ended a response with {reason!r}")
 
     def _read(self, line: bytes) -> Iterator[tuple[list[int], list[float], str | None]]:

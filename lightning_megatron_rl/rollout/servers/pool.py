@@ -43,6 +43,7 @@ from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.network import NETWORK
 
 POLL_S = 0.05
+SETTLE_S = 1.0  # for what servers have drawn and not sent when they are paused
 _MIB = 2**20
 
 log = logging.getLogger(__name__)
@@ -235,6 +236,15 @@ class ServerPool(StreamingEngine):
             connections.board.add(flight)
         connections.run(self._launch(flights))
 
+    async def _settle(self, servers: list[ServerClient]) -> None:
+        """Wait for the last tokens of what paused servers have dropped; on the event loop.
+
+        To draw them again would end responses too soon: one that has come to its end is never drawn again.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while any(server.load for server in servers) and time.monotonic() < deadline:
+            await asyncio.sleep(SETTLE_S / 500)
+
     async def _stop(self) -> None:
         """Stop what is under way, each at the tokens that have come; on the event loop."""
         tasks = list(self.connections.tasks.values())
@@ -345,9 +355,10 @@ class ServerPool(StreamingEngine):
         checked = connections.layout.check_source(source)
         there = self._wait_for_any()
         keep = self.stream_mode is not None and self.stream_mode.keeps_cache
-        if not keep:
-            connections.run(self._stop())
         there = connections.on_each(there, partial(ServerClient.pause, keep=keep))
+        if not keep:
+            connections.run(self._settle(there))
+            connections.run(self._stop())
         for server in connections.servers:
             server.pushed = None  # until it has these: this version's number may have been that of other weights
         there = meet(connections, there, self.call_timeout_s)
