@@ -18,12 +18,14 @@ from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingPa
 from lightning_megatron_rl.rollout.servers import connections as watching
 from lightning_megatron_rl.rollout.servers import pool
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint
+from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import Flight
 from lightning_megatron_rl.rollout.servers.guard import GENERATE, LEASE_S
 from lightning_megatron_rl.rollout.servers.push import Deliveries
+from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.weights.direct import DirectPush
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 from tests.rollout.server_process import TOKEN, guarded
@@ -331,6 +333,25 @@ def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(ab
     until(lambda: server.load == 0)
     (news,) = engine.collect(0.0)
     assert (news.token_ids, news.finish_reason) == ([7], "stop")
+
+
+def test_a_pool_is_busy_by_the_share_of_its_servers(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    servers = [ServerClient(f"http://node-{number}:1", TOKEN, "a run", 1.0) for number in range(4)]
+    log = SpanLog()
+    activity = PoolActivity(servers, log)
+    for seconds, loads, num_tokens in ((5.0, [2, 0, 0, 0], 0), (3.0, [2, 1, 0, 0], 60), (8.0, [0, 0, 0, 0], 90)):
+        now[0] += seconds
+        for server, load in zip(servers, loads, strict=True):
+            server.load = load
+        activity.note(num_tokens)
+    now[0] += 10.0
+    activity.note()
+    assert [(span.began, span.ended, span.busy, span.tokens) for span in log.since(0)[0]] == [
+        (105.0, 108.0, 3.0 / 4, 60),
+        (108.0, 116.0, 8.0 * 2 / 4, 90),
+    ]
 
 
 def test_a_message_may_bring_thousands_of_tokens(about, stack, qwen3_dir):

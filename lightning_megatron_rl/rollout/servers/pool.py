@@ -245,9 +245,11 @@ class ServerPool(StreamingEngine):
         while any(server.load for server in servers) and time.monotonic() < deadline:
             await asyncio.sleep(SETTLE_S / 500)
 
-    async def _stop(self) -> None:
-        """Stop what is under way, each at the tokens that have come; on the event loop."""
-        tasks = list(self.connections.tasks.values())
+    async def _stop(self, *, complete_alone: bool = False) -> None:
+        """Stop what is under way, each at the tokens that have come, or only those that have all; on the event loop."""
+        flights = list(self.connections.board.flights.values()) if complete_alone else []
+        left = {flight.request.name for flight in flights if not flight.is_complete}
+        tasks = [task for name, task in self.connections.tasks.items() if name not in left]
         for task in tasks:
             task.cancel()  # which closes its connection, so that the server drops the response
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -355,6 +357,8 @@ class ServerPool(StreamingEngine):
         checked = connections.layout.check_source(source)
         there = self._wait_for_any()
         keep = self.stream_mode is not None and self.stream_mode.keeps_cache
+        if not keep:
+            connections.run(self._stop(complete_alone=True))  # what a server has sent whole keeps nobody busy
         there = connections.on_each(there, partial(ServerClient.pause, keep=keep))
         if not keep:
             connections.run(self._settle(there))
