@@ -8,14 +8,14 @@ from typing import Protocol
 
 from lightning_megatron_rl.planner.needs import EngineNeeds
 from lightning_megatron_rl.sample import Outcome, Turn
-from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, Range, check_ranges
 from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
 
 LEAST_FREED = 0.9  # of the memory that sleeping should free; the rest may be lost to what others take at that moment
 MIN_TEMPERATURE = 0.01  # vLLM raises any smaller temperature to this without an error, which changes the log-probs
 _RANGES = {
-    "temperature": NOT_NEGATIVE.called("0 is greedy"),
+    "temperature": Range(least=0, most=2, note="0 is greedy, and vLLM refuses more than 2"),
     "top_p": Range(above=0, most=1, note="1 keeps every token"),
     "top_k": Range(least=-1, whole=True, note="-1 keeps every token"),
     "max_tokens": COUNT,

@@ -44,6 +44,7 @@ def test_seeds_have_31_bits_and_differ_in_every_argument():
     [
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"temperature": 0.005}, "temperature=0.005"),
+        ({"temperature": 2.5}, r"temperature=2\.5 must be in \[0, 2\].*vLLM refuses more"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_p": 0.0}, "top_p=0.0"),

@@ -57,6 +57,16 @@ def test_named_shared_memory_goes_with_the_process(worker, end):
     assert not path.exists()
 
 
+def test_an_answer_that_is_there_is_in_time(worker):
+    """A trainer may take longer to build its model than its engine may take to start."""
+    for number in range(5):
+        worker.send("start", ("echo", number), 60)
+        assert worker._connection.poll(60)
+        assert worker.receive("start", -5.0) == number
+        time.sleep(0.05)  # in which it would be killed
+        assert worker.request("echo", ("echo", 1), 60) == 1
+
+
 def test_exit_is_named_with_code_and_output(worker):
     with pytest.raises(
         EngineDiedError, match=rf"(?s)process {worker.pid} exited with code 3 during boom.*about to end"

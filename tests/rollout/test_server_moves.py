@@ -1,6 +1,7 @@
 """Servers that move: a client asks at the other address, and samples there only with the newest weights."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingPa
 from lightning_megatron_rl.rollout.servers import connections as watching
 from lightning_megatron_rl.rollout.servers import pool
 from lightning_megatron_rl.rollout.servers.about import About, fingerprint
+from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import LOST, READY, STALE, ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.flights import Flight
-from lightning_megatron_rl.rollout.servers.guard import LEASE_S
+from lightning_megatron_rl.rollout.servers.guard import GENERATE, LEASE_S
 from lightning_megatron_rl.rollout.servers.push import Deliveries
+from lightning_megatron_rl.utilities.spans import SpanLog
 from lightning_megatron_rl.weights.direct import DirectPush
 from lightning_megatron_rl.weights.source import WeightSource, WeightView, WeightViews
 from tests.rollout.server_process import TOKEN, guarded
@@ -293,6 +296,29 @@ def test_weights_that_another_trainer_has_left_are_not_sampled_with(about, stack
 LAST = FIRST.replace("null", '"stop"')
 
 
+def test_another_server_at_the_address_samples_nothing_before_it_has_weights(about, stack, qwen3_dir, monkeypatch):
+    """A cluster may lead an address from one server to the next at once; what that says of itself takes its time."""
+    engine = VLLMServers([stack.enter_context(guarded(about.to_plain()))], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    (client,), looked = engine.connections.servers, threading.Event()
+    second = stack.enter_context(guarded(replace(about, instance="another").to_plain(), GENERATE, LAST))
+
+    async def look(client: ServerClient) -> None:
+        if client.url == second:  # it has given its lease
+            looked.set()
+            await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(ServerClient, "check_health", look)
+    engine.connections.run(client.move(second))
+    assert looked.wait(10)
+    engine.submit([StreamRequest("a", [5, 6], 1, 10)], SamplingParams(max_tokens=10))
+    with pytest.raises(WeightsLostError):
+        engine.collect(10.0)
+    assert engine.withdraw() == []
+    assert (client.state, engine.num_restarts) == (STALE, 1)
+
+
 def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(about, stack, qwen3_dir):
     """One with stop strings would begin anew elsewhere, if it were not complete."""
     url = stack.enter_context(guarded(about.to_plain(), "/inference/v1/generate", LAST))
@@ -307,6 +333,40 @@ def test_a_response_that_is_complete_is_kept_though_its_connection_ends_later(ab
     until(lambda: server.load == 0)
     (news,) = engine.collect(0.0)
     assert (news.token_ids, news.finish_reason) == ([7], "stop")
+
+
+def test_a_pool_is_busy_by_the_share_of_its_servers(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    servers = [ServerClient(f"http://node-{number}:1", TOKEN, "a run", 1.0) for number in range(4)]
+    log = SpanLog()
+    activity = PoolActivity(servers, log)
+    for seconds, loads, num_tokens in ((5.0, [2, 0, 0, 0], 0), (3.0, [2, 1, 0, 0], 60), (8.0, [0, 0, 0, 0], 90)):
+        now[0] += seconds
+        for server, load in zip(servers, loads, strict=True):
+            server.load = load
+        activity.note(num_tokens)
+    now[0] += 10.0
+    activity.note()
+    assert [(span.began, span.ended, span.busy, span.tokens) for span in log.since(0)[0]] == [
+        (105.0, 108.0, 3.0 / 4, 60),
+        (108.0, 116.0, 8.0 * 2 / 4, 90),
+    ]
+
+
+def test_a_message_may_bring_thousands_of_tokens(about, stack, qwen3_dir):
+    """vLLM joins what it has not sent when the server, or the trainer, was held up for some seconds."""
+    count, entry = 20_000, {"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+    choice = {"token_ids": [7] * count, "logprobs": {"content": [entry] * count}, "finish_reason": "length"}
+    message = f"data: {json.dumps({'choices': [choice]})}\n"
+    plain = replace(about, max_model_len=2 * count).to_plain()
+    engine = VLLMServers(
+        [stack.enter_context(guarded(plain, GENERATE, message))], TOKEN, max_model_len=2 * count, call_timeout_s=60.0
+    )
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    ((response,),) = engine.generate([GenerationRequest([5, 6], 1)], SamplingParams(max_tokens=count))
+    assert (len(response.token_ids), len(response.logprobs), response.finish_reason) == (count, count, "length")
 
 
 @contextmanager

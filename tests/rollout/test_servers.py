@@ -27,12 +27,11 @@ from lightning_megatron_rl.rollout.protocol import (
     WeightsLostError,
 )
 from lightning_megatron_rl.rollout.servers import pool, push
-from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import ServerClient, ServerLostError
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from lightning_megatron_rl.rollout.servers.server_process import STREAM_INTERVAL
 from lightning_megatron_rl.rollout.vllm.sockets import SOCKETS_VARIABLE
-from lightning_megatron_rl.utilities.spans import SAMPLING, SpanLog
+from lightning_megatron_rl.utilities.spans import SAMPLING
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
@@ -335,25 +334,6 @@ def test_what_the_servers_did_is_known(remote):
     assert {span.name for span in remote.engine.activity.since(before)[0]} == {SAMPLING, "update"}
 
 
-def test_a_pool_is_busy_by_the_share_of_its_servers(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    servers = [ServerClient(f"http://node-{number}:1", TOKEN, "a run", 1.0) for number in range(4)]
-    log = SpanLog()
-    activity = PoolActivity(servers, log)
-    for seconds, loads, num_tokens in ((5.0, [2, 0, 0, 0], 0), (3.0, [2, 1, 0, 0], 60), (8.0, [0, 0, 0, 0], 90)):
-        now[0] += seconds
-        for server, load in zip(servers, loads, strict=True):
-            server.load = load
-        activity.note(num_tokens)
-    now[0] += 10.0
-    activity.note()
-    assert [(span.began, span.ended, span.busy, span.tokens) for span in log.since(0)[0]] == [
-        (105.0, 108.0, 3.0 / 4, 60),
-        (108.0, 116.0, 8.0 * 2 / 4, 90),
-    ]
-
-
 def test_weights_are_held_until_they_may_move(remote):
     """Those that stay where they are until the engine is told to let go; others no longer than their update."""
     for stays in (True, False, True):
@@ -388,6 +368,23 @@ def test_tokens_behind_an_update_are_those_of_the_new_weights(remote):
         assert (found - under_old)[:num_old].abs().max() < EXACT
         assert (found - under_new)[num_old:].abs().max() < EXACT
         assert (under_old - under_new).abs().max() > 0.1
+
+
+def test_what_a_server_has_drawn_is_kept_in_an_update(remote):
+    """Of tokens that are drawn again an end would come too often: what has ended is sent at once, and stays."""
+    counts: list[int] = []
+    while len(counts) < 40:  # of eight responses that are drawn in step, and of five updates at least
+        collected, number = Collected(remote), len(counts)
+        remote.engine.submit(requests(8, 450, start=number), SamplingParams(max_tokens=450, ignore_eos=True))
+        for seed in range(5):
+            collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 8)
+            time.sleep(0.1)
+            remote.push_random_weights(30 + seed)
+        collected.until(lambda of=collected: of.are_complete)
+        assert all(len(response.token_ids) == 450 for response in collected.responses.values())
+        counts += [count for response in collected.responses.values() for _, count in response.segments[:-1]]
+    assert not all(count % STREAM_INTERVAL == 1 for count in counts), counts
+    assert remote.engine.num_restarts == 0
 
 
 def test_what_is_withdrawn_goes_on_from_its_tokens(remote):

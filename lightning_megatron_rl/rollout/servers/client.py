@@ -15,12 +15,14 @@ from aiohttp.hdrs import LOCATION
 
 from lightning_megatron_rl.rollout.protocol import SamplingParams
 from lightning_megatron_rl.rollout.servers.about import About
-from lightning_megatron_rl.rollout.servers.guard import ABOUT, GENERATE, LEASE, RUN
+from lightning_megatron_rl.rollout.servers.guard import ABOUT, GENERATE, INSTANCE, LEASE, RUN
 from lightning_megatron_rl.weights.reads import Reads
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # deadline of a word that needs no work
+# half of the longest message: where somebody was held up, vLLM joins all tokens since, 175 bytes each
+READ_BYTES = 2**24
 READY, STALE, LOST = "ready", "without weights", "lost"  # states
 
 
@@ -132,7 +134,12 @@ class ServerClient:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S)
         self._session = aiohttp.ClientSession(
-            self.url, headers=self._headers, connector=connector, timeout=timeout, trust_env=False
+            self.url,
+            headers=self._headers,
+            connector=connector,
+            timeout=timeout,
+            trust_env=False,
+            read_bufsize=READ_BYTES,
         )
 
     async def close(self) -> None:
@@ -193,12 +200,15 @@ class ServerClient:
 
         Where all responses have come to their ends, and nobody holds the cache, there is nothing to stop: vLLM's pause
         waits for 20 ms in any case. Then the cache is dropped while new weights come.
+
+        What is dropped ends with the tokens that were drawn and not sent yet.
         """
         if keep and self.load:
             self._is_paused = True
             await self._ask("POST", "/pause?mode=keep&clear_cache=false", self._timeout_s)
             return
-        if self.state == READY and self.pushed is not None and not self._is_paused and not self._was_cut:
+        is_idle = not (self.load or self._is_paused or self._was_cut)
+        if self.state == READY and self.pushed is not None and is_idle:
             self._dropping = asyncio.ensure_future(self._drop_cache())
             self._dropping.add_done_callback(_look_at)
             return
@@ -291,11 +301,15 @@ class ServerClient:
     ) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
         """Sample one response; yields tokens, log-probs and, with the last, the reason of the end.
 
+        One that `pause` has dropped ends without a reason.
+
         Raises:
             ServerLostError: The connection ended before the response.
             RequestRefusedError: The server, or a proxy before it, refuses the request.
         """
         assert self._session is not None
+        assert self.about is not None
+        own = {INSTANCE: self.about.instance}  # whose weights are known
         body = {
             "request_id": name,
             "token_ids": token_ids,
@@ -314,9 +328,9 @@ class ServerClient:
                 "detokenize": bool(params.stop),
             },
         }
-        reason, self._moved_at = None, time.monotonic()
+        reason, was_dropped, self._moved_at = None, False, time.monotonic()
         try:
-            async with self._session.post(GENERATE, json=body, allow_redirects=False) as response:
+            async with self._session.post(GENERATE, json=body, headers=own, allow_redirects=False) as response:
                 if response.status != 200:
                     self._check(response, GENERATE, await response.text())
                 self._streams.add(response)
@@ -326,13 +340,14 @@ class ServerClient:
                             self._moved_at = time.monotonic()
                             for token_ids, logprobs, reason in self._read(line[6:]):
                                 yield token_ids, logprobs, reason if reason in ("stop", "length") else None
+                    was_dropped = self._is_paused and reason not in ("stop", "length")
                 finally:
                     self._streams.discard(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerLostError(f"the connection to the server {self.url} ended: {error}") from error
         finally:
-            self._was_cut = self._was_cut or reason not in ("stop", "length")
-        if reason not in ("stop", "length"):
+            self._was_cut = self._was_cut or not (was_dropped or reason in ("stop", "length"))
+        if not (was_dropped or reason in ("stop", "length")):
             raise ServerLostError(f"the server {self.url} ended a response with {reason!r}")
 
     def _read(self, line: bytes) -> Iterator[tuple[list[int], list[float], str | None]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 SETTINGS = "LIGHTNING_MEGATRON_RL_SERVER"  # variable with the guard's settings as JSON
 RUN = "x-run"  # header with which a trainer says who it is
+INSTANCE = "x-instance"  # and the start of the server that it means: behind an address may be another one by now
 LEASE_S = 15.0  # after which a trainer that was not heard of has lost the server
 ABOUT, LEASE = "/about", "/lease"
 GENERATE = "/inference/v1/generate"
@@ -85,6 +86,8 @@ class Guard:
             await _answer(send, 404, {"error": f"{scope['method']} {scope['path']} is not served here"})
         elif run is None or run != self._holder():
             await _answer(send, 409, {"error": self._taken()})
+        elif headers.get(INSTANCE, self._about["instance"]) != self._about["instance"]:
+            await _answer(send, 409, {"error": "it was started anew"})
         else:
             self._heard = self._clock()
             if scope["path"] == CALL:

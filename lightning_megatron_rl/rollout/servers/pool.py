@@ -43,6 +43,7 @@ from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.network import NETWORK
 
 POLL_S = 0.05
+SETTLE_S = 1.0  # for what servers have drawn and not sent when they are paused
 _MIB = 2**20
 
 log = logging.getLogger(__name__)
@@ -235,9 +236,20 @@ class ServerPool(StreamingEngine):
             connections.board.add(flight)
         connections.run(self._launch(flights))
 
-    async def _stop(self) -> None:
-        """Stop what is under way, each at the tokens that have come; on the event loop."""
-        tasks = list(self.connections.tasks.values())
+    async def _settle(self, servers: list[ServerClient]) -> None:
+        """Wait for the last tokens of what paused servers have dropped; on the event loop.
+
+        To draw them again would end responses too soon: one that has come to its end is never drawn again.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while any(server.load for server in servers) and time.monotonic() < deadline:
+            await asyncio.sleep(SETTLE_S / 500)
+
+    async def _stop(self, *, complete_alone: bool = False) -> None:
+        """Stop what is under way, each at the tokens that have come, or only those that have all; on the event loop."""
+        flights = list(self.connections.board.flights.values()) if complete_alone else []
+        left = {flight.request.name for flight in flights if not flight.is_complete}
+        tasks = [task for name, task in self.connections.tasks.items() if name not in left]
         for task in tasks:
             task.cancel()  # which closes its connection, so that the server drops the response
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -346,8 +358,11 @@ class ServerPool(StreamingEngine):
         there = self._wait_for_any()
         keep = self.stream_mode is not None and self.stream_mode.keeps_cache
         if not keep:
-            connections.run(self._stop())
+            connections.run(self._stop(complete_alone=True))  # what a server has sent whole keeps nobody busy
         there = connections.on_each(there, partial(ServerClient.pause, keep=keep))
+        if not keep:
+            connections.run(self._settle(there))
+            connections.run(self._stop())
         for server in connections.servers:
             server.pushed = None  # until it has these: this version's number may have been that of other weights
         there = meet(connections, there, self.call_timeout_s)

@@ -20,16 +20,16 @@ from lightning_megatron_rl.rollout.servers.client import LOST, ServerClient
 from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.weights.direct import Delivery, Order, Route
 from lightning_megatron_rl.weights.messages import can_send, plan_messages
-from lightning_megatron_rl.weights.placement import Placement, fill_buckets
+from lightning_megatron_rl.weights.placement import fill_buckets
 from lightning_megatron_rl.weights.reads import Reads
 from lightning_megatron_rl.weights.source import DirectSender, WeightSource
 from lightning_megatron_rl.weights.transports.base import total_bytes
 from lightning_megatron_rl.weights.transports.direct import DirectMeeting
-from lightning_megatron_rl.weights.transports.network import NetworkSender, plain_reads
+from lightning_megatron_rl.weights.transports.network import NetworkSender, parts_of, plain_reads
 
 log = logging.getLogger(__name__)
 
-MEET_S = 30.0  # for the workers of a server to come to the trainer's group
+MEET_S = 30.0  # for the workers of a server to come to the trainer's group, and for each part of what is sent then
 
 
 def meet(connections: Connections, servers: list[ServerClient], timeout_s: float) -> list[ServerClient]:
@@ -38,7 +38,7 @@ def meet(connections: Connections, servers: list[ServerClient], timeout_s: float
     Args:
         connections: Of the engine.
         servers: That are paused.
-        timeout_s: Deadline of each broadcast. # seconds
+        timeout_s: Deadline of the meeting and of each broadcast, at most `MEET_S`. # seconds
     """
 
     def join(server: ServerClient) -> None:
@@ -212,16 +212,17 @@ def send(
     left, num_bytes, largest = servers, 0, 0
     for buffer, placements in fill_buckets(source.tensors(), bucket_bytes):
         bucket = buffer[: placements[-1].end].cpu()
-        left = lost(_at_once(left, functools.partial(_broadcast, connections, bucket, placements)))
+        for part in parts_of(bucket, placements):  # no server waits longer than others need for a part
+            left = lost(_at_once(left, functools.partial(_broadcast, connections, part)))
         num_bytes, largest = num_bytes + total_bytes(placements), max(largest, buffer.numel())
     left = lost(_at_once(left, lambda server: connections.senders[server].end()))
     return lost(_at_once(left, load)), num_bytes, largest
 
 
-def _broadcast(connections: Connections, bucket: Tensor, placements: list[Placement], server: ServerClient) -> None:
+def _broadcast(connections: Connections, part: Tensor, server: ServerClient) -> None:
     if server.state == LOST:
         raise RuntimeError(f"the server {server.url} was lost meanwhile")
-    connections.senders[server].send(bucket, placements)
+    connections.senders[server].send(part)
 
 
 def _at_once(servers: list[ServerClient], work: Callable[[ServerClient], Any]) -> dict[ServerClient, Exception]:

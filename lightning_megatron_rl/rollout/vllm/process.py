@@ -21,6 +21,7 @@ from lightning_megatron_rl.utilities.files import driver_files
 LOG_LINES = 200  # of the child's output that are kept
 TAIL_LINES = 30  # of them that go into an error
 LINE_BYTES = 4096
+READ_S = 10.0  # to read an answer that is there: whoever asked may have been away for longer than its deadline
 OTHERS_GRACE_S = 2.0  # for the rest of a process group whose leader has ended
 # as Python's multiprocessing and vLLM's workers on a CPU name it
 _NAMED_MEMORY = re.compile(r"/dev/shm/(?:psm_\w+|\S+-cpushm_\d+)")
@@ -112,7 +113,9 @@ class WorkerProcess:
         self._guarded(phase, timeout_s, lambda: self._connection.send(message))
 
     def receive(self, phase: str, timeout_s: float) -> Any:
-        """Return the value of the answer to the last message."""
+        """Return the value of the answer to the last message; one that is there has come before its deadline."""
+        if not self.is_gone and self._connection.poll():
+            timeout_s = max(timeout_s, READ_S)
         return self._unpack(phase, self._guarded(phase, timeout_s, self._connection.recv))
 
     def _unpack(self, phase: str, answer: tuple[Any, ...]) -> Any:

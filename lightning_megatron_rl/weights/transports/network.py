@@ -27,6 +27,7 @@ from lightning_megatron_rl.weights.transports.host import SharedWeightsReceiver
 
 NETWORK = "network"  # the name of this way
 EXTENSION = "lightning_megatron_rl.weights.transports.network.NetworkReceiver"
+PIECE_BYTES = 32 * 2**20  # of a bucket in a broadcast: a whole one, to many servers at a time, may outlast the deadline
 _END = 0  # length of the header behind the last bucket
 
 
@@ -66,27 +67,29 @@ class NetworkSender:
         prefixed = dist.PrefixStore("weights", self._store)
         self._group = gloo_group(prefixed, 0, self.meeting.world_size, self._deadline, self.meeting.address)
 
-    def send(self, bucket: Tensor, placements: list[Placement]) -> None:
-        """Broadcast one bucket.
-
-        Args:
-            bucket: ``[bytes]`` uint8 on the CPU.
-            placements: What it holds.
+    def send(self, part: Tensor) -> None:
+        """Broadcast one of the parts that `parts_of` returns; each has the deadline for itself.
 
         Raises:
             RuntimeError: A worker is gone, or takes too long.
         """
-        header = json.dumps([to_plain(place) for place in placements]).encode()
-        self._broadcast(torch.tensor([len(header), bucket.numel()]))
-        self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        self._broadcast(bucket)
+        self._group.broadcast([part], dist.BroadcastOptions()).wait()
 
     def end(self) -> None:
         """Say that this was all."""
-        self._broadcast(torch.tensor([_END, 0]))
+        self.send(torch.tensor([_END, 0]))
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+def parts_of(bucket: Tensor, placements: list[Placement]) -> list[Tensor]:
+    """Return what is broadcast of one bucket: sizes, what it holds, and its bytes in pieces.
+
+    Args:
+        bucket: ``[bytes]`` uint8 on the CPU.
+        placements: What it holds.
+    """
+    header = json.dumps([to_plain(place) for place in placements]).encode()
+    sizes = torch.tensor([len(header), bucket.numel()])
+    return [sizes, torch.frombuffer(bytearray(header), dtype=torch.uint8), *bucket.split(PIECE_BYTES)]
 
 
 class NetworkReceiver(SharedWeightsReceiver):
@@ -208,7 +211,10 @@ class NetworkReceiver(SharedWeightsReceiver):
                 return
             header = self._take(torch.empty(header_bytes, dtype=torch.uint8))
             placements = [from_plain(plain) for plain in json.loads(header.numpy().tobytes())]
-            yield self._take(torch.empty(bucket_bytes, dtype=torch.uint8)), placements
+            bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
+            for piece in bucket.split(PIECE_BYTES):
+                self._take(piece)
+            yield bucket, placements
 
     def _take(self, tensor: Tensor) -> Tensor:
         self._trainer.broadcast([tensor], dist.BroadcastOptions()).wait()
