@@ -219,9 +219,7 @@ class Run:
         share = layers / size.layers
         one = size.vocabulary * size.hidden
         embeddings = size.embeddings if stages == 1 else one * (is_first or is_last)
-        kept = min(stages - stage, self.most_microbatches)  # micro-batches whose backward pass is to come
-        if self.layout.virtual_pipeline_model_parallel_size and kept > 1:
-            kept = kept + (stages - 1) / self.layout.virtual_pipeline_model_parallel_size  # type: ignore[assignment]
+        kept = self.split.kept_microbatches(stage, self.most_microbatches)
         here = replace(
             size,
             dense=int(size.dense * share),

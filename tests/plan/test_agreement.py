@@ -19,6 +19,7 @@ from lightning_megatron_rl.plan.config import FromConfig
 from lightning_megatron_rl.planner.budget import MARGIN, choose
 from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.planner.hardware import GIB, HARDWARE
+from lightning_megatron_rl.planner.moments import ACTIVATIONS
 from lightning_megatron_rl.planner.report import as_text
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.planner.scaling import grown
@@ -125,6 +126,19 @@ def test_stages_keep_no_more_micro_batches_than_there_can_be(grpo: Run):
     assert few.most_microbatches == 4
     first, second = (next(few.stages())[1] for few in (few, replace(few, work=replace(work, sequences=8))))
     assert first.needed < second.needed
+
+
+def test_last_of_stages_in_chunks_is_ahead_of_its_backward_passes(grpo: Run):
+    """Two stages, two chunks each: the last computes three chunks before the first backward pass, one and a half."""
+    work = replace(grpo.work, longest=8192)
+    whole = replace(grpo, world=2, layout=layout(1, 2), sampling=None, work=work, size=replace(grpo.size, vocabulary=1))
+    cut = replace(whole, layout=replace(whole.layout, virtual_pipeline_model_parallel_size=2))
+    found = []
+    for run in (whole, cut):
+        *_, (stage, plan) = run.stages()
+        assert stage == 1
+        found.append(next(part.size for part in plan.trainer if part.name == ACTIVATIONS))
+    assert found[1] == pytest.approx(1.5 * found[0], rel=1e-3)
 
 
 def test_averages_of_the_weights_are_counted(grpo: Run):
