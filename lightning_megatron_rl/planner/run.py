@@ -492,9 +492,8 @@ class Run:
         sampling = self.sampling
         if sampling is not None and not sampling.sleeps:
             yield "engine.sleep_level=2", replace(self, sampling=replace(sampling, sleeps=True))
-        least = self.work.tokens * self.layout.context_parallel_size
         tokens = self.microbatch_tokens // 2
-        while tokens >= least:
+        while tokens >= self.work.tokens:
             yield f"train.max_tokens_per_microbatch={tokens}", replace(self, microbatch_tokens=tokens)
             tokens //= 2
         if self.recompute < 1:
