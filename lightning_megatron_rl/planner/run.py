@@ -447,11 +447,10 @@ class Run:
         return sum(phase.seconds for phase in self.seconds())
 
     def saving(self) -> Phase:
-        """A checkpoint: weights and optimizer state of all ranks to disk, beside training."""
-        plan = self.memory()
-        mine = sum(part.size for part in plan.trainer if part.name in (WEIGHTS, OPTIMIZER, EXPERT_OPTIMIZER))
-        each = min(self.world, self.kind.per_node)
-        return Phase(SAVING, (("disk", mine * each / DISK_BYTES_PER_S),))
+        """A checkpoint, beside training: weights and optimizer state once, of adapters alone; each node has a share."""
+        trained = self.adapter_parameters or self.size.parameters
+        written = trained * (self.state.weights + self.state.optimizer) * self._per_node / self.world
+        return Phase(SAVING, (("disk", written / DISK_BYTES_PER_S),))
 
     def traffic(self) -> list[Traffic]:
         """Return what one GPU sends in a step."""
