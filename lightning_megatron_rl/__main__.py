@@ -145,7 +145,7 @@ def _run_shrunk(arguments: list[str]) -> NoReturn:
     try:
         check_configs(shipped_configs(own), os.environ)
         small = shrink_arguments(own)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # of OSError: where nothing can be written
         sys.exit(_refuse(f"lightning-megatron-rl fit {FLAG}: error: {error}"))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -36,6 +36,7 @@ from lightning_megatron_rl.callbacks.timeline import Timeline
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.compat.lightning import read_one_as_one
+from lightning_megatron_rl.data.base import RowDataModule
 from lightning_megatron_rl.data.preference import PreferenceDataModule
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.data.sft import SFTDataModule
@@ -278,6 +279,9 @@ class CommandLine(LightningCLI):
                 raise
             message = explain(str(error)) if _NESTED.match(str(error)) else str(error)
             self._fail(f"{message}\n{_WHERE_RAISED}")
+        evaluates = self._runs and self.subcommand != "fit"
+        if evaluates and isinstance(self.datamodule, RowDataModule) and not self.datamodule.val_sources:
+            self._fail(f"data.val names no rows, which {self.subcommand} runs on: give it a set by name, as in `fit`")
         if isinstance(self.model, ModelModule):  # before any logger opens a directory, which may be another run's
             try:
                 require_megatron(self.trainer, self.model)

@@ -324,6 +324,16 @@ def test_classes_are_known_by_their_short_names(tmp_path):
     assert "HFExport" in {type(callback).__name__ for callback in cli.trainer.callbacks}
 
 
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_without_a_validation_set_is_refused(tmp_path, capsys, command: str):
+    config = changed(SFT, tmp_path / "config.yaml", "data.init_args.val", None)
+    build("fit", "--config", config)
+    with pytest.raises(SystemExit) as exit_:
+        build(command, "--config", config)
+    assert exit_.value.code == 2
+    assert f"{command}: error: data.val names no rows, which {command} runs on" in capsys.readouterr().err
+
+
 def test_strategy_by_name(tmp_path):
     by_name = build("fit", "--config", changed(GRPO, tmp_path / "config.yaml", "trainer.strategy", "megatron"))
     assert type(by_name.trainer.strategy) is MegatronStrategy

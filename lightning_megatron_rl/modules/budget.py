@@ -77,7 +77,7 @@ class Budget:
     def _plan(self, given: TrainingSettings, gpu: GPU, *, training: bool) -> None:
         module = self._module
         kind = recognise(gpu.name)
-        least = longest_sequence(module, module.trainer.datamodule)  # type: ignore[attr-defined]
+        least = longest_sequence(module, module.trainer.datamodule, module.strategy.layout)  # type: ignore[attr-defined]
         run = plan_run(module, module.trainer.datamodule, kind or _LIKE)  # type: ignore[attr-defined]
         open_tokens, open_recompute = given.max_tokens_per_microbatch == "auto", given.recompute == "auto"
         if "model" in module._modules:  # built with or without
@@ -106,7 +106,6 @@ class Budget:
         self._why = f"{chosen.step_seconds:.3g} s a step expected, chosen of {len(fitting)} settings that fit"
         if kind is None:
             self._why += f", with the rates of an {_LIKE.name}"
-        least *= run.layout.context_parallel_size
         if not (training and open_tokens and can_be_tried(chosen.microbatch_tokens, least)):
             module.train_settings = wanted
             return

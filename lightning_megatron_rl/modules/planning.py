@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_megatron_rl.data.planning import round_up
 from lightning_megatron_rl.data.preference import PreferenceDataModule
+from lightning_megatron_rl.modules.sharing import microbatch_rules
 from lightning_megatron_rl.modules.training import TrainingSettings
+from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.planner.divisibility import DividedSizes, PipelineSplit
 from lightning_megatron_rl.planner.hardware import Hardware
 from lightning_megatron_rl.planner.memory import ModelSize
@@ -140,16 +143,19 @@ def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
     )
 
 
-def longest_sequence(module: Any, data: Any) -> int:
+def longest_sequence(module: Any, data: Any, layout: ParallelLayout) -> int:
     """Return the most tokens of a sequence that a run can have: what a micro-batch must hold if `auto` chooses it.
+
+    They are those of all context-parallel ranks, with the padding that the layout asks for.
 
     Raises:
         ValueError: Nobody says it: no sampler, and a data module without `batch_size` and `max_length`.
     """
+    multiple = microbatch_rules(layout, fp8=bool(module.train_settings.model_config.get("fp8"))).row_multiple
     if module.engine is not None:
-        return int(module.engine.max_model_len)
+        return round_up(int(module.engine.max_model_len), multiple)
     if hasattr(data, "max_length") and hasattr(data, "batch_size"):
-        return int(data.max_length)
+        return round_up(int(data.max_length), multiple)
     raise ValueError(
         f"train.max_tokens_per_microbatch={module.train_settings.max_tokens_per_microbatch!r},"
         f" train.recompute={module.train_settings.recompute!r} with {type(data).__name__}: the planner does not know"

@@ -89,7 +89,7 @@ class FromConfig:
             run,
             tokens=settings.max_tokens_per_microbatch == AUTO,
             recompute=settings.recompute == AUTO,
-            least=longest_sequence(self.model, self.datamodule),
+            least=longest_sequence(self.model, self.datamodule, self.strategy.layout),
         )
 
 

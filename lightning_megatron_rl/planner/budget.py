@@ -26,9 +26,8 @@ def candidates(run: Run, *, tokens: bool, recompute: bool, least: int) -> Iterat
         run: Whose other settings stay.
         tokens: Whether the tokens of a micro-batch are to be chosen; else those of `run` stay.
         recompute: Whether that is.
-        least: Tokens of the longest sequence, which a micro-batch must hold.
+        least: Tokens of the longest sequence, which a micro-batch must hold, on all context-parallel ranks together.
     """
-    least *= run.layout.context_parallel_size
     budgets = sorted({least, *(budget for budget in _BUDGETS if budget > least)}) if tokens else [run.microbatch_tokens]
     layers = run.chunk_layers
     eighths = {-(-layers * part // _PARTS) / layers for part in range(_PARTS + 1)}

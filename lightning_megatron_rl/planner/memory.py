@@ -95,6 +95,24 @@ class Split:
         """GPUs that share what is as wide as the hidden state."""
         return self.tensor if self.sequence_parallel else 1
 
+    def kept_microbatches(self, stage: int, microbatches: int) -> float:
+        """Return the micro-batches of all its layers that a pipeline stage keeps until their backward pass, at most.
+
+        Cut in chunks, it is further ahead by Megatron's interleaved schedule.
+
+        Args:
+            stage: The first is 0.
+            microbatches: Of an update.
+
+        Example:
+            The last of two stages keeps one; where each has two chunks, three chunks of them: 1.5.
+        """
+        behind = self.pipeline - stage - 1
+        if self.chunks == 1:
+            return min(behind + 1, microbatches)
+        ahead = 2 * behind + (self.chunks - 1) * self.pipeline  # passes of a chunk before the first backward pass
+        return min((ahead + 1) / self.chunks, microbatches)
+
 
 @dataclass(frozen=True)
 class StateBytes:

@@ -219,9 +219,7 @@ class Run:
         share = layers / size.layers
         one = size.vocabulary * size.hidden
         embeddings = size.embeddings if stages == 1 else one * (is_first or is_last)
-        kept = min(stages - stage, self.most_microbatches)  # micro-batches whose backward pass is to come
-        if self.layout.virtual_pipeline_model_parallel_size and kept > 1:
-            kept = kept + (stages - 1) / self.layout.virtual_pipeline_model_parallel_size  # type: ignore[assignment]
+        kept = self.split.kept_microbatches(stage, self.most_microbatches)
         here = replace(
             size,
             dense=int(size.dense * share),
@@ -449,11 +447,10 @@ class Run:
         return sum(phase.seconds for phase in self.seconds())
 
     def saving(self) -> Phase:
-        """A checkpoint: weights and optimizer state of all ranks to disk, beside training."""
-        plan = self.memory()
-        mine = sum(part.size for part in plan.trainer if part.name in (WEIGHTS, OPTIMIZER, EXPERT_OPTIMIZER))
-        each = min(self.world, self.kind.per_node)
-        return Phase(SAVING, (("disk", mine * each / DISK_BYTES_PER_S),))
+        """A checkpoint, beside training: weights and optimizer state once, of adapters alone; each node has a share."""
+        trained = self.adapter_parameters or self.size.parameters
+        written = trained * (self.state.weights + self.state.optimizer) * self._per_node / self.world
+        return Phase(SAVING, (("disk", written / DISK_BYTES_PER_S),))
 
     def traffic(self) -> list[Traffic]:
         """Return what one GPU sends in a step."""
@@ -494,9 +491,8 @@ class Run:
         sampling = self.sampling
         if sampling is not None and not sampling.sleeps:
             yield "engine.sleep_level=2", replace(self, sampling=replace(sampling, sleeps=True))
-        least = self.work.tokens * self.layout.context_parallel_size
         tokens = self.microbatch_tokens // 2
-        while tokens >= least:
+        while tokens >= self.work.tokens:
             yield f"train.max_tokens_per_microbatch={tokens}", replace(self, microbatch_tokens=tokens)
             tokens //= 2
         if self.recompute < 1:

@@ -257,8 +257,9 @@ class Training:
         return found
 
     def _gradients(self) -> list[Traffic]:
-        """Gradients are scattered over replicas, parameters gathered, once per update."""
+        """Gradients are scattered over replicas, parameters gathered, once per update; or gradients, which all need."""
         size, split = self.size, self.split
+        each = self.gradient_bytes + (self.weight_bytes if split.sharded else self.gradient_bytes)
         shared = split.tensor * split.pipeline
         found = []
         for what, count, replicas in (
@@ -270,15 +271,17 @@ class Training:
             ),
         ):
             if replicas > 1 and count:
-                sent = count * (self.gradient_bytes + self.weight_bytes) * (replicas - 1) / replicas
+                sent = count * each * (replicas - 1) / replicas
                 link, rate = self.cluster.link(split.tensor * split.replicas)
                 found.append(Traffic(what, link, sent * self.work.updates, sent * self.work.updates / rate))
         return found
 
     def _step(self) -> list[tuple[str, float]]:
         size, split = self.size, self.split
-        dense = (size.dense + size.embeddings) / (split.tensor * split.pipeline) / split.replicas
-        experts = size.experts / (split.pipeline * split.expert * split.expert_tensor) / max(split.expert_replicas, 1)
+        dense = (size.dense + size.embeddings) / (split.tensor * split.pipeline)
+        experts = size.experts / (split.pipeline * split.expert * split.expert_tensor)
+        if split.sharded:
+            dense, experts = dense / split.replicas, experts / max(split.expert_replicas, 1)
         moved = (dense + experts) * self.optimizer_bytes * self.work.updates
         seconds = moved / (self.cluster.kind.memory_bytes_per_s * MEMORY)
         return [("optimizer", seconds), *((item.what, item.seconds) for item in self._gradients())]

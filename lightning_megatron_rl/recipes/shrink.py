@@ -27,6 +27,7 @@ PROMPT_BYTES, RESPONSE_TOKENS = 480, 8  # a byte is a token
 VOCABULARY = 320
 HEAD_DIM = 32  # at most, where heads make the model's width: 32 heads of Llama's 405B would make 4,096
 _TILE = 32  # of vLLM's kernel for experts on a CPU: their width is a multiple
+_ENGINE = "VLLMEngine"
 _SPECIAL = ["<pad>", "<eos>", "<bos>"]
 _SIZES = (
     "tensor_model_parallel_size",
@@ -60,7 +61,7 @@ def shrink_arguments(arguments: Sequence[str]) -> list[str]:
     file = directory / "shrunk.yaml"
     file.write_text(yaml.safe_dump(shrink_config(config, directory, world), sort_keys=False))
     print(f"{file}: the same run with a small model, on a CPU", file=sys.stderr)
-    if is_slow_here(str(config["trainer"]["precision"])):
+    if is_slow_here(str(config["trainer"]["precision"] or "32-true")):
         print(
             "this CPU has no AVX-512, without which products in 16 bits take many times as long:"
             " --trainer.precision 32-true",
@@ -87,6 +88,7 @@ def shrink_config(config: dict[str, Any], directory: Path, world: int) -> dict[s
     trainer, model, data = config["trainer"], config["model"]["init_args"], config["data"]["init_args"]
     strategy = trainer["strategy"]["init_args"]
     ranks, replicas = shrink_layout(strategy, world)
+    model["train"] = model.get("train") or {}
     fields = model["train"].get("model_config") or {}
     layers = _layers(strategy, fields)
     raw = small_config(model["model"], layers)
@@ -111,8 +113,9 @@ def shrink_config(config: dict[str, Any], directory: Path, world: int) -> dict[s
         data["max_prompt_length"], data["on_long_prompt"] = PROMPT_BYTES, "truncate_left"
     else:
         batch = 4 * replicas
-        data["max_length"], data["overlong"] = PROMPT_BYTES + RESPONSE_TOKENS, "truncate"
-        data["max_tokens_per_batch"] = None
+        data["max_length"] = PROMPT_BYTES + RESPONSE_TOKENS
+        if "chosen_column" not in data:  # pairs are not truncated
+            data["overlong"], data["max_tokens_per_batch"] = "truncate", None
     data["batch_size"] = data["val_batch_size"] = batch
     data["train"] = _write_rows(directory / "train.jsonl", data["train"], data)
     for name, source in (data.get("val") or {}).items():
@@ -250,8 +253,16 @@ def _shrink_sampling(model: dict[str, Any], raw: dict[str, Any]) -> None:
     for name in ("sampling", "validation_sampling"):
         if model.get(name):
             model[name]["max_tokens"] = RESPONSE_TOKENS
+    engine = model.get("engine") or {"class_path": _ENGINE, "init_args": {}}
+    kind = engine["class_path"].rpartition(".")[2]
+    if kind != _ENGINE:
+        log.warning("model.engine: a %s in place of %s, for the small model", _ENGINE, kind)
+        engine = {"class_path": _ENGINE, "init_args": {}}
+    model["engine"] = {**engine, "init_args": engine.get("init_args") or {}}
     model["engine"]["init_args"] |= {
         "device": "cpu",
+        "devices": None,
+        "weight_transfer": "auto",
         "max_model_len": PROMPT_BYTES + RESPONSE_TOKENS + 8,
         "max_num_seqs": 16,
         "kv_cache_memory_gb": 0.1,
@@ -298,6 +309,8 @@ def _made_up(data: dict[str, Any]) -> dict[str, Any]:
         data.get("prompt_column") or "prompt": "What is 1 + 1?",
         data.get("answer_column") or "answer": "2",
         data.get("completion_column") or "completion": "It is 2.",
+        data.get("chosen_column") or "chosen": "It is 2.",
+        data.get("rejected_column") or "rejected": "It is 3.",
     }
     messages = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
     return text | ({data["messages_column"]: messages} if data.get("messages_column") else {})

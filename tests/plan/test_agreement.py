@@ -19,10 +19,12 @@ from lightning_megatron_rl.plan.config import FromConfig
 from lightning_megatron_rl.planner.budget import MARGIN, choose
 from lightning_megatron_rl.planner.divisibility import PipelineSplit
 from lightning_megatron_rl.planner.hardware import GIB, HARDWARE
+from lightning_megatron_rl.planner.moments import ACTIVATIONS
 from lightning_megatron_rl.planner.report import as_text
 from lightning_megatron_rl.planner.run import Run
 from lightning_megatron_rl.planner.scaling import grown
 from lightning_megatron_rl.planner.search import Candidate, search
+from lightning_megatron_rl.planner.timing import DISK_BYTES_PER_S
 from tests.command_line import ROOT
 
 RECIPES = ROOT / "configs" / "recipes" / "qwen3-8b"
@@ -125,6 +127,42 @@ def test_stages_keep_no_more_micro_batches_than_there_can_be(grpo: Run):
     assert few.most_microbatches == 4
     first, second = (next(few.stages())[1] for few in (few, replace(few, work=replace(work, sequences=8))))
     assert first.needed < second.needed
+
+
+def test_last_of_stages_in_chunks_is_ahead_of_its_backward_passes(grpo: Run):
+    """Two stages, two chunks each: the last computes three chunks before the first backward pass, one and a half."""
+    work = replace(grpo.work, longest=8192)
+    whole = replace(grpo, world=2, layout=layout(1, 2), sampling=None, work=work, size=replace(grpo.size, vocabulary=1))
+    cut = replace(whole, layout=replace(whole.layout, virtual_pipeline_model_parallel_size=2))
+    found = []
+    for run in (whole, cut):
+        *_, (stage, plan) = run.stages()
+        assert stage == 1
+        found.append(next(part.size for part in plan.trainer if part.name == ACTIVATIONS))
+    assert found[1] == pytest.approx(1.5 * found[0], rel=1e-3)
+
+
+def test_checkpoint_has_weights_and_optimizer_state_once(grpo: Run):
+    """14 bytes per parameter (docs/checkpoints.md), whatever the replicas; of adapters their own."""
+    whole = grpo.size.parameters * 14 / DISK_BYTES_PER_S
+    assert grpo.data_parallel == 4
+    assert grpo.saving().seconds == pytest.approx(whole)
+    assert replace(grpo, sharded=False).saving().seconds == pytest.approx(whole)
+    assert replace(grpo, world=64).saving().seconds == pytest.approx(whole / 8)  # each node writes its share
+    adapters = describe("grpo_lora")
+    assert adapters.saving().seconds == pytest.approx(adapters.adapter_parameters * 14 / DISK_BYTES_PER_S)
+
+
+def test_optimizer_that_is_not_sharded_moves_all_its_state_on_each_gpu(grpo: Run):
+    """Gradients are summed by an all-reduce then: sent twice, and no parameters."""
+
+    def found(run: Run) -> tuple[float, float]:
+        (sent,) = [item.size for item in run.traffic() if item.what == "gradients and parameters"]
+        return dict(run._training().update().parts)["optimizer"], sent
+
+    sharded, whole = found(grpo), found(replace(grpo, sharded=False))
+    assert whole[0] == pytest.approx(sharded[0] * 4)
+    assert whole[1] == pytest.approx(sharded[1] * (4 + 4) / (4 + 2))  # bytes of gradients and weights
 
 
 def test_averages_of_the_weights_are_counted(grpo: Run):

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.modules.planning import Lengths
+from lightning_megatron_rl.data.planning import plan_microbatches, round_up
+from lightning_megatron_rl.modules.planning import Lengths, longest_sequence
+from lightning_megatron_rl.modules.sharing import microbatch_rules
 from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.plan.config import FromConfig
 from lightning_megatron_rl.planner.budget import (
@@ -41,7 +43,23 @@ def test_candidates_hold_the_longest_sequence_and_end_where_all_are_in_one(run: 
     assert [candidate.microbatches == 1 for candidate in kept[:-1]] == [False] * (len(kept) - 1)
     layout = replace(run.layout, tensor_model_parallel_size=1, sequence_parallel=False, context_parallel_size=2)
     two_ranks = replace(run, layout=layout)
-    assert next(candidates(two_ranks, tokens=True, recompute=False, least=5000)).microbatch_tokens == 10_000
+    assert next(candidates(two_ranks, tokens=True, recompute=False, least=5000)).microbatch_tokens == 5000
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_context_parallelism_divides_what_a_sequence_takes(context: int):
+    """TP 2 and CP 4 pad a row to a multiple of 16: a micro-batch of that holds it, and each rank has a quarter."""
+    length = 32_769
+    config = ROOT / "configs" / "recipes" / "qwen3-8b" / "sft.yaml"
+    layout = f"--trainer.strategy.context_parallel_size={context}"
+    built = FromConfig(["--config", str(config), f"--data.max_length={length}", "--data.batch_size=8", layout])
+    least = longest_sequence(built.model, built.datamodule, built.strategy.layout)
+    rules = microbatch_rules(built.strategy.layout)
+    assert least == round_up(length, 2 if context == 1 else 16)
+    assert plan_microbatches([length], least, rules=rules) == [[0]]
+    found = built.describe(HARDWARE["h100"], devices=8, nodes=1, lengths=Lengths())
+    assert found.microbatch_tokens == least
+    assert found.recompute_setting == ("full" if context == 1 else "none")
 
 
 def test_what_is_not_open_stays(run: Run):

@@ -1,9 +1,11 @@
 """The memory plan: each formula by hand, and refusals with the arithmetic and what to lower."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from lightning_megatron_rl.planner.memory import (
     ModelSize,
@@ -144,6 +146,17 @@ def test_state_of_experts_is_shared_by_their_own_replicas():
     whole = replace(on_two_nodes, sharded=False)
     parts = trainer_parts(MIXTURE, whole, precision="bf16-mixed", tokens=1, logprob_chunk=1)
     assert size_of(parts, "trainer: optimizer state, experts") == 1_000_000_000 * 12
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(4, 2, 8), (4, 2, 4), (2, 3, 4), (4, 1, 8), (4, 1, 2)])
+def test_stages_keep_as_many_micro_batches_as_megatrons_schedule_has_ahead(stages, chunks, microbatches):
+    virtual = chunks if chunks > 1 else None
+    for stage in range(stages):
+        group: Any = SimpleNamespace(size=lambda: stages, rank=lambda stage=stage: stage)
+        ranks: Any = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual)
+        every, _, ahead, _ = get_pp_rank_microbatches(microbatches, chunks, stages, p2p_communicator=ranks)
+        kept = Split(pipeline=stages, chunks=chunks).kept_microbatches(stage, microbatches)
+        assert kept * chunks == min(ahead + 1, every)  # one more pass, then the first backward pass
 
 
 def test_settings_of_the_user_replace_the_bytes_of_the_precision():

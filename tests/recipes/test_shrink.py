@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron_rl.plan.config import FromConfig
 from lightning_megatron_rl.recipes.shrink import HEAD_DIM, is_slow_here, shrink_arguments
+from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from tests.command_line import ROOT
 from tests.selection import by_default
 
@@ -34,6 +36,53 @@ def test_files_are_where_the_guide_says(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     shrink_arguments(["--config", str(recipes.RECIPES / "qwen3-0.6b" / f"{method}.yaml")])
     assert (tmp_path / "runs" / "shrunk" / name / "shrunk.yaml").is_file()
+
+
+RIGHT = {"class_path": "lightning_megatron_rl.rewards.ExactMatch"}
+PAIRS = {"class_path": "PreferenceDataModule", "init_args": {"tokenizer": "Qwen/Qwen3-0.6B", "train": "pairs.jsonl"}}
+PROMPTS = {"class_path": "PromptDataModule", "init_args": {"tokenizer": "Qwen/Qwen3-0.6B", "train": "prompts.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "data"),
+    [
+        ("DPOModule", {}, PAIRS),
+        ("RewardModule", {}, PAIRS),
+        ("GRPOModule", {"rewards": [RIGHT]}, PROMPTS),
+        (
+            "GRPOModule",
+            {
+                "rewards": [RIGHT],
+                "engine": {"class_path": "ColocatedVLLMEngine", "init_args": {"max_model_len": 4096}},
+            },
+            PROMPTS,
+        ),
+    ],
+    ids=["dpo", "reward", "grpo", "colocated"],
+)
+def test_configs_that_are_no_recipe_are_shrunk_to_what_fit_takes(tmp_path, monkeypatch, name, settings, data):
+    """No `train`, pairs in place of prompts, no engine, or one that has no setting `device`."""
+    monkeypatch.chdir(tmp_path)
+    model = {"class_path": name, "init_args": {"model": "Qwen/Qwen3-0.6B", **settings}}
+    config = {"trainer": {"accelerator": "gpu", "devices": 8}, "model": model, "data": data}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
+    _, *small = shrink_arguments(["--config", "own.yaml"])
+    built = FromConfig(small)
+    assert type(built.model).__name__ == name
+    if built.model.engine is not None:
+        assert isinstance(built.model.engine, VLLMEngine)
+    (row,) = set((tmp_path / built.datamodule.train_source).read_text().splitlines())
+    assert {"prompt", "chosen", "rejected"} <= json.loads(row).keys()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "runs").write_text("")  # a file where the directory is to be
+    path = recipes.RECIPES / "qwen3-0.6b" / "sft.yaml"
+    command = [sys.executable, "-m", "lightning_megatron_rl", "fit", "--config", str(path), "--shrink"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "fit --shrink: error: [Errno 20] Not a directory: 'runs/shrunk" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
