@@ -83,7 +83,8 @@ def check_rows[Item](
     data = module.trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, RowDataModule):
         return
-    rules, budget = microbatch_rules(module.strategy.layout), module.train_settings.token_budget
+    settings = module.train_settings
+    rules, budget = microbatch_rules(module.strategy.layout, fp8=settings.is_fp8), settings.token_budget
     limit, vocab_size = budget // rules.row_multiple * rules.row_multiple, module.hf_model.config.vocab_size
     rows = [row for rows in data.items.values() for row in rows if isinstance(row, item)]
     long: list[TokenSequence] = []

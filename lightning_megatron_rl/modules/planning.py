@@ -151,7 +151,7 @@ def longest_sequence(module: Any, data: Any, layout: ParallelLayout) -> int:
     Raises:
         ValueError: Nobody says it: no sampler, and a data module without `batch_size` and `max_length`.
     """
-    multiple = microbatch_rules(layout, fp8=bool(module.train_settings.model_config.get("fp8"))).row_multiple
+    multiple = microbatch_rules(layout, fp8=module.train_settings.is_fp8).row_multiple
     if module.engine is not None:
         return round_up(int(module.engine.max_model_len), multiple)
     if hasattr(data, "max_length") and hasattr(data, "batch_size"):

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_megatron_rl.data.planning import round_up
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
 from lightning_megatron_rl.modules.reporting import START_PHASE
 from lightning_megatron_rl.modules.sampling_phase import SamplingPhase
+from lightning_megatron_rl.modules.sharing import microbatch_rules
 from lightning_megatron_rl.modules.streaming import StreamedRollouts
 from lightning_megatron_rl.parallel.distributed import data_parallel_gather, run_on_all_ranks
 from lightning_megatron_rl.rewards.base import Reward, reward_name
@@ -351,10 +353,13 @@ def check_engine(
     if engine.replays_run:
         return
     limit, budget = engine.max_model_len, policy.train_settings.token_budget
-    if limit > budget:
+    multiple = microbatch_rules(policy.strategy.layout, fp8=policy.train_settings.is_fp8).row_multiple
+    least = round_up(limit, multiple)
+    if least > budget:
+        padded = f", with padding {least}" if least > limit else ""
         raise ValueError(
-            f"train.max_tokens_per_microbatch={budget} < engine.max_model_len={limit}: a sampled sequence may not"
-            " fit into a micro-batch. Raise train.max_tokens_per_microbatch or lower max_model_len."
+            f"train.max_tokens_per_microbatch={budget} < engine.max_model_len={limit}{padded}: a sampled sequence may"
+            f" not fit into a micro-batch. Raise train.max_tokens_per_microbatch to {least} or lower max_model_len."
         )
     if sampling.max_tokens >= limit:
         raise ValueError(

@@ -108,6 +108,11 @@ class TrainingSettings:
         tokens = self.max_tokens_per_microbatch
         return tokens if isinstance(tokens, int) else WITHOUT_GPU
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether layers compute in fp8, which asks for more of micro-batches."""
+        return bool(self.model_config.get("fp8"))
+
     def recomputed(self, layers: int) -> float:
         """Return the share of the layers of a pipeline stage (of one of its chunks) that are computed again.
 

@@ -47,6 +47,10 @@ class EngineNeeds:
         """Return what it samples in, of a checkpoint that is stored in one."""
         return stored if self.dtype == "auto" else self.dtype
 
+    def element_bytes(self, stored: str) -> int:
+        """Return the bytes of a weight, and of a number in the cache; see `dtype_of`."""
+        return 4 if self.dtype_of(stored) == "float32" else 2
+
     def cache_tokens(self, size: ModelSize, stored: str) -> int | None:
         """Return the tokens that its key/value cache holds; None if its size is not given.
 
@@ -56,10 +60,9 @@ class EngineNeeds:
         """
         if self.kv_cache_memory_gb is None:
             return None
-        element_bytes = 4 if self.dtype_of(stored) == "float32" else 2
         cache = size.cache_width  # of latent attention: each GPU has all of it
         width = cache or size.key_value_width / self.tensor_parallel_size
-        bytes_per_token = size.layers * width * element_bytes
+        bytes_per_token = size.layers * width * self.element_bytes(stored)
         return int(self.kv_cache_memory_gb * 2**30 / bytes_per_token)
 
     def message_bytes(self, replicas: int, *, adapters: bool) -> int:
@@ -133,7 +136,7 @@ class EngineNeeds:
             total=total,
             utilization=self.gpu_memory_utilization,
             cache_bytes=None if cache_gb is None else int(cache_gb * 2**30),
-            element_bytes=4 if self.dtype_of(stored) == "float32" else 2,
+            element_bytes=self.element_bytes(stored),
             own_process=self.own_process,
             engines=engines,
         )

@@ -160,7 +160,7 @@ class Run:
         """Refuse a sampler whose memory does not hold the model and one sequence, as vLLM would."""
         held, needs = self.cache_tokens, sampling.needs
         if held < sampling.tokens:
-            weights = self.size.parameters * self.element / needs.tensor_parallel_size / GIB
+            weights = self.size.parameters * needs.element_bytes(self.stored) / needs.tensor_parallel_size / GIB
             given = (
                 f"gpu_memory_utilization={needs.gpu_memory_utilization:g} of {self.kind.memory_gib:g} GiB"
                 if needs.kv_cache_memory_gb is None
@@ -181,10 +181,11 @@ class Run:
         given = needs.cache_tokens(self.size, self.stored)
         if given is not None:
             return given
-        weights = self.size.parameters * self.element / needs.tensor_parallel_size
+        element = needs.element_bytes(self.stored)
+        weights = self.size.parameters * element / needs.tensor_parallel_size
         free = max(0.0, needs.gpu_memory_utilization * self.kind.total - weights)
         width = self.size.cache_width or self.size.key_value_width / needs.tensor_parallel_size
-        return int(free / (self.size.layers * width * self.element))
+        return int(free / (self.size.layers * width * element))
 
     def layers(self) -> list[int]:
         """Layers of each pipeline stage."""

@@ -268,6 +268,14 @@ def test_micro_batch_that_a_sample_may_not_fit_is_refused(worker_pool, qwen3_dir
         job(worker_pool, qwen3_dir, module={"max_tokens_per_microbatch": 32})
 
 
+def test_micro_batch_without_room_for_the_padding_of_a_sample_is_refused(worker_pool, qwen3_dir):
+    """Context parallelism of two pads sequences to multiples of four: the run would have ended with the first."""
+    engine = ReplayEngine()
+    engine.max_model_len = 63
+    with pytest.raises(WorkerError, match=r"=63 < engine\.max_model_len=63, with padding 64: .* Raise .* to 64 or"):
+        job(worker_pool, qwen3_dir, "cp2", module={"engine": engine, "max_tokens_per_microbatch": 63})
+
+
 def test_quantised_model_is_refused_with_the_way_out(worker_pool, qwen3_dir, tmp_path):
     save_quantised(qwen3_dir, tmp_path / "fp8")
     with pytest.raises(WorkerError, match=r"is quantised \(fp8\): the sampler .* `lightning-megatron-rl convert"):

@@ -134,6 +134,8 @@ def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path
         (["--data.batch_size", "63"], "data.batch_size=63 over 4 data-parallel replicas: 63 % 4 = 3"),
         (["--model.train.max_tokens_per_microbatch", "4400"], "_microbatch=4400 < engine.max_model_len=4608"),
         (["--model.engine.gpu_memory_utilization", "0.1"], "cache holds 4249 tokens, engine.max_model_len"),
+        (["--model.engine.gpu_memory_utilization", "0.1", "--trainer.precision", "32-true"],
+         "cache holds 4249 tokens"),  # a sampler has the checkpoint's 16 bits
         (["--trainer.strategy.sequence_parallel", "true", "--trainer.strategy.tensor_model_parallel_size", "1"],
          "sequence_parallel=True with tensor_model_parallel_size=1"),
     ],
