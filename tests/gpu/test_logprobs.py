@@ -31,6 +31,35 @@ def compare_on_cuda() -> dict[str, float]:
     return errors
 
 
+def sampled_logprobs() -> dict[str, tuple[float, float]]:
+    """Largest error of vLLM's log-probs of drawn tokens, and the time they take, by its own kernel and wide blocks."""
+    from vllm.v1.worker.gpu.sample import logprob
+
+    from lightning_megatron_rl.compat.vllm_logprobs import widen_logprobs
+
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    logits = 4 * torch.randn(64, 151_936, generator=generator, device="cuda")
+    tokens = torch.randint(151_936, (64, 1), generator=generator, device="cuda")
+    exact = logits.double().log_softmax(-1).gather(1, tokens)
+    own, found = logprob._topk_log_softmax_kernel, {}
+    try:
+        for name in ("own", "wide"):
+            values, times = logprob.compute_token_logprobs(logits, tokens), []
+            for _ in range(9):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(10):
+                    logprob.compute_token_logprobs(logits, tokens)
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end))
+            found[name] = float((values.double() - exact).abs().max()), sorted(times)[4]
+            widen_logprobs()
+    finally:
+        logprob._topk_log_softmax_kernel = own
+    return found
+
+
 @pytest.mark.smoke
 def test_kernels_on_the_device(gpu_pool):
     errors = gpu_pool.run(compare_on_cuda, world_size=1, init_process_group=False)[0]
@@ -39,3 +68,10 @@ def test_kernels_on_the_device(gpu_pool):
     )  # a z of 126 has an error of 4e-6, which is one of p, times log p of about ten
     assert errors["torch.bfloat16"] < 2**-7
     assert errors["sum"] < 1e-5  # a product rounded to bf16 before it is added has 1e-3
+
+
+def test_log_probs_of_drawn_tokens_in_wide_blocks(fresh_pool):
+    """A log-prob of 16 to 32 is rounded by 1e-6, and so is the logit that it is made of. Both are as exact."""
+    found = fresh_pool.run(sampled_logprobs, world_size=1, init_process_group=False)[0]
+    assert max(found["own"][0], found["wide"][0]) < 4e-6
+    assert found["wide"][1] < found["own"][1] / 1.5, found

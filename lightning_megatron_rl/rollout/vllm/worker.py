@@ -78,8 +78,10 @@ class Worker:
         with self.activity.during("start"):
             from vllm import LLM
 
+            from lightning_megatron_rl.compat.vllm_logprobs import widen_logprobs
             from lightning_megatron_rl.compat.vllm_steps import quicken
 
+            widen_logprobs()  # before vLLM compiles its kernels
             self._llm = LLM(**arguments)
             quicken(self._llm)
         collect_as_usual()
