@@ -85,6 +85,7 @@ _WHERE_RAISED = f"({_DEBUG}=true shows where this was raised)"
 _MAX_LISTED = 20  # keys of a class that a message lists if none is similar to the unknown one
 _NEAREST = 3  # of those of a class with more
 _OTHER_NAMES = {"learning_rate": "lr"}  # that no similarity finds
+_OPTIMIZER = ("model", "train", "optimizer")  # where the optimizer's settings are
 # how jsonargparse begins an error with others below it, and its lines without information
 _NESTED = re.compile(r'Does not validate against|Parser key "|Problem with given class_path')
 _NOISE = re.compile(
@@ -570,7 +571,12 @@ def _parameters(cls: str, group: str | None) -> list[str]:
 
 
 def _suggest(key: str, names: list[str]) -> str:
-    near = [name for name in names if name == _OTHER_NAMES.get(key)]
+    last = key.rpartition(".")[2]
+    last = _OTHER_NAMES.get(last, last)
+    near: list[str] = []
+    if last in ("lr", "weight_decay"):  # they are the optimizer's
+        owner = next((depth for depth in (2, 1, 0) if _OPTIMIZER[depth] in names), None)
+        near = [last] if last in names else [] if owner is None else [".".join((*_OPTIMIZER[owner:], last))]
     if near := near or difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"; did you mean {near[0]}?"
     if len(names) > _MAX_LISTED:

@@ -78,8 +78,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str | Path, **environment
         (
             "optimizer",
             {"lr": 1.0},
-            "unknown key optimizer.lr; known: ckpt_path, config, data, model, seed_everything, trainer, w",
+            "unknown key optimizer.lr; did you mean model.train.optimizer.lr?",
         ),
+        ("model.init_args.train.learning_rate", 1e-5, "key model.train.learning_rate; did you mean optimizer.lr?"),
+        ("model.init_args.weight_decay", 0.1, "key model.weight_decay; did you mean train.optimizer.weight_decay?"),
+        ("optimiser", {"x": 1.0}, "unknown key optimiser.x; known: ckpt_path, config, data, model, seed_everything"),
         # refused by the classes themselves, in their words
         (
             "model.init_args.loss.advantage",
