@@ -506,6 +506,8 @@ def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     key, group = match["option"] or match["member"] or match["key"] or match["argument"], match["group"]
     if cls:
         where = ".".join(part for part in (path, group, key) if part)
+        if pydoc.locate(cls) in (pl.LightningModule, pl.LightningDataModule):
+            return f"unknown key {where}: nothing before it gives {path} a class_path. An overlay comes after its base"
         return _explain_moved(where, cls) or f"unknown key {where}{_suggest(key, _parameters(cls, group))}"
     key = ".".join(part for part in (path, group, key) if part)  # no class's: the command's own
     parent = key.rpartition(".")[0]

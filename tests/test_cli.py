@@ -99,6 +99,14 @@ def test_mistake_in_yaml_is_named(capsys, tmp_path, key, value, expected):
     assert expected in refusal(capsys, "fit", "--config", changed(GRPO, tmp_path / "config.yaml", key, value))
 
 
+@pytest.mark.parametrize("section", ["model", "data"])
+def test_overlay_before_its_base_is_refused(capsys, tmp_path, section):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(f"{section}: {{init_args: {{batch_size: 3}}}}")
+    said = refusal(capsys, "fit", "--config", overlay, "--config", GRPO)
+    assert f"unknown key {section}.batch_size: nothing before it gives {section} a class_path" in said
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
