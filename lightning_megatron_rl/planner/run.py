@@ -450,8 +450,9 @@ class Run:
     def saving(self) -> Phase:
         """A checkpoint, beside training: weights and optimizer state once, of adapters alone; each node has a share."""
         trained = self.adapter_parameters or self.size.parameters
-        written = trained * (self.state.weights + self.state.optimizer) * self._per_node / self.world
-        return Phase(SAVING, (("disk", written / DISK_BYTES_PER_S),))
+        again = 4 if self.element == 4 and self.sharded else 0  # the sharded optimizer's weights, in any precision
+        each = self.state.weights + self.state.optimizer + again
+        return Phase(SAVING, (("disk", trained * each * self._per_node / self.world / DISK_BYTES_PER_S),))
 
     def traffic(self) -> list[Traffic]:
         """Return what one GPU sends in a step."""

@@ -143,12 +143,14 @@ def test_last_of_stages_in_chunks_is_ahead_of_its_backward_passes(grpo: Run):
 
 
 def test_checkpoint_has_weights_and_optimizer_state_once(grpo: Run):
-    """14 bytes per parameter (docs/checkpoints.md), whatever the replicas; of adapters their own."""
+    """14 bytes per parameter, 16 in fp32 (docs/checkpoints.md), whatever the replicas; of adapters their own."""
     whole = grpo.size.parameters * 14 / DISK_BYTES_PER_S
     assert grpo.data_parallel == 4
     assert grpo.saving().seconds == pytest.approx(whole)
     assert replace(grpo, sharded=False).saving().seconds == pytest.approx(whole)
     assert replace(grpo, world=64).saving().seconds == pytest.approx(whole / 8)  # each node writes its share
+    single = describe("grpo", "--trainer.precision=32-true", "--model.train.recompute=none")
+    assert single.saving().seconds == pytest.approx(whole * 16 / 14)
     adapters = describe("grpo_lora")
     assert adapters.saving().seconds == pytest.approx(adapters.adapter_parameters * 14 / DISK_BYTES_PER_S)
 
