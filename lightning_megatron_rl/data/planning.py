@@ -83,6 +83,8 @@ def plan_microbatches(
                 f" train.max_tokens_per_microbatch={max_tokens}: raise it to at least {least}, or shorten prompts or"
                 " responses"
             )
+    if rules.same_shape and not packed:  # every row gets as wide as the widest of all bins, see `microbatch_shapes`
+        places = [max(places, default=0)] * len(places)
     at_least = num_microbatches or 0
     if packed:
         bins = _fill_packed(places, [(cost or SequenceCost())(place) for place in places], limit, at_least)

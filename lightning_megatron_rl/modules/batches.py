@@ -10,7 +10,7 @@ from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.models.hf.files import has_tokenizer
 from lightning_megatron_rl.modules.sharing import microbatch_rules
-from lightning_megatron_rl.sample import Prompt
+from lightning_megatron_rl.sample import Prompt, Sample
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.modules.model import ModelModule
@@ -64,6 +64,20 @@ def check_prompts(module: object, prompts: Any) -> None:
         rank_zero_warn(  # without the prompt's number: these words are said once
             "a batch has one prompt more than once: seeds are made of its index, so that each time it gets the same"
             " responses. Draw prompts without replacement; num_generations is how many responses a prompt gets."
+        )
+
+
+def check_samples(module: object, samples: list[Sample]) -> None:
+    """Refuse to train on no response at all, where other replicas may have some.
+
+    Raises:
+        ValueError: With whose batch it is.
+    """
+    if not samples:
+        raise ValueError(
+            f"{type(module).__name__} has no response to train on: this replica's batch of prompts is empty. Each"
+            " data-parallel replica needs a prompt in every training batch: let the DataLoader drop a last batch that"
+            " is not full, or use a PromptDataModule."
         )
 
 

@@ -111,6 +111,19 @@ class DPOModule(PairModule, PolicyModule):  # trained on pairs as a reward model
         ]
         return torch.stack(ratios) if ratios else torch.empty(0)
 
+    def prepare_side(self, sequence: TokenSequence) -> TokenSequence:
+        """Return the sequence.
+
+        Raises:
+            ValueError: It has no target: a response without tokens has no log-ratio.
+        """
+        if not sequence.loss_mask.any():
+            raise ValueError(
+                f"{sequence.origin or 'a side of a pair'} has no target among its {len(sequence)} tokens: a response"
+                " without tokens has no log-ratio of policy and reference. Leave such pairs out."
+            )
+        return sequence
+
     def token_share(self, sequence: TokenSequence) -> float:
         """Return 1, or 1 / length of the response if the loss is of averages."""
         return 1 / int(sequence.loss_mask.sum()) if self.pair_loss_kind.averages else 1.0

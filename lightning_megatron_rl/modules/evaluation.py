@@ -19,7 +19,7 @@ from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE, Range, check_ranges
 
 _BOXED = "\\boxed{"
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")  # of the list "1,2" each
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # not the list "1,2"
 _RANGES = {
     "num_generations": COUNT_OR_NONE.called("0 draws only the one response of validation_sampling"),

@@ -16,7 +16,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
-from lightning_megatron_rl.modules.batches import check_prompts
+from lightning_megatron_rl.modules.batches import check_prompts, check_samples
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
 from lightning_megatron_rl.modules.failures import FailureWatch
@@ -390,6 +390,7 @@ class GRPOModule(PolicyModule):
         """Return samples of `prompts` with rewards, old and reference log-probs, and advantages."""
         tally = Tally()
         samples = self.sample(self.backlog.take(prompts, self))
+        check_samples(self, samples)
         refills = self.streamed is None and not self.engine.replays_run  # a stream passes groups over by itself
         if self.dynamic_sampling is not None and refills:
             samples = self.refill(samples, self.dynamic_sampling, tally)

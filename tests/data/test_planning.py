@@ -84,8 +84,7 @@ def test_replicas_get_equally_many_micro_batches_that_fit(packed: bool, layout: 
         shapes = microbatch_shapes(lengths, plan, packed=packed, rules=rules)
         assert all(width % rules.row_multiple == 0 for _, width in shapes)
         assert len(set(shapes)) == 1 or not rules.same_shape
-        if not rules.same_shape:
-            assert all(rows * width <= max_tokens for rows, width in shapes)
+        assert all(rows * width <= max_tokens for rows, width in shapes)
 
 
 def test_work_is_balanced_by_cost_not_by_tokens():

@@ -19,10 +19,11 @@ from lightning_megatron_rl.modules.grpo import GRPOModule
 from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reward_model import RewardModule
 from lightning_megatron_rl.modules.sft import SFTModule
+from tests.distributed import WorkerError
 from tests.module_options import nested
 from tests.modules.runs import ReplayEngine, fit_grpo, parity, prompts
 from tests.tiny_models import make_tokenizer
-from tests.training import Recorder, frozen_sequences, make_trainer
+from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
 
 ROWS = [{"prompt": "1+1="}] * 8
 MODULES: dict[type, tuple[dict[str, Any], str, str]] = {
@@ -68,6 +69,22 @@ def test_one_prompt_twice_is_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_prompts(module, [first, second, replace(first, dataset="other")])
+
+
+class Nothing(SequenceDataModule):
+    """A loader whose batches are empty, as a sampler of one's own may leave them on a replica."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([[]], batch_size=None)
+
+
+def fit_nothing(model: Path) -> None:
+    fit_grpo(model, {}, 1, data=Nothing([], 4))
+
+
+def test_replica_without_a_prompt_is_told_so(worker_pool, qwen3_dir):
+    with pytest.raises(WorkerError, match=r"GRPOModule has no response to train on: this replica's batch .* is empty"):
+        worker_pool.run(fit_nothing, qwen3_dir, world_size=1, init_process_group=False)
 
 
 LONG, FOREIGN = {"prompt": "1+1=", "completion": "2" * 90}, {"prompt": "1+1=", "completion": "<extra>"}

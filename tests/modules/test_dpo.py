@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_megatron_rl.models.layers.lora import LoRASettings
 from lightning_megatron_rl.modules.dpo import DPOModule
+from tests.distributed import WorkerError
 from tests.module_options import nested
 from tests.modules.preference_runs import fit_pairs, frozen_pairs
 from tests.selection import by_default
@@ -116,6 +117,16 @@ def test_adapters_off_are_the_reference(worker_pool, qwen3_dir):
     assert alone.steps[0]["preference/chosen"] == 0.0
     assert alone.steps[1]["preference/chosen"] != 0.0
     assert_same(job(worker_pool, qwen3_dir, "tp2_sp", module=module, optimizer={"lr": 1e-2}), alone)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_pair_without_a_response_is_refused(worker_pool, qwen3_dir, loss):
+    """Of a loader of one's own: its log-ratio was taken for 0, and the mean over its tokens was a division by zero."""
+    pairs = frozen_pairs(4)
+    pairs[2].rejected.loss_mask[:] = False
+    pairs[2].rejected.origin = "pair 2"
+    with pytest.raises(WorkerError, match=r"pair 2 has no target among its \d+ tokens: .* Leave such pairs out"):
+        job(worker_pool, qwen3_dir, pairs=pairs, steps=1, module={"loss": loss})
 
 
 def test_frozen_copy_counts_in_the_plan_of_a_gpus_memory():

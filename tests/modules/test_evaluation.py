@@ -108,6 +108,9 @@ def _matcher():
         ("\\boxed{3", None, "3"),
         ("It is 12.", None, "12"),
         ("1,234.5 or -7", None, "-7"),
+        ("1,234,567.5 m", None, "1234567.5"),
+        ("the roots are 1,2", None, "2"),  # a list, not the vote of "12"
+        ("x = 10,2000", None, "2000"),
         (" Paris ", None, "Paris"),
         ("<a>1</a> <a> 2 </a>", "<a>(.*?)</a>", "2"),
         ("nothing", "<a>(.*?)</a>", None),
