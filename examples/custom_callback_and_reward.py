@@ -104,7 +104,10 @@ def main() -> None:
         engine=VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25),
     )
     data = PromptDataModule(
-        train=ArithmeticRows("train", size=200), tokenizer=options.model, batch_size=8, max_prompt_length=16
+        train=ArithmeticRows("train", size=200, lowest_digit_first=True),
+        tokenizer=options.model,
+        batch_size=8,
+        max_prompt_length=16,
     )
     trainer.fit(module, data)
 

@@ -64,8 +64,8 @@ def main() -> None:
         train=TrainingSettings(optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98)),
     )
     data = PromptDataModule(
-        train=ArithmeticRows("train", size=3500),
-        val={"arithmetic": ArithmeticRows("val", size=500)},
+        train=ArithmeticRows("train", size=3500, lowest_digit_first=True),
+        val={"arithmetic": ArithmeticRows("val", size=500, lowest_digit_first=True)},
         tokenizer=options.model,
         batch_size=64,
         val_batch_size=500,

@@ -55,7 +55,7 @@ def main() -> None:
         engine=VLLMEngine(max_model_len=64, kv_cache_memory_gb=0.25),
     )
     data = PromptDataModule(
-        train=ArithmeticRows("train", size=100),
+        train=ArithmeticRows("train", size=100, lowest_digit_first=True),
         val={
             "seen": ArithmeticRows("train", size=options.prompts, lowest_digit_first=True),
             "unseen": ArithmeticRows("val", size=options.prompts, lowest_digit_first=True),

@@ -68,7 +68,10 @@ def main() -> None:
         train=TrainingSettings(optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.0, adam_beta2=0.98)),
     )
     data = PromptDataModule(
-        train=ArithmeticRows("train", size=3500), tokenizer=options.model, batch_size=32, max_prompt_length=16
+        train=ArithmeticRows("train", size=3500, lowest_digit_first=True),
+        tokenizer=options.model,
+        batch_size=32,
+        max_prompt_length=16,
     )
     trainer.fit(module, data)
     metrics, digest = trainer.callback_metrics, hashlib.sha256()

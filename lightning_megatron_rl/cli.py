@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # jsonargparse finds a class by its short name among those that are imported
+from lightning_megatron_rl import rewards
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.memory_snapshot import MemorySnapshot
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles
@@ -56,7 +57,13 @@ from lightning_megatron_rl.rollout.vllm.colocated import ColocatedVLLMEngine
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.required import require_megatron
-from lightning_megatron_rl.utilities.config_files import check_configs, check_stages, replaced_settings, shipped_configs
+from lightning_megatron_rl.utilities.config_files import (
+    check_configs,
+    check_functions,
+    check_stages,
+    replaced_settings,
+    shipped_configs,
+)
 from lightning_megatron_rl.utilities.console import outlived_output
 from lightning_megatron_rl.utilities.files import numbered
 from lightning_megatron_rl.utilities.masking import is_secret_name, mask_secrets, mask_text
@@ -205,6 +212,7 @@ class CommandLine(LightningCLI):
         found = self._arguments = shipped_configs(arguments)
         try:
             check_configs(found, os.environ)
+            check_functions(found, os.environ)
         except ValueError as error:
             parser.error(str(error))
         for replaced in replaced_settings(found):
@@ -479,11 +487,7 @@ def explain(message: str, known: Iterable[str] = ()) -> str:
             owners.append((indent, "", match[1]))
         elif match := re.match(r"Given value: (.*)", text):  # of the complaints in the list above it
             complaints = [
-                (
-                    depth,
-                    f"{said}, got {match[1]}" if depth == indent + 4 and re.search(r"expected [^,]+$", said) else said,
-                )
-                for depth, said in complaints
+                (depth, _with_value(said, match[1]) if depth == indent + 4 else said) for depth, said in complaints
             ]
         else:
             complaints.append((indent, _explain_line(text, path, cls, list(known))))
@@ -491,8 +495,17 @@ def explain(message: str, known: Iterable[str] = ()) -> str:
     return "\n".join(dict.fromkeys(text for indent, text in complaints if indent == deepest)) or message
 
 
+def _with_value(said: str, value: str) -> str:
+    """Return a complaint with the value that it is about, which jsonargparse gives after it."""
+    if match := re.match(r"(.*)Import path does not implement protocol (\w+)$", said):
+        return match[1] + _explain_protocol(value, match[2])
+    return f"{said}, got {value}" if re.search(r"expected [^,]+$", said) else said
+
+
 def _explain_line(text: str, path: str, cls: str, known: list[str]) -> str:
     if match := re.match(r"Expected a dot import path string: (\w+)", text):
+        if match[1] in rewards.__all__:
+            return f"{path}: a reward is named by its path: {rewards.__name__}.{match[1]}"
         return f"{path}: unknown class {match[1]}{_suggest(match[1], [cls.__name__ for cls in _CLASSES])}"
     if match := re.match(r"Import path (\S+) does not implement protocol (\w+)", text):
         return f"{path}: {_explain_protocol(match[1], match[2])}"

@@ -141,6 +141,22 @@ def test_overlay_before_its_base_is_refused(capsys, tmp_path, section):
             "untyped_reward(samples) is to be tests.test_cli.untyped_reward(samples: list[Sample]) -> list[float], with"
             " these annotations (from lightning_megatron_rl import Sample)",
         ),
+        (
+            "model.init_args.environment",
+            "tests.test_cli.Untyped",
+            "tests.test_cli.Untyped is no Environment: start(prompt, seed) is to be start(prompt: Prompt, seed: int)",
+        ),
+        ("model.init_args.engine", "tests.test_cli.NoStart", "tests.test_cli.NoStart has no method "),
+        (
+            "model.init_args.rewards",
+            [{"class_path": "tests.test_cli.untyped_reward", "init_args": {"budget": 3}}],
+            "the reward tests.test_cli.untyped_reward is a function, which has no settings: init_args {'budget': 3}",
+        ),
+        (
+            "model.init_args.rewards",
+            ["ExactMatch"],
+            "model.rewards: a reward is named by its path: lightning_megatron_rl.rewards.ExactMatch",
+        ),
     ],
 )
 def test_values_that_would_only_fail_later_are_named(capsys, tmp_path, key, value, expected):
@@ -153,6 +169,13 @@ class NoStart:
 
 class Inherits(Environment):
     """Has only what the protocol says."""
+
+
+class Untyped:
+    """An environment without annotations."""
+
+    def start(self, prompt, seed):
+        return None
 
 
 def untyped_reward(samples):

@@ -1,5 +1,6 @@
 """The examples run: the script on a tiny model with real vLLM and two ranks, the user's own parts also from YAML."""
 
+import ast
 import csv
 import importlib
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_megatron_rl.environments import Action, Calculator, Ending, Reply
 from lightning_megatron_rl.rewards import compute_rewards, reward_name
@@ -35,6 +37,17 @@ def run(*command: str | Path) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_sums_are_those_that_the_demos_model_has_learnt(script):
+    """It writes answers from the lowest digit up: asked for others, it is wrong from the start."""
+    config = yaml.safe_load((ROOT / "configs" / "demo" / "sft.yaml").read_text())
+    assert config["data"]["init_args"]["train"]["init_args"]["lowest_digit_first"] is True
+    calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
+    for call in calls:
+        if ast.unparse(call.func) in ("ArithmeticRows", "ArithmeticPairs"):
+            assert "lowest_digit_first=True" in ast.unparse(call)
 
 
 def test_script_with_two_ranks(qwen3_dir, tmp_path):

@@ -65,6 +65,7 @@ def make_schema() -> Schema:
     for name in ("logger", "plugins", "profiler"):
         one = {"anyOf": [anything, {"type": ["boolean", "null"]}]}
         trainer["properties"][name] = {"anyOf": [one, {"type": "array", "items": anything}]}
+    trainer["properties"] = _with_additions(trainer["properties"])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "lightning-megatron-rl",
@@ -120,9 +121,23 @@ def _parameters(kind: type) -> Schema:
     takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind).parameters.values())
     return {
         "type": "object",
-        "properties": {name: of_type(hints.get(name, Any)) for name in wanted},
+        "properties": _with_additions({name: of_type(hints.get(name, Any)) for name in wanted}),
         "additionalProperties": takes_more,
     }
+
+
+def _with_additions(properties: Schema) -> Schema:
+    """Return properties, each list also under its name and a plus, which adds to the list of the files before."""
+    items = {name: _items(schema) for name, schema in properties.items() if not name.endswith("+")}
+    lists = {name: item for name, item in items.items() if item is not None}
+    return properties | {f"{name}+": {"anyOf": [properties[name], item]} for name, item in lists.items()}
+
+
+def _items(schema: Schema) -> Schema | None:
+    """Return the schema of an item where a value may be a list; None where it may not."""
+    if schema.get("type") == "array":
+        return schema.get("items", {})  # type: ignore[no-any-return]
+    return next((item for one in schema.get("anyOf", ()) if (item := _items(one)) is not None), None)
 
 
 def _imported_late() -> dict[str, Any]:

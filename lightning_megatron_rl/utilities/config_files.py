@@ -1,6 +1,8 @@
 """Early checks of the command line's YAML files, with file, line and column in errors."""
 
 import difflib
+import inspect
+import pydoc
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,44 @@ def check_configs(arguments: Sequence[str], environment: Mapping[str, str]) -> N
     """
     for path in _named_files(arguments, environment):
         check_config(path)
+
+
+def check_functions(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse settings for a reward that is a function: the parser would drop them.
+
+    Args:
+        arguments: Of the command; its configs have been checked.
+        environment: As for `check_configs`.
+
+    Raises:
+        ValueError: With the file, the function and its settings.
+    """
+    for path in _named_files(arguments, environment):
+        text = "".join(line for _, line in read_lines(path))
+        for name, given in _reward_settings(yaml.safe_load(text), ""):
+            try:
+                target = pydoc.locate(name)
+            except pydoc.ErrorDuringImport:  # the parser tells
+                continue
+            if inspect.isfunction(target):
+                raise ValueError(
+                    f"{path}: the reward {name} is a function, which has no settings: init_args {given} would be"
+                    " ignored. Write a class with __init__ and __call__, or leave init_args out"
+                )
+
+
+def _reward_settings(settings: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Class paths and settings of rewards, wherever they stand."""
+    if isinstance(settings, list):
+        for value in settings:
+            yield from _reward_settings(value, key)
+    if not isinstance(settings, dict):
+        return
+    name, given = settings.get("class_path"), settings.get("init_args")
+    if key.rstrip("+") in ("rewards", "reward") and isinstance(name, str) and given:
+        yield name, given
+    for inner, value in settings.items():
+        yield from _reward_settings(value, str(inner))
 
 
 def replaced_settings(arguments: Sequence[str]) -> list[str]:

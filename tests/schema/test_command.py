@@ -40,6 +40,8 @@ def test_every_config_is_valid(validator, config):
         ("model.init_args.train.optimizer.weight_deca", 0.1),
         ("data.init_args.batchsize", 5),
         ("trainer.callbacks.0.init_args.num_sample", 4),
+        ("trainer.callbacks+", [{"class_path": "RolloutSamples", "init_args": {"num_sample": 4}}]),
+        ("trainer.max_steps+", 4),
         ("modle", {}),
     ],
 )
@@ -56,6 +58,9 @@ def test_mistakes_are_marked(validator, tmp_path, key, value):
         ("model.init_args.train.optimizer.lr", "1e-6"),  # YAML 1.1 reads it as text, the parser as a number
         ("model.class_path", "my_package.MyModule"),
         ("trainer.strategy", "auto"),
+        ("trainer.callbacks+", [{"class_path": "RolloutSamples"}]),  # adds to the list of the files before
+        ("trainer.callbacks+", "RolloutSamples"),
+        ("model.init_args.rewards+", ["my_rewards.short"]),
     ],
 )
 def test_what_the_parser_takes_is_not_marked(validator, tmp_path, key, value):
