@@ -28,6 +28,8 @@ def main(model: str, device: str, more: dict[str, Any]) -> None:
     own: dict[str, Any] = {"dtype": "float32" if device == "cpu" else "bfloat16", "enforce_eager": device == "cpu"}
     own |= {"max_model_len": 160, "max_num_seqs": 16, "block_size": BLOCK, "num_gpu_blocks_override": 40}
     own |= {"kv_cache_memory_bytes": 2**26, "logprobs_mode": "processed_logprobs", "enable_prefix_caching": True}
+    if device == "cuda":
+        own["gpu_memory_utilization"] = 0.05  # what has to be free, where other tests use the GPU as well
     is_ahead, fuzzed = more.pop("ahead", False), more.pop("fuzzed", 0)
     llm = vllm.LLM(model, **own | more)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
