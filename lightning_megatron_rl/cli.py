@@ -588,10 +588,10 @@ def _parameters(cls: str, group: str | None) -> list[str]:
 def _suggest(key: str, names: list[str]) -> str:
     last = key.rpartition(".")[2]
     last = _OTHER_NAMES.get(last, last)
-    near: list[str] = []
+    near = []
     if last in ("lr", "weight_decay"):  # they are the optimizer's
-        owner = next((depth for depth in (2, 1, 0) if _OPTIMIZER[depth] in names), None)
-        near = [last] if last in names else [] if owner is None else [".".join((*_OPTIMIZER[owner:], last))]
+        places = [".".join((*_OPTIMIZER[depth:], last)) for depth in (3, 2, 1, 0)]
+        near = [place for place in places if place.partition(".")[0] in names]  # the nearest first
     if near := near or difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"; did you mean {near[0]}?"
     if len(names) > _MAX_LISTED:

@@ -51,19 +51,24 @@ class EngineNeeds:
         """Return the bytes of a weight, and of a number in the cache; see `dtype_of`."""
         return 4 if self.dtype_of(stored) == "float32" else 2
 
-    def cache_tokens(self, size: ModelSize, stored: str) -> int | None:
-        """Return the tokens that its key/value cache holds; None if its size is not given.
+    def cache_tokens(self, size: ModelSize, stored: str, total: int | None = None) -> int | None:
+        """Return the tokens that its key/value cache holds; None if that depends on `total`, which is None.
 
         Args:
             size: The model's.
             stored: The checkpoint's dtype.
+            total: Memory of the GPU. # bytes
         """
-        if self.kv_cache_memory_gb is None:
+        element = self.element_bytes(stored)
+        if self.kv_cache_memory_gb is not None:
+            cache = self.kv_cache_memory_gb * 2**30
+        elif total is not None:
+            weights = size.parameters * element / self.tensor_parallel_size
+            cache = max(0.0, self.gpu_memory_utilization * total - weights)
+        else:
             return None
-        cache = size.cache_width  # of latent attention: each GPU has all of it
-        width = cache or size.key_value_width / self.tensor_parallel_size
-        bytes_per_token = size.layers * width * self.element_bytes(stored)
-        return int(self.kv_cache_memory_gb * 2**30 / bytes_per_token)
+        width = size.cache_width or size.key_value_width / self.tensor_parallel_size  # each GPU has all of a latent one
+        return int(cache / (size.layers * width * element))
 
     def message_bytes(self, replicas: int, *, adapters: bool) -> int:
         """Return what messages with weights to its servers take of a rank's GPU at most.

@@ -177,15 +177,7 @@ class Run:
         """Tokens that one sampler's cache holds; 0 without a sampler."""
         if self.sampling is None:
             return 0
-        needs = self.sampling.needs
-        given = needs.cache_tokens(self.size, self.stored)
-        if given is not None:
-            return given
-        element = needs.element_bytes(self.stored)
-        weights = self.size.parameters * element / needs.tensor_parallel_size
-        free = max(0.0, needs.gpu_memory_utilization * self.kind.total - weights)
-        width = self.size.cache_width or self.size.key_value_width / needs.tensor_parallel_size
-        return int(free / (self.size.layers * width * element))
+        return self.sampling.needs.cache_tokens(self.size, self.stored, self.kind.total) or 0
 
     def layers(self) -> list[int]:
         """Layers of each pipeline stage."""

@@ -44,6 +44,7 @@ def receive(meeting: Path) -> None:
     while not meeting.exists():
         time.sleep(0.1)
     receiver, found = NetworkReceiver(), {}
+    # what comes is looked at where vLLM's model would load it: the link is what is tested
     receiver.rank, receiver.model_runner = 0, SimpleNamespace()
     receiver._load = lambda weights: found.update((name, tensor.clone()) for name, tensor in weights)
     receiver.join_trainer(json.loads(meeting.read_text()))

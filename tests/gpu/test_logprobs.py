@@ -71,7 +71,10 @@ def test_kernels_on_the_device(gpu_pool):
 
 
 def test_log_probs_of_drawn_tokens_in_wide_blocks(fresh_pool):
-    """A log-prob of 16 to 32 is rounded by 1e-6, and so is the logit that it is made of. Both are as exact."""
+    """A log-prob of 16 to 32 is rounded by 1e-6, and so is the logit that it is made of. Both are as exact.
+
+    Alone on an H200 wide blocks take a third of the time; other tests use the GPU meanwhile.
+    """
     found = fresh_pool.run(sampled_logprobs, world_size=1, init_process_group=False)[0]
     assert max(found["own"][0], found["wide"][0]) < 4e-6
     assert found["wide"][1] < found["own"][1] / 1.5, found

@@ -15,6 +15,8 @@ def test_the_cache_holds_so_many_tokens():
     assert needs.cache_tokens(size, "float32") == 2**29 // 512
     assert EngineNeeds(kv_cache_memory_gb=0.5, tensor_parallel_size=2).cache_tokens(size, "bfloat16") == 2**29 // 128
     assert EngineNeeds().cache_tokens(size, "bfloat16") is None
+    share = EngineNeeds(gpu_memory_utilization=0.5)  # of 2^20 bytes, of which two weights of 2 bytes take 4
+    assert share.cache_tokens(size, "bfloat16", 2**20) == (2**19 - 4) // 256
 
 
 def test_messages_to_servers_have_a_bucket_for_each_server_of_a_replica():

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0  # deadline of a word that needs no work
 # half of the longest message: where somebody was held up, vLLM joins all tokens since, 175 bytes each
 READ_BYTES = 2**24
+_ENDS = ("stop", "length")  # why a whole response ends
 READY, STALE, LOST = "ready", "without weights", "lost"  # states
 
 
@@ -339,15 +340,16 @@ class ServerClient:
                         if line.startswith(b"data: {"):
                             self._moved_at = time.monotonic()
                             for token_ids, logprobs, reason in self._read(line[6:]):
-                                yield token_ids, logprobs, reason if reason in ("stop", "length") else None
-                    was_dropped = self._is_paused and reason not in ("stop", "length")
+                                yield token_ids, logprobs, reason if reason in _ENDS else None
+                    was_dropped = self._is_paused
                 finally:
                     self._streams.discard(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerLostError(f"the connection to the server {self.url} ended: {error}") from error
         finally:
-            self._was_cut = self._was_cut or not (was_dropped or reason in ("stop", "length"))
-        if not (was_dropped or reason in ("stop", "length")):
+            is_whole = was_dropped or reason in _ENDS
+            self._was_cut = self._was_cut or not is_whole
+        if not is_whole:
             raise ServerLostError(f"the server {self.url} ended a response with {reason!r}")
 
     def _read(self, line: bytes) -> Iterator[tuple[list[int], list[float], str | None]]:
