@@ -24,6 +24,7 @@ _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\
 _NAME = re.compile(r"(?<![\\A-Za-z])(pi|ln|log(?!\d)|exp|sin|cos|tan|cot|csc|arcsin|arccos|arctan)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
 _UNIT = re.compile(rf"(?<!\S)(?:[A-Za-z]{{3,}}|{_SHORT}\b)(?:/[A-Za-z]+)?(?:\^\d)?")  # "square", "cm^2", "km/h"
+_LEADS = re.compile(r"(?:[A-Za-z]{2}(?: an?)?|[=:]) $")  # to an answer
 _MIXED = re.compile(r"(?<![\w.,/}])(\d{1,3}) (\d+)/(\d+)(?![\w/]|[.,]\d)")  # not the year of "in 2023 1/3 of them"
 
 
@@ -77,6 +78,21 @@ def parse_reference(reference: str) -> list[Any]:
     return parse(f"${formula}$", parsing_timeout=None) or plain
 
 
+def ends_with(response: str, reference: str) -> bool:
+    r"""Return whether a response without delimiters is the reference answer, or ends with it behind a word, "=" or ":".
+
+    Outside delimiters math-verify sees the numbers of a response alone: of "It is 36π square units." it reads 36.
+
+    Example:
+        ``ends_with("So it is 2√3.", "2√3")`` is True; ``ends_with("2 + x", "x")`` is False.
+    """
+    if _DELIMITED.search(response):
+        return False
+    said, answer = (" ".join(as_latex(text).replace("**", "").split()).rstrip(" .") for text in (response, reference))
+    before = said.removesuffix(answer)
+    return bool(answer) and said.endswith(answer) and (not before or _LEADS.search(before) is not None)
+
+
 def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:
     """Serve until the standard input ends, which it also does when the parent dies.
 
@@ -93,7 +109,7 @@ def main(cpu_seconds: float, memory_bytes: int, replies_fd: int) -> None:
         reference, response = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         said = parse(as_latex(response), parsing_timeout=None)
-        equal = verify(parse_reference(reference), said, timeout_seconds=None)
+        equal = ends_with(response, reference) or verify(parse_reference(reference), said, timeout_seconds=None)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(bool(equal)), file=replies, flush=True)
 

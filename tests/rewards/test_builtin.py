@@ -79,6 +79,16 @@ from tests.rewards.samples import make_sample
         ("\\boxed{36\\pi \\text{ cm}^2}", "36\\pi cm^2", 1.0),
         ("36", "36\\pi cm^2", 0.0),
         ("\\boxed{5\\sqrt{2}}", "5\\sqrt{2} meters", 1.0),
+        # without delimiters a response is read as text, where its end is the answer
+        ("36π square units", "36π square units", 1.0),
+        ("So the area is **36π square units**.", "36π square units", 1.0),
+        ("It is 136π square units", "36π square units", 0.0),
+        ("log 2", "log 2", 1.0),
+        ("x = 2√3", "2√3", 1.0),
+        ("It is -2√3", "2√3", 0.0),
+        ("2 + x", "x", 0.0),
+        ("We get a 2 × 3 matrix.", "2 × 3 matrix", 1.0),
+        ("It is 12π.", "12\\pi", 1.0),
         # two letters are a product, unless they are a unit or a word
         ("0.5", "\\frac{1}{2} bh", 0.0),
         ("\\boxed{\\frac{bh}{2}}", "\\frac{1}{2} bh", 1.0),
