@@ -13,6 +13,9 @@ _MODEL = "the sampler loads what is trained, from the module's `model`"
 _LOGPROBS = "the trainer would score another distribution than the one that was sampled from"
 _PROCESSES = "the engine starts and places vLLM's processes itself; use tensor_parallel_size and devices"
 _SAMPLER = "the engine samples text with a policy and needs nothing else"
+_CACHE = "with keys and values of fewer bits than the weights, log-probs were not compared with the trainer's"
+_OFFLOADED = "weights that vLLM keeps on the host were not tested with updates; lower kv_cache_memory_gb"
+_OTHER_CODE = "updates and log-probs were tested with vLLM's own code of a model alone"
 # Why an argument is not passed through, by its name or a pattern of names
 REFUSED: dict[str, str] = {
     "max_model_len": "set the engine's max_model_len",
@@ -49,6 +52,12 @@ REFUSED: dict[str, str] = {
     "trust_remote_code": "code of a model directory has one switch, for model, tokenizer and engine together",
     "quantization*": "the sampler would quantise the weights that it gets, and sample from another model",
     "allow_deprecated_quantization": "the sampler samples with the weights that are trained",
+    "kv_cache_dtype*": _CACHE,
+    "calculate_kv_scales": _CACHE,
+    "cpu_offload_*": _OFFLOADED,
+    "offload_*": _OFFLOADED,
+    "model_impl": _OTHER_CODE,
+    "override_attention_dtype": _OTHER_CODE,
     "*lora*": "adapters are merged into the weights before these are sent",
     "logprobs_mode": _LOGPROBS,
     "generation_config": _LOGPROBS,

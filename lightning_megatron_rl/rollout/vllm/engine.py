@@ -82,7 +82,8 @@ class VLLMEngine(SupervisedEngine):
         env: Environment variables of the process, over all others. Values that look like secrets are written down as
             "***", which stands for the value that this process's environment has.
         vllm_args: Other arguments of vLLM's own, by their names in `vllm.EngineArgs`, such as
-            ``{"max_num_batched_tokens": 8192}``; those that the engine sets itself are refused.
+            ``{"max_num_batched_tokens": 8192}``; those that the engine sets itself, or that were not tested with
+            updates, are refused.
         echo_output: Show the process's output.
     """
 
