@@ -99,10 +99,10 @@ def start_peer(
     variants: Sequence[str] = ("plain",),
     devices: int = 1,
 ) -> Started:
-    """Start a peer's side, for verl with each variant of its settings."""
+    """Start a peer's side, for verl with each variant of its settings, TRL's asynchronous trainer with a --bound."""
     if peer == "trl":
-        on = f"--devices={devices}"
-        return {"": pool.start("trl_peer.py", [*arguments, on], timeout_s, search_path(), devices)}
+        script = "trl_async_peer.py" if any(word.startswith("--bound=") for word in arguments) else "trl_peer.py"
+        return {"": pool.start(script, [*arguments, f"--devices={devices}"], timeout_s, search_path(), devices)}
     deadline = f"--deadline={timeout_s - 30:g}"  # it ends what it started by itself
     return {
         name: pool.start(

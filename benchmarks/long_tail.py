@@ -4,8 +4,8 @@
 104): lengths belong to prompts, so every side draws the same tokens in the end, which is checked. The sampler works
 between training steps ("shared") or beside them ("separate": on GPUs its own, on a CPU one core for the trainer and one
 for the sampler, against the synchronous run on both), or two replicas do both on a device each ("replicas"). Peers run
-in the same run on one GPU: TRL's synchronous trainer, and verl's synchronous one and its asynchronous one at the same
-bounds.
+in the same run: TRL's synchronous trainer, verl's synchronous one, and its asynchronous one at the same bounds; where
+ours has two GPUs, TRL's asynchronous one, too.
 
 A rate is that of the measured steps together, not of the median one: steps of a stream differ. The simulation has the
 engine's measured speed, and sampling and training alone take time in it.
@@ -138,7 +138,7 @@ def main() -> None:
             write(rows, options, load, others)  # what is measured is not lost with a later side
             print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
         for side, runs in of_peers.items():
-            others[side] = finish_side(options, side.partition(",")[0], runs, rows[0])
+            others[side] = finish_side(options, side, runs, rows[0])
             write(rows, options, load, others)
     finish(rows, options)
     print_table(write(rows, options, load, others))
@@ -263,6 +263,8 @@ def peer_sides(names: Sequence[str], bounds: Sequence[int], placements: Sequence
     sides: dict[str, list[str]] = {}
     if "trl" in names:
         sides = {TRL_SIDES[placement]: [] for placement in placements}
+        if set(placements) != {"shared"}:  # its asynchronous trainer has a GPU for the sampler
+            sides |= {f"trl, asynchronous, bound {bound}": [f"--bound={bound}"] for bound in bounds}
     if "verl" in names:
         if "shared" in placements:  # it has one GPU
             sides["verl, synchronous"] = ["--mode=sync"]
@@ -286,7 +288,9 @@ def verl_side(placement: str, bound: int) -> str:
 
 def start_side(pool: Sides, options: argparse.Namespace, side: str, more: list[str]) -> Started:
     """Start a peer's side."""
-    peer, devices = side.partition(",")[0], 2 if "separate" in side or "two GPUs" in side else 1
+    peer, is_asynchronous = side.partition(",")[0], "asynchronous" in side
+    devices = 2 if "separate" in side or "two GPUs" in side or is_asynchronous else 1
+    beside_training = peer == "trl" and not is_asynchronous
     arguments = [
         f"--device={options.device}",
         f"--shape={options.shape}",
@@ -298,7 +302,7 @@ def start_side(pool: Sides, options: argparse.Namespace, side: str, more: list[s
         f"--prompt-tokens={options.prompt_tokens}",
         f"--response-tokens={options.longest}",
         f"--max-tokens={options.max_tokens}",
-        f"--cache-gb={min(options.cache_gb, options.trl_cache_gb) if peer == 'trl' else options.cache_gb}",
+        f"--cache-gb={min(options.cache_gb, options.trl_cache_gb) if beside_training else options.cache_gb}",
         f"--trl-batch={options.trl_batch}",
         "--long-tail",
         *more,
@@ -311,10 +315,17 @@ def steps_of(options: argparse.Namespace, peer: str) -> int:
     return int(options.steps + (options.drain if peer == "verl" else 0))
 
 
-def finish_side(options: argparse.Namespace, peer: str, started: Started, ours: dict[str, Any]) -> dict[str, Any]:
-    """Return a peer's side, with what is different in its work from the synchronous run's; if it failed, why."""
-    tokens = ours["response_tokens_per_step"][: options.warmup + steps_of(options, peer)]
-    same = ours["work"] if peer == "verl" else {"response_tokens_per_step": tokens}
+def finish_side(options: argparse.Namespace, name: str, started: Started, ours: dict[str, Any]) -> dict[str, Any]:
+    """Return a peer's side, with what is different in its work from the synchronous run's; if it failed, why.
+
+    TRL's asynchronous trainer leaves out what is too old, so that it trains on other prompts, as many.
+    """
+    peer, steps = name.partition(",")[0], options.warmup + options.steps
+    same = {"response_tokens_per_step": ours["response_tokens_per_step"][:steps]}
+    if peer == "verl":
+        same = ours["work"]
+    elif "asynchronous" in name:
+        same = {"samples_per_step": [options.groups * options.generations] * steps}
     side = peer_side(peer, started, same)
     if "failed" in side:
         return side

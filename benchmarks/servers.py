@@ -22,6 +22,14 @@ from lightning_megatron_rl.verify.pool import free_port
 END_S = 60.0  # a server takes 20 s at most to end its own processes
 LOOK_S = 0.2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+VLLM_VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # routes for updates of weights
+    "VLLM_HOST_IP": "127.0.0.1",  # it would ask the network
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which compiles kernels when it first samples
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # the model is a directory
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ def serve(
                 variables = {TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": gpu}
                 variables |= _host(f"server{number}") if share else {}
                 log = Path(logs) / f"{number}.txt"
-                started.append(_Server(model, arguments, variables, log))
+                started.append(_Server(["lightning_megatron_rl", "serve", str(model), *arguments], variables, log))
             for server in started:
                 server.wait(deadline)
             own = {TOKEN_VARIABLE: token} | (_host("trainer") if share else {})
@@ -86,16 +94,41 @@ def serve(
                 server.end()
 
 
+@contextmanager
+def serve_vllm(model: Path, arguments: Sequence[str], gpu: str, timeout_s: float) -> Iterator[str]:
+    """Start vLLM's own server with the routes that trainers use, wait until it answers, and end it when it is left.
+
+    Args:
+        model: Its directory.
+        arguments: Of vLLM, besides model, host and port.
+        gpu: That it has; empty: it runs on the CPU.
+        timeout_s: Deadline of its start. # seconds
+
+    Raises:
+        RuntimeError: It ended or was late, with the end of its output.
+    """
+    variables = {**VLLM_VARIABLES, "CUDA_VISIBLE_DEVICES": gpu}
+    with tempfile.TemporaryDirectory() as logs:
+        module = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1", *arguments]
+        server = _Server(module, variables, Path(logs) / "vllm.txt")
+        try:
+            server.wait(time.monotonic() + timeout_s)
+            yield server.url
+        finally:
+            server.process.send_signal(signal.SIGTERM)
+            server.end()
+
+
 def _host(name: str) -> dict[str, str]:
     """Return variables of a process that is a host of its own to NCCL, which refuses two of one host on one GPU."""
     return {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class _Server:
-    def __init__(self, model: Path, arguments: Sequence[str], variables: dict[str, str], log: Path) -> None:
+    def __init__(self, module: Sequence[str], variables: dict[str, str], log: Path) -> None:
         port = free_port()
-        self.url, self._log, self._token = f"http://127.0.0.1:{port}", log, variables[TOKEN_VARIABLE]
-        command = [sys.executable, "-m", "lightning_megatron_rl", "serve", str(model), "--port", str(port), *arguments]
+        self.url, self._log, self._token = f"http://127.0.0.1:{port}", log, variables.get(TOKEN_VARIABLE, "")
+        command = [sys.executable, "-m", *module, "--port", str(port)]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -105,7 +138,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def wait(self, deadline: float) -> None:
@@ -142,5 +175,6 @@ class _Server:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let a child that is about to start end with this process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -57,8 +57,11 @@ def _long_tail(results: Path) -> Iterator[Row]:
             bound, apart = row["max_staleness"], row["placement"] == "separate"
             two = apart or row["devices"] > 1
             verl = f"verl, {'separate, ' if apart else ''}bound {bound}" if bound else "verl, synchronous"
+            trl = "trl, two GPUs" if two else "trl"
+            if bound:
+                trl = f"trl, asynchronous, bound {bound}" if apart else ""
             theirs = {
-                "trl": None if bound else _rate(result["peers"].get("trl, two GPUs" if two else "trl")),
+                "trl": _rate(result["peers"].get(trl)),
                 "verl": _rate(result["peers"].get(verl)) if apart or not two else None,
             }
             if not any(theirs.values()):

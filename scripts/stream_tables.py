@@ -37,7 +37,7 @@ def _peers(result: Result) -> list[str]:
     lines = []
     for name, side in result.get("peers", {}).items():
         if "samples_per_s" in side:
-            called = name.replace("trl", "TRL, synchronous")
+            called = name.replace("trl", "TRL" if "asynchronous" in name else "TRL, synchronous")
             oldest = (side.get("staleness") or {"max": 0.0})["max"]
             lines.append(
                 f"| {result['device']} | {result['shape']} | {called}"

@@ -148,7 +148,7 @@ def test_what_is_said_of_a_missing_correction_was_measured():
 def test_rows_of_two_gpus_stand_beside_peers_on_two(tmp_path: Path):
     """A synchronous run beside TRL's, a sampler of its own beside verl's."""
     rates = {"trl": 2.0, "verl, synchronous": 4.0, "trl, two GPUs": 3.0, "verl, separate, bound 2": 5.0}
-    rates["verl, bound 2"] = 5.5
+    rates |= {"verl, bound 2": 5.5, "trl, asynchronous, bound 1": 4.0}
     result = {
         "device": "NVIDIA H200",
         "date": "2026-11-26",
@@ -171,5 +171,6 @@ def test_rows_of_two_gpus_stand_beside_peers_on_two(tmp_path: Path):
     ] == [
         "| long responses, 1.7b, synchronous, H200 | 2.00 (3.00 ×) | 4.00 (1.50 ×) | 2026-11-26 |",
         "| long responses, 1.7b, synchronous, two H200s | 3.00 (2.00 ×) | – | 2026-11-26 |",
+        "| long responses, 1.7b, bound of staleness 1, two H200s | 4.00 (1.50 ×) | – | 2026-11-26 |",
         "| long responses, 1.7b, bound of staleness 2, two H200s | – | 5.00 (1.20 ×) | 2026-11-26 |",
     ]

@@ -121,7 +121,7 @@ def test_replicas_are_held_to_what_runs_on_as_many_gpus():
     todo = long_tail.wanted(options, ["replicas"], [2, 4], [])
     assert [(one.bound, one.devices, one.parts) for one in todo] == [(0, 2, 1), (2, 2, 1), (4, 2, 1)]
     sides = long_tail.peer_sides(["trl", "verl"], [2], ["replicas"])
-    assert list(sides) == ["trl, two GPUs", "verl, separate, bound 2"]
+    assert list(sides) == ["trl, two GPUs", "trl, asynchronous, bound 2", "verl, separate, bound 2"]
     assert "--mode=separate_async" in sides["verl, separate, bound 2"]
 
 

@@ -2,15 +2,18 @@
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from tests.command_line import ROOT
@@ -107,6 +110,7 @@ def test_every_bound_has_its_side_of_verl():
     }
     assert long_tail.peer_sides(["trl", "verl"], [2], ["separate"]) == {
         "trl, two GPUs": [],
+        "trl, asynchronous, bound 2": ["--bound=2"],
         "verl, separate, bound 2": ["--mode=separate_async", "--bound=2", "--ahead=2"],
     }
 
@@ -327,3 +331,35 @@ def test_groups_in_flight_are_told_for_all_bounds_or_each(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         long_tail.main()
     assert "--in-flight 32 48 with --bounds 1,2,4: give one number, or one for each" in capsys.readouterr().err
+
+
+def test_segments_attend_to_their_own_keys():
+    """As each sequence alone: the second has two thirds of its keys behind it, the last is one token."""
+    attend: Any = importlib.import_module("segment_attention").attend
+    torch.manual_seed(0)
+    lengths = [(5, 5), (2, 6), (1, 1)]  # queries and keys
+    queries = [torch.randn(count, 4, 8) for count, _ in lengths]
+    keys, values = ([torch.randn(count, 2, 8) for _, count in lengths] for _ in range(2))
+    wanted = []
+    for (count, length), query, key, value in zip(lengths, queries, keys, values, strict=True):
+        rows = torch.zeros(count, 4, 8)
+        for place, head in itertools.product(range(count), range(4)):
+            seen = length - count + place + 1
+            weights = torch.softmax(key[:seen, head // 2] @ query[place, head] * 0.3, 0)
+            rows[place, head] = weights @ value[:seen, head // 2]
+        wanted.append(rows)
+    starts_q, starts_k = torch.tensor([0, 5, 7, 8]), torch.tensor([0, 5, 11, 12])
+    packed = [torch.cat(parts) for parts in (queries, keys, values)]
+    settings = {"softmax_scale": 0.3, "causal": True, "window_size": (-1, -1)}
+    found = attend(*packed, starts_q, starts_k, 5, 6, **settings)
+    assert torch.allclose(found, torch.cat(wanted), atol=1e-6)  # sums of six terms in fp32
+    with pytest.raises(ValueError, match=r"window_size=\(3, 0\): plain causal attention"):
+        attend(*packed, starts_q, starts_k, 5, 6, **settings | {"window_size": (3, 0)})
+
+
+def test_trls_asynchronous_trainer_has_a_script_of_its_own():
+    started: list[str] = []
+    pool = SimpleNamespace(start=lambda script, *_: started.append(script))
+    compare.start_peer(pool, "trl", ["--steps=2"], 9.0)
+    compare.start_peer(pool, "trl", ["--steps=2", "--bound=2"], 9.0, devices=2)
+    assert started == ["trl_peer.py", "trl_async_peer.py"]
