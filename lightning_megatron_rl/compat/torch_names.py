@@ -21,6 +21,11 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def scheduler_parts(scheduler: Any) -> list[Any]:
+    """Return the learning-rate schedulers that one is made of; `state_dict` has theirs under the same name."""
+    return list(getattr(scheduler, "_schedulers", []))
+
+
 def is_in_backward() -> bool:
     """Return whether a backward pass runs in this thread, in which only what is recomputed has a forward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -1,8 +1,9 @@
 """`PolicyModule`: a language model on Megatron that is scored by log-probs."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_megatron_rl.data.packing import TokenSequence
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf.model import HFModel
     from lightning_megatron_rl.models.layers.routers import RoutingMode
     from lightning_megatron_rl.modules.reference import Reference
+
+_REFERENCE = "reference"  # of a checkpoint
 
 
 @dataclass  # not frozen: `Trainer.predict` moves results to the CPU, and writes the fields of dataclasses to do so
@@ -49,6 +52,18 @@ class PolicyModule(ModelModule):
         super().on_fit_start()
         if self.reference is not None:
             self.reference.begin_fit()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note what the reference is."""
+        super().on_save_checkpoint(checkpoint)
+        if self.reference is not None:
+            checkpoint[_REFERENCE] = self.reference.state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Look whether a fit that goes on has the same one."""
+        super().on_load_checkpoint(checkpoint)
+        if self.reference is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self.reference.check_state(checkpoint.get(_REFERENCE))  # not in checkpoints of older versions
 
     @property
     def frozen_copies(self) -> int:

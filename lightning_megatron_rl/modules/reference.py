@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
+from lightning_megatron_rl.checkpoints.manifest import MANIFEST_FILE, record_file
 from lightning_megatron_rl.data.packing import TokenSequence
 from lightning_megatron_rl.models.layers.lora import adapters_off
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
+from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, Range, check_ranges
+from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:
     from lightning_megatron_rl.models.hf.model import HFModel
@@ -118,6 +122,7 @@ class Reference:
         self.kind = kind
         self.chunks: list[nn.Module] | None = None  # of the frozen copy, which is neither trained nor a submodule
         self._teacher: HFModel | None = None  # where the copy comes from, if not from the policy's start
+        self._made_of: str | None = None  # checksum of the weights of the copy
         self._average: AveragedWeights | None = None  # of a fit, with kind "average"
 
     @property
@@ -156,8 +161,33 @@ class Reference:
             chunks = policy.build_chunks() if teacher is None else teacher.build_chunks(**policy.build_options)
             self.chunks = [chunk.requires_grad_(False).eval() for chunk in chunks]
             self._offload()
+            self._made_of = self._source()
         if self._settings.refresh_every_n_steps is not None:
             policy.strategy.saved_with_model = {**policy.strategy.saved_with_model, "reference": self.chunks}
+
+    def _source(self) -> str:
+        init_from = self._policy.init_from
+        if self._teacher is None and init_from is not None:  # the manifest names checksums of all weights
+            return record_file(user_path(init_from) / MANIFEST_FILE).sha256
+        return (self._teacher or self._policy.hf_model).fingerprint
+
+    @property
+    def state(self) -> str | None:
+        """What tells the weights of a copy that no checkpoint holds, for it is never given new ones."""
+        return self._made_of if self._settings.refresh_every_n_steps is None else None
+
+    def check_state(self, saved: str | None) -> None:
+        """Warn if a checkpoint's run had another reference.
+
+        Args:
+            saved: Its `state`.
+        """
+        if saved is not None and self.state not in (None, saved):
+            rank_zero_only(tell_loss)(
+                "the reference is another one than in the run that saved the checkpoint: it is made of the weights that"
+                " model, init_from and reference.model name, and these are others now, so any KL is measured to another"
+                " model. Name those of that run again, or start a new run with the checkpoint's weights."
+            )
 
     def begin_fit(self) -> None:
         """Let an average start as the policy is now; a checkpoint's is loaded after this."""

@@ -1,6 +1,6 @@
 """`RunCheckpoints`: Lightning's checkpoint hooks for a strategy's model, optimizers and settings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.checkpoints.keeping import CheckpointKeeper, is_fitting
-from lightning_megatron_rl.checkpoints.outside_model import state_outside_model
+from lightning_megatron_rl.checkpoints.outside_model import load_outside_model, state_outside_model
 from lightning_megatron_rl.checkpoints.resuming import note_due_validation
 from lightning_megatron_rl.checkpoints.saving import CheckpointSaver, Contents, RunFacts, check_checkpoint
 from lightning_megatron_rl.compat.lightning import run_arguments
 from lightning_megatron_rl.parallel.collectives import broadcast
+from lightning_megatron_rl.strategy.saved_schedulers import check_schedulers
 from lightning_megatron_rl.utilities.files import check_local
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.text_files import user_path
@@ -98,6 +99,18 @@ class RunCheckpoints:
         with self._strategy.phase("checkpoint load"):
             contents, given = self._contents(self._strategy.own_optimizers), user_path(broadcast(str(path)))
             return self._saver.load(given, contents, self._facts(), weights_only=weights_only is not False)
+
+    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load what the module holds outside `model`, and check the schedulers, to which Lightning gives theirs next.
+
+        Raises:
+            ValueError: One of them is not what the checkpoint has.
+        """
+        strategy = self._strategy
+        load_outside_model(strategy.trainer.lightning_module, checkpoint["state_dict"], strict)
+        if strategy.trainer.state.fn == TrainerFn.FITTING:
+            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+            check_schedulers(schedulers, checkpoint["lr_schedulers"])
 
     def load_weights(self, path: Path, chunks: Sequence[nn.Module]) -> None:
         """Give freshly built chunks the weights of a checkpoint; see `CheckpointSaver.load_weights`."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron_rl.checkpoints.keeping import check_directories
-from lightning_megatron_rl.checkpoints.outside_model import load_outside_model
 from lightning_megatron_rl.checkpoints.resuming import resumes
 from lightning_megatron_rl.parallel import collectives
 from lightning_megatron_rl.parallel.collectives import gather_parameters
@@ -581,7 +580,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what the module holds outside `model`; `load_checkpoint` has loaded the rest."""
-        load_outside_model(self.trainer.lightning_module, checkpoint["state_dict"], strict)
+        self.checkpoints.load_module_state(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_checkpoint` has restored the optimizer."""

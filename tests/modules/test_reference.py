@@ -147,6 +147,32 @@ def test_a_refreshed_reference_that_is_left_is_told(worker_pool, qwen3_dir, tmp_
         assert len(messages) == count
 
 
+def resumed_with(model: Path, checkpoint: Path, init_from: Path | None) -> tuple[float, int]:
+    """The KL to the reference in the step after a resume, and how often it was told that this is another one."""
+    module = {"reference": ReferenceSettings(), "init_from": None if init_from is None else str(init_from)}
+    with collected() as messages:
+        data = SequenceDataModule(prompts(2) * 4, 2)
+        steps = fit_grpo(model, {}, 1, module=module, steps=2, data=data, ckpt_path=checkpoint).steps
+    return steps[-1]["policy/kl_ref"], sum("reference is another one" in message for message in messages)
+
+
+def test_a_reference_that_is_made_of_other_weights_is_told(worker_pool, qwen3_dir, tmp_path):
+    """The policy's weights come from the checkpoint, the reference's from `model` or `init_from` again."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.tiny_models import save_tiny_model
+
+    other = save_tiny_model(tmp_path / "other", "qwen3", seed=1)
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=1)
+    run(worker_pool, 1, qwen3_dir, None, 1, callbacks=[saving], trainer={"enable_checkpointing": True})
+    saved, options = tmp_path / "saved.ckpt", {"world_size": 1, "init_process_group": False}
+    ((kept, same),) = worker_pool.run(resumed_with, qwen3_dir, saved, None, **options)
+    ((of_other, told_of_model),) = worker_pool.run(resumed_with, other, saved, None, **options)
+    ((of_start, told_of_start),) = worker_pool.run(resumed_with, qwen3_dir, saved, saved, **options)
+    assert (same, told_of_model, told_of_start) == (0, 1, 1)
+    assert len({kept, of_other, of_start}) == 3
+
+
 def test_copies_hold_every_parameter_and_buffer(worker_pool, qwen3_dir):
     assert all(worker_pool.run(copies, qwen3_dir, world_size=1, init_process_group=False))
 
