@@ -90,6 +90,21 @@ def test_programs_with_input_and_output(reward):
     assert CodeTests(limits=LIMITS)([with_tests(text, SUMS) for text in (program, constant)]) == [1.0, 0.0]
 
 
+def test_a_program_is_not_run_on_after_a_test_that_it_has_failed(monkeypatch):
+    """A program that waits until its deadline takes that long for each test."""
+    reward, inputs = CodeTests(limits=LIMITS), []
+    run = reward.sandbox.run
+
+    def noted(code: str, stdin: str):
+        inputs.append(stdin)
+        return run(code, stdin)
+
+    monkeypatch.setattr(reward.sandbox, "run", noted)
+    tests = [{"input": f"{number}", "output": "0"} for number in range(4)]
+    assert reward([with_tests("print(int(input()) // 2)", [*tests, tests[0]])]) == [0.0]
+    assert inputs == ["0", "1", "2"]
+
+
 def test_a_long_output_is_compared_to_its_end(reward):
     tests = [{"input": "200000", "output": "".join(f"{number}\n" for number in range(200_000))}]  # 1.3 MB
     assert reward([with_tests("for number in range(int(input())): print(number)", tests)]) == [1.0]
