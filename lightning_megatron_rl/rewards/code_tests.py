@@ -7,11 +7,12 @@ import secrets
 import textwrap
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
+from lightning_megatron_rl.rewards.deadline import call_in_threads
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.utilities.cpus import usable_cpus
@@ -102,8 +103,9 @@ class CodeTests:
         tests = [self._tests(sample) for sample in samples]
         if not self._checked:
             self._check_protections()
-        with ThreadPoolExecutor(min(self.concurrency, max(len(samples), 1))) as pool:
-            shares = list(pool.map(self._share_passed, [extract_code(sample.final_text) for sample in samples], tests))
+        codes = [extract_code(sample.final_text) for sample in samples]
+        calls = [partial(self._share_passed, code, of_it) for code, of_it in zip(codes, tests, strict=True)]
+        shares = call_in_threads(calls, self.concurrency)
         return shares if self.partial else [float(share == 1.0) for share in shares]
 
     def _check_protections(self) -> None:

@@ -2,12 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 from lightning_megatron_rl.rewards import CodeTests, RewardSetupError, SandboxLimits
 from lightning_megatron_rl.rewards.code_tests import extract_code
 from lightning_megatron_rl.sample import Sample
+from tests.distributed import CHILD_PATH
 from tests.rewards.samples import make_sample
 
 ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
@@ -181,3 +184,24 @@ def test_tests_that_every_response_would_pass_are_refused(reward, tests):
 def test_what_a_test_needs_may_stand_before_it(reward):
     tests = ["import math", "x = 1\ndef check(f):\n    assert f(x, 2) == 3", "check(add)"]
     assert reward([with_tests(RIGHT, tests)]) == [1.0]
+
+
+SLOW_PROGRAMS = """
+import threading, time
+from lightning_megatron_rl.rewards import CodeTests
+from lightning_megatron_rl.sample import Prompt, Sample
+reward = CodeTests(concurrency=2)
+reward._checked = True
+reward._share_passed = lambda code, tests: [print("ran", flush=True), time.sleep(0.3)]
+prompt = Prompt([1], "a", columns={"tests": ["assert x"]})
+threading.Thread(target=reward, args=([Sample(prompt, [1], [0.0], "x")] * 100,), daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+def test_the_end_of_the_process_waits_for_no_program_that_has_not_begun():
+    """After Ctrl-C, or an error of another rank, the programs of a whole rollout were run first."""
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
+    command = [sys.executable, "-c", SLOW_PROGRAMS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert 2 <= ended.stdout.count("ran") <= 20, ended.stderr  # two every 0.3 s, within 0.5 s and the end of those
