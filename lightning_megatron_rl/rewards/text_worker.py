@@ -2,7 +2,8 @@
 
 It is run by its path and imports nothing of this package. Requests are JSON lines, answered by one line each:
 ["fullmatch", pattern, text] by true or false, ["last_group", pattern, text] by the first group of the pattern's last
-match (the match itself without groups) or null, ["schema", schema, text] by true or false.
+match (the match itself without groups) or null, ["schema", schema, text] by true or false, or by the text of an error
+of the schema.
 """
 
 import json
@@ -24,6 +25,7 @@ def answer(kind: str, rule: Any, text: str) -> Any:
             found = match[1] if match.re.groups else match[0]
         return found
     from jsonschema import validators
+    from referencing.exceptions import Unresolvable
 
     try:
         value = json.loads(text, parse_constant=_refuse)
@@ -33,6 +35,8 @@ def answer(kind: str, rule: Any, text: str) -> Any:
         return validators.validator_for(rule, validators.Draft202012Validator)(rule).is_valid(value)
     except RecursionError:
         return False
+    except Unresolvable as error:
+        return str(error)
 
 
 def _refuse(name: str) -> None:
