@@ -107,6 +107,12 @@ from tests.rewards.samples import make_sample
         ("It is 5e-05.", "5", 0.0),
         ("10000000000000000", "1e+16", 1.0),
         ("$2e$", "2e", 1.0),
+        (r"\boxed{1\,234}", "1234", 1.0),
+        (r"\boxed{1\,234}", "235", 0.0),
+        (r"\boxed{12 345 678}", "12,345,678", 1.0),
+        (r"$1\,234.5$", "1234.5", 1.0),
+        ("1234", r"1\,234", 1.0),
+        ("2 125/250", "2.5", 1.0),  # a mixed number still
     ],
 )
 def test_math_equal(response: str, answer: str, expected: float):
