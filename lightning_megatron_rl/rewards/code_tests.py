@@ -15,7 +15,7 @@ from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
 from lightning_megatron_rl.rewards.deadline import call_in_threads
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
-from lightning_megatron_rl.utilities.cpus import usable_cpus
+from lightning_megatron_rl.utilities.cpus import cpu_share
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 # Runs as the sandbox's program. What the code prints goes nowhere; a test has passed when its line, which begins with
@@ -64,7 +64,8 @@ class CodeTests:
         tests_column: Column with the tests.
         partial: Give the fraction of passed tests instead of 1.0 for all.
         limits: What each run may use.
-        concurrency: Runs at one time; the number of CPUs that this process may use if not given.
+        concurrency: Runs at one time; this rank's share of the CPUs if not given. With more, programs wait for each
+            other, and right ones may run into the limit of wall time.
         require: Protections without which the run ends instead of going on with those that the kernel grants.
         python: Interpreter of the programs, below /usr; this process's if not given.
         name: What it is called in the logs.
@@ -92,7 +93,7 @@ class CodeTests:
         self.tests_column = tests_column
         self.partial = partial
         check_ranges({"concurrency": COUNT}, locals(), f"reward {name!r}: ")
-        self.concurrency = concurrency or usable_cpus().count
+        self.concurrency = concurrency
         self.require = tuple(require)
         self.name = name
         self.sandbox = Sandbox(limits, python=python)
@@ -105,7 +106,7 @@ class CodeTests:
             self._check_protections()
         codes = [extract_code(sample.final_text) for sample in samples]
         calls = [partial(self._share_passed, code, of_it) for code, of_it in zip(codes, tests, strict=True)]
-        shares = call_in_threads(calls, self.concurrency)
+        shares = call_in_threads(calls, self.concurrency or cpu_share())
         return shares if self.partial else [float(share == 1.0) for share in shares]
 
     def _check_protections(self) -> None:

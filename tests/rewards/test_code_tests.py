@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from lightning_megatron_rl.rewards import CodeTests, RewardSetupError, SandboxLimits
 from lightning_megatron_rl.rewards.code_tests import extract_code
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.cpus import UsableCPUs
 from tests.distributed import CHILD_PATH
 from tests.rewards.samples import make_sample
 
@@ -184,6 +187,30 @@ def test_tests_that_every_response_would_pass_are_refused(reward, tests):
 def test_what_a_test_needs_may_stand_before_it(reward):
     tests = ["import math", "x = 1\ndef check(f):\n    assert f(x, 2) == 3", "check(add)"]
     assert reward([with_tests(RIGHT, tests)]) == [1.0]
+
+
+def test_programs_of_all_ranks_together_have_a_cpu_each(monkeypatch):
+    """On two CPUs, of 16 programs of 2 s at once none ends within 10 s; each was right alone."""
+    monkeypatch.delenv("LIGHTNING_MEGATRON_RL_CPUS", raising=False)
+    monkeypatch.setattr("lightning_megatron_rl.utilities.cpus.usable_cpus", lambda: UsableCPUs(8, "affinity"))
+    reward, lock, running, most = CodeTests(limits=LIMITS), threading.Lock(), set[str](), list[int]()  # before any rank
+    reward._checked = True
+
+    def noted(code: str, tests: list) -> float:
+        with lock:
+            running.add(code)
+            most.append(len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(code)
+        return 1.0
+
+    monkeypatch.setattr(reward, "_share_passed", noted)
+    for variable, share in (("LOCAL_WORLD_SIZE", "4"), ("LIGHTNING_MEGATRON_RL_CPUS", "3")):
+        monkeypatch.setenv(variable, share)
+        most.clear()
+        assert reward([with_tests(f"x = {number}") for number in range(12)]) == [1.0] * 12
+        assert max(most) == {"4": 2, "3": 3}[share]
 
 
 SLOW_PROGRAMS = """
