@@ -104,6 +104,11 @@ def test_bad_schemas_are_refused(tmp_path: Path):
         JSONSchemaReward(str(tmp_path / "bad.json"))
 
 
+def test_an_error_of_a_text_is_not_one_of_the_schema():
+    with told("ended with code 1: 0"):
+        assert JSONSchemaReward({"multipleOf": 0.5})([make_sample(f"1{'0' * 400}"), make_sample("2")]) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("missing", ["#/$defs/city", "other.json"])
 def test_a_schema_that_names_what_is_not_there_ends_the_run(missing: str):
     """Each response to which it is applied would be wrong."""
