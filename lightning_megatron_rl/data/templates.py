@@ -160,7 +160,7 @@ def render_chat(
     messages: list[Message],
     where: str,
     *,
-    add_generation_prompt: bool,
+    add_generation_prompt: bool = False,
     options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> str:
     """The text that the tokenizer's chat template makes of messages.
@@ -263,6 +263,8 @@ def conversation_segments(
             )
         before = render_chat(tokenizer, messages[:end], where, add_generation_prompt=True, options=options)
         after = render_chat(tokenizer, messages[: end + 1], where, add_generation_prompt=False, options=options)
+        if not after.startswith(before):
+            _check_opening(before, after, render_chat(tokenizer, messages[:end], where, options=options), where, end)
         if not (before.startswith(done) and after.startswith(before)):
             raise ValueError(
                 f"{where}: the chat template changes earlier text when message {end} (assistant) is added, so its "
@@ -274,6 +276,17 @@ def conversation_segments(
     if not segments:
         raise ValueError(f"{where}: no assistant message to train on")
     return segments
+
+
+def _check_opening(before: str, after: str, history: str, where: str, number: int) -> None:
+    """Refuse an answer that alone is the reason why `after` does not begin with `before`: the history is as it was."""
+    if after.startswith(history) and before.startswith(history):
+        opening, answer = before[len(history) :], after[len(history) :]
+        raise ValueError(
+            f"{where}: the chat template lets an answer begin with {opening!r}, message {number} (assistant) begins"
+            f" with {answer[: len(opening) + 20]!r}: put what is missing, such as a thought, into the message, or give"
+            " chat_template_kwargs with which the template does not ask for it"
+        )
 
 
 def tokenize_segment(tokenizer: "PreTrainedTokenizerBase", segment: Segment, before: str = "") -> list[int]:

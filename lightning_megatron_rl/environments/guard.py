@@ -122,6 +122,14 @@ def _checked_reply(reply: Any, vocab_size: int) -> Reply:
         raise ContractError(f"Reply with {found}, though the episode is not done: give one of them")
     if reply.text is not None and (not isinstance(reply.text, str) or not reply.text):
         raise ContractError(f"Reply.text is {reply.text!r}: give text that is not empty")
+    if reply.text is not None:
+        try:
+            reply.text.encode()
+        except UnicodeEncodeError as error:  # no tokenizer takes it
+            raise ContractError(
+                f"Reply.text holds {reply.text[error.start]!r}, half of a character: decode what a tool printed with"
+                " errors='replace'"
+            ) from error
     if reply.token_ids is not None:
         if not isinstance(reply.token_ids, list) or not reply.token_ids:
             raise ContractError(f"Reply.token_ids is {str(reply.token_ids)[:60]}: give a list of token ids, not empty")

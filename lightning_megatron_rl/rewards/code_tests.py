@@ -7,14 +7,15 @@ import secrets
 import textwrap
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lightning_megatron_rl.rewards.base import RewardSetupError, describe_sample
+from lightning_megatron_rl.rewards.deadline import call_in_threads
 from lightning_megatron_rl.rewards.sandbox import MEANING, Sandbox, SandboxError, SandboxLimits
 from lightning_megatron_rl.sample import Sample
-from lightning_megatron_rl.utilities.cpus import usable_cpus
+from lightning_megatron_rl.utilities.cpus import cpu_share
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 # Runs as the sandbox's program. What the code prints goes nowhere; a test has passed when its line, which begins with
@@ -63,7 +64,8 @@ class CodeTests:
         tests_column: Column with the tests.
         partial: Give the fraction of passed tests instead of 1.0 for all.
         limits: What each run may use.
-        concurrency: Runs at one time; the number of CPUs that this process may use if not given.
+        concurrency: Runs at one time; this rank's share of the CPUs if not given. With more, programs wait for each
+            other, and right ones may run into the limit of wall time.
         require: Protections without which the run ends instead of going on with those that the kernel grants.
         python: Interpreter of the programs, below /usr; this process's if not given.
         name: What it is called in the logs.
@@ -91,7 +93,7 @@ class CodeTests:
         self.tests_column = tests_column
         self.partial = partial
         check_ranges({"concurrency": COUNT}, locals(), f"reward {name!r}: ")
-        self.concurrency = concurrency or usable_cpus().count
+        self.concurrency = concurrency
         self.require = tuple(require)
         self.name = name
         self.sandbox = Sandbox(limits, python=python)
@@ -102,8 +104,9 @@ class CodeTests:
         tests = [self._tests(sample) for sample in samples]
         if not self._checked:
             self._check_protections()
-        with ThreadPoolExecutor(min(self.concurrency, max(len(samples), 1))) as pool:
-            shares = list(pool.map(self._share_passed, [extract_code(sample.final_text) for sample in samples], tests))
+        codes = [extract_code(sample.final_text) for sample in samples]
+        calls = [partial(self._share_passed, code, of_it) for code, of_it in zip(codes, tests, strict=True)]
+        shares = call_in_threads(calls, self.concurrency or cpu_share())
         return shares if self.partial else [float(share == 1.0) for share in shares]
 
     def _check_protections(self) -> None:
@@ -160,10 +163,10 @@ class CodeTests:
 
     def _run_pairs(self, code: str, tests: list[dict[str, str]]) -> int:
         passed = 0
-        for test in tests:
+        for number, test in enumerate(tests, start=1):
             result = self.sandbox.run(code, stdin=test["input"])
             passed += result.code == 0 and _lines(result.stdout) == _lines(test["output"])
-            if passed == 0 and not self.partial:
+            if passed < number and not self.partial:
                 break  # it cannot pass all of them any more
         return passed
 

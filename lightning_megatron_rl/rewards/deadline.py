@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -167,6 +167,28 @@ def _settle[T](future: "Future[T]", call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+
+
+def call_in_threads[T](calls: Sequence[Callable[[], T]], num_threads: int) -> list[T]:
+    """Return the calls' results, so many at a time, or raise the first exception.
+
+    The end of the process waits for the calls that run, so that each cleans up behind itself, but begins no other: a
+    pool that has all of them at once makes them all first.
+
+    Example:
+        ``call_in_threads([lambda: 1, lambda: 2], num_threads=8) == [1, 2]``
+    """
+    futures: list[Future[T]] = []
+    running: set[Future[T]] = set()
+    with ThreadPoolExecutor(min(num_threads, max(len(calls), 1))) as pool:
+        for call in calls:
+            if len(running) == num_threads:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+            futures.append(pool.submit(call))
+            running.add(futures[-1])
+        return [future.result() for future in futures]
 
 
 class _Batch[T]:

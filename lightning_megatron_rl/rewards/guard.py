@@ -202,8 +202,12 @@ def guard_all(rewards: Sequence[Reward], timeout_s: float) -> list[GuardedReward
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and message in one line, shortened."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    """Return an exception's type and message in one line, shortened; halves of characters as escapes."""
+    try:
+        message = str(error)
+    except Exception as why:
+        message = f"(no message: {type(why).__name__})"
+    text = " ".join(f"{type(error).__name__}: {message}".split()).encode(errors="backslashreplace").decode()
     return text if len(text) <= 500 else text[:500] + "..."
 
 

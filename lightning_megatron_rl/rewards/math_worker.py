@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+from decimal import Decimal
 from typing import Any
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # says itself where the mathematics is
@@ -19,7 +20,11 @@ _WORD = re.compile(rf"(?<!\S)(?!(?:or|and)\b)(?:[A-Za-z]{{3,}}|{_SHORT}\b)")  # 
 _NUMBER = re.compile(r"(?<![\w^{.])\d{1,3}(?:[ ,]\d{3})+|(?<![\w^{.])\d+")  # not the exponent of "20 cm^2"
 _DATE = re.compile(r"\d[-/:]0\d|(?<!\d)0\d+[-/:]\d")  # "2023-05-01" and "9:00" are no sums or quotients
 _SIGNS = {"π": r"\pi ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "²": "^2", "³": "^3"}
-_SIGNS |= {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4"}
+_SIGNS |= {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4", "−": "-"}
+_POWER = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,2})(?!\w|\.\d)")  # "5e-05", not "2e" or "e^2"
+# "1\\,234", "12 345 678"; not the mixed number of "2 125/250"
+_THOUSANDS = re.compile(r"(?<![\w.,}])([1-9]\d{0,2})((?:(?:\\[,;: ]|[ ~])\d{3})+)(?![\d/]|\s*\\d?t?frac)")
+_PERCENT = re.compile(r"(\\boxed\s*\{(?:[^{}]|\{[^{}]*\})*?)(?:\\[,;! ])?\s*(?:\\?%|percent)\s*\}")
 _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]+)\)|\{([^{}]+)\})")
 _NAME = re.compile(r"(?<![\\A-Za-z])(pi|ln|log(?!\d)|exp|sin|cos|tan|cot|csc|arcsin|arccos|arctan)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
@@ -31,7 +36,8 @@ _MIXED = re.compile(r"(?<![\w.,/}])(\d{1,3}) (\d+)/(\d+)(?![\w/]|[.,]\d)")  # no
 def as_latex(text: str) -> str:
     r"""Write signs, names of functions, roots and mixed numbers as LaTeX, where math-verify would read something else.
 
-    It takes "pi" for i times p, "log 2" for 2, "2√3" for 2, and "2 1/2" for a product, or for 2 alone.
+    It takes "pi" for i times p, "log 2" for 2, "2√3" for 2, "5e-05" for 5, and "2 1/2" for a product, or for 2 alone.
+    In a box it sees no number before a percent sign, and a sum in "1 234".
 
     Example:
         ``as_latex("2√3 + log 2") == "2\\sqrt{3} + \\log 2"``; ``as_latex("2 1/2 hours") == "5/2 hours"``;
@@ -39,6 +45,9 @@ def as_latex(text: str) -> str:
     """
     for sign, command in _SIGNS.items():
         text = text.replace(sign, command)
+    text = _PERCENT.sub(r"\1}", text)
+    text = _THOUSANDS.sub(lambda found: found[1] + re.sub(r"\D", "", found[2]), text)
+    text = _POWER.sub(lambda found: format(Decimal(found[0]), "f"), text)
     changed = 1
     while changed:  # from the innermost root
         text, changed = _ROOT.subn(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", text)

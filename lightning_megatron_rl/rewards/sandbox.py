@@ -19,6 +19,11 @@ from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 START_SECONDS = 30.0  # from the start of the launcher to that of the program, on a busy machine
 _KEPT_ERRORS = 2**20  # bytes of the standard error that are read back
+# runs main.py as `python main.py` would, with the two names that `site` gives to programs: many end by them
+_START = (
+    "__builtins__.exit = __builtins__.quit = __import__('sys').exit; __file__ = 'main.py'; "
+    "exec(compile(open(__file__, 'rb').read(), __file__, 'exec'))"
+)
 
 Level = Literal["namespaces", "user", "limits"]
 LEVELS: tuple[Level, ...] = ("namespaces", "user", "limits")
@@ -210,7 +215,7 @@ class Sandbox:
         spec = {
             "level": level,
             "directory": str(directory),
-            "command": [self.python, "-I", "-S", "-B", "-X", "utf8", "main.py"],
+            "command": [self.python, "-I", "-S", "-B", "-X", "utf8", "-c", _START],
             "read_only": [*system, *([] if prefix.startswith("/usr") else [prefix])],
             "cpu_seconds": limits.cpu_seconds,
             "memory_bytes": limits.memory_bytes,

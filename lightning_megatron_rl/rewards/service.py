@@ -5,11 +5,12 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lightning_megatron_rl.rewards.base import RewardSetupError
+from lightning_megatron_rl.rewards.deadline import call_in_threads
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
@@ -43,9 +44,8 @@ class ServiceReward(ABC):
         """Return the service's number for each sample; RuntimeError for an invalid reply."""
         batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
         headers = self._headers()
-        with ThreadPoolExecutor(min(self.concurrency, max(len(batches), 1))) as pool:
-            results = pool.map(lambda batch: self._score(batch, headers), batches)
-            return [score for scores in results for score in scores]
+        results = call_in_threads([partial(self._score, batch, headers) for batch in batches], self.concurrency)
+        return [score for scores in results for score in scores]
 
     @abstractmethod
     def request(self, samples: list[Sample]) -> dict[str, Any]:

@@ -110,8 +110,15 @@ class JSONSchemaReward:
         self.name = name
 
     def __call__(self, samples: list[Sample]) -> list[float]:
-        """Return 1.0 or 0.0 per sample."""
-        return [float(bool(_ask("schema", self.schema, sample, self.name))) for sample in samples]
+        """Return 1.0 or 0.0 per sample; a schema that names another which is not there is a RewardSetupError."""
+        found = [_ask("schema", self.schema, sample, self.name) for sample in samples]
+        for said in found:
+            if isinstance(said, str):
+                raise RewardSetupError(
+                    f"the schema of the reward {self.name!r} names another that is not there: {said}: put it under"
+                    " $defs"
+                )
+        return [float(bool(said)) for said in found]
 
 
 class LengthPenalty:

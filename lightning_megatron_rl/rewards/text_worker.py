@@ -2,7 +2,8 @@
 
 It is run by its path and imports nothing of this package. Requests are JSON lines, answered by one line each:
 ["fullmatch", pattern, text] by true or false, ["last_group", pattern, text] by the first group of the pattern's last
-match (the match itself without groups) or null, ["schema", schema, text] by true or false.
+match (the match itself without groups) or null, ["schema", schema, text] by true or false, or by the text of an error
+of the schema.
 """
 
 import json
@@ -33,6 +34,10 @@ def answer(kind: str, rule: Any, text: str) -> Any:
         return validators.validator_for(rule, validators.Draft202012Validator)(rule).is_valid(value)
     except RecursionError:
         return False
+    except Exception as error:  # others are of this text
+        if any(kind.__module__ == "referencing.exceptions" for kind in type(error).__mro__):
+            return str(error)
+        raise
 
 
 def _refuse(name: str) -> None:

@@ -201,9 +201,17 @@ def sampler_threads(num_parameters: int, num_processes: int = 1, environment: Ma
     asked = users_threads(environment)
     if asked is not None:
         return asked
+    return max(1, min(num_parameters // SAMPLER_PARAMETERS, cpu_share(environment)) // num_processes)
+
+
+def cpu_share(environment: Mapping[str, str] = os.environ) -> int:
+    """Return a rank's share of the machine's CPUs, at least 1: other ranks of the run use theirs at the same time.
+
+    Args:
+        environment: Of the trainer's process.
+    """
     share = environment.get(_SHARE)
-    cpus = int(share) if share else usable_cpus().count // int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(num_parameters // SAMPLER_PARAMETERS, cpus) // num_processes)
+    return int(share) if share else max(1, usable_cpus().count // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def trainer_threads(num_parameters: int, share: int) -> int:

@@ -107,6 +107,30 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path: Pa
     assert texts(tokenizer, sequence) == ("user:1+1=;assistant:2;", "2;")
 
 
+THOUGHT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_an_answer_that_does_not_begin_as_the_template_lets_a_model_begin_is_refused_with_what_it_lacks(
+    tokenizer, tmp_path: Path
+):
+    """Templates of models that always think open the thought themselves: the row has none."""
+    tokenizer = type(tokenizer).from_pretrained(_saved(tokenizer, tmp_path))
+    tokenizer.chat_template = THOUGHT
+    tokenizer.save_pretrained(tmp_path)
+    lacking = (
+        r"row 0 of .*lets an answer begin with '<\|im_start\|>assistant\\n<think>\\n', message 1 \(assistant\) begins"
+    )
+    with pytest.raises(ValueError, match=lacking):
+        load([{"messages": TALK}], str(tmp_path), messages_column="messages")
+    with pytest.raises(ValueError, match=lacking):
+        load([{"prompt": "1+1=", "completion": "2"}], str(tmp_path), apply_chat_template=True)
+    (sequence,) = load([{"prompt": "1", "completion": "<think>\n2"}], str(tmp_path), apply_chat_template=True)
+    assert texts(tokenizer, sequence)[1] == "2<|im_end|>\n"
+
+
 TOOLS = (
     "{% for message in messages %}{{ message['role'] }}:{% if 'tool_calls' in message %}"
     "{{ message.tool_calls | length }} calls{% else %}{{ message['content'] }}{% endif %};{% endfor %}"

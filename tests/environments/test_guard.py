@@ -38,6 +38,7 @@ def guard(environment: Any, **settings: Any) -> GuardedEnvironment:
         (Reply("a", done=True), "Reply.done with text"),
         (Reply(""), "Reply.text is ''"),
         (Reply(7), r"Reply.text is 7"),  # type: ignore[arg-type]
+        (Reply("caf\udce9"), r"Reply.text holds '\\udce9', half of a character: .*errors='replace'"),
         (Reply(token_ids=[]), r"Reply.token_ids is \[\]"),
         (Reply(token_ids=torch.tensor([1])), "give a list"),  # type: ignore[arg-type]
         (Reply(token_ids=[1, 2.0]), r"token_ids\[1\] is 2.0, a float"),  # type: ignore[list-item]

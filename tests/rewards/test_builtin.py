@@ -95,6 +95,24 @@ from tests.rewards.samples import make_sample
         ("\\boxed{9}", "9 am", 1.0),
         ("Paris", "Paris", 1.0),
         ("London", "Paris", 0.0),
+        (r"so it is \boxed{50\%}", "50", 1.0),
+        (r"\boxed{50\%}", "50%", 1.0),
+        (r"$\boxed{12.5\,\%}$", r"12.5\%", 1.0),
+        (r"\boxed{50\%}", "5", 0.0),
+        ("so 5 − 8 = −3", "-3", 1.0),  # the sign of Unicode
+        ("5 − 8 = −3", "8", 0.0),
+        ("it is −3", "-3", 1.0),
+        (r"\boxed{0.00005}", "5e-05", 1.0),  # as Python writes the number of a column
+        ("It is 5e-5.", "0.00005", 1.0),
+        ("It is 5e-05.", "5", 0.0),
+        ("10000000000000000", "1e+16", 1.0),
+        ("$2e$", "2e", 1.0),
+        (r"\boxed{1\,234}", "1234", 1.0),
+        (r"\boxed{1\,234}", "235", 0.0),
+        (r"\boxed{12 345 678}", "12,345,678", 1.0),
+        (r"$1\,234.5$", "1234.5", 1.0),
+        ("1234", r"1\,234", 1.0),
+        ("2 125/250", "2.5", 1.0),  # a mixed number still
     ],
 )
 def test_math_equal(response: str, answer: str, expected: float):

@@ -2,12 +2,18 @@
 
 import json
 import os
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
 from lightning_megatron_rl.rewards import CodeTests, RewardSetupError, SandboxLimits
 from lightning_megatron_rl.rewards.code_tests import extract_code
 from lightning_megatron_rl.sample import Sample
+from lightning_megatron_rl.utilities.cpus import UsableCPUs
+from tests.distributed import CHILD_PATH
 from tests.rewards.samples import make_sample
 
 ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
@@ -90,6 +96,21 @@ def test_programs_with_input_and_output(reward):
     assert CodeTests(limits=LIMITS)([with_tests(text, SUMS) for text in (program, constant)]) == [1.0, 0.0]
 
 
+def test_a_program_is_not_run_on_after_a_test_that_it_has_failed(monkeypatch):
+    """A program that waits until its deadline takes that long for each test."""
+    reward, inputs = CodeTests(limits=LIMITS), []
+    run = reward.sandbox.run
+
+    def noted(code: str, stdin: str):
+        inputs.append(stdin)
+        return run(code, stdin)
+
+    monkeypatch.setattr(reward.sandbox, "run", noted)
+    tests = [{"input": f"{number}", "output": "0"} for number in range(4)]
+    assert reward([with_tests("print(int(input()) // 2)", [*tests, tests[0]])]) == [0.0]
+    assert inputs == ["0", "1", "2"]
+
+
 def test_a_long_output_is_compared_to_its_end(reward):
     tests = [{"input": "200000", "output": "".join(f"{number}\n" for number in range(200_000))}]  # 1.3 MB
     assert reward([with_tests("for number in range(int(input())): print(number)", tests)]) == [1.0]
@@ -166,3 +187,48 @@ def test_tests_that_every_response_would_pass_are_refused(reward, tests):
 def test_what_a_test_needs_may_stand_before_it(reward):
     tests = ["import math", "x = 1\ndef check(f):\n    assert f(x, 2) == 3", "check(add)"]
     assert reward([with_tests(RIGHT, tests)]) == [1.0]
+
+
+def test_programs_of_all_ranks_together_have_a_cpu_each(monkeypatch):
+    """On two CPUs, of 16 programs of 2 s at once none ends within 10 s; each was right alone."""
+    monkeypatch.delenv("LIGHTNING_MEGATRON_RL_CPUS", raising=False)
+    monkeypatch.setattr("lightning_megatron_rl.utilities.cpus.usable_cpus", lambda: UsableCPUs(8, "affinity"))
+    reward, lock, running, most = CodeTests(limits=LIMITS), threading.Lock(), set[str](), list[int]()  # before any rank
+    reward._checked = True
+
+    def noted(code: str, tests: list) -> float:
+        with lock:
+            running.add(code)
+            most.append(len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(code)
+        return 1.0
+
+    monkeypatch.setattr(reward, "_share_passed", noted)
+    for variable, share in (("LOCAL_WORLD_SIZE", "4"), ("LIGHTNING_MEGATRON_RL_CPUS", "3")):
+        monkeypatch.setenv(variable, share)
+        most.clear()
+        assert reward([with_tests(f"x = {number}") for number in range(12)]) == [1.0] * 12
+        assert max(most) == {"4": 2, "3": 3}[share]
+
+
+SLOW_PROGRAMS = """
+import threading, time
+from lightning_megatron_rl.rewards import CodeTests
+from lightning_megatron_rl.sample import Prompt, Sample
+reward = CodeTests(concurrency=2)
+reward._checked = True
+reward._share_passed = lambda code, tests: [print("ran", flush=True), time.sleep(0.3)]
+prompt = Prompt([1], "a", columns={"tests": ["assert x"]})
+threading.Thread(target=reward, args=([Sample(prompt, [1], [0.0], "x")] * 100,), daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+def test_the_end_of_the_process_waits_for_no_program_that_has_not_begun():
+    """After Ctrl-C, or an error of another rank, the programs of a whole rollout were run first."""
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH}
+    command = [sys.executable, "-c", SLOW_PROGRAMS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert 2 <= ended.stdout.count("ran") <= 20, ended.stderr  # two every 0.3 s, within 0.5 s and the end of those

@@ -71,6 +71,19 @@ def test_program_with_input_and_files(sandbox):
     assert "ZeroDivisionError" in sandbox.run("1 / 0").stderr
 
 
+@pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)"])
+def test_a_program_may_end_as_in_a_script(sandbox, end):
+    """The two names are those of `site`, which is not imported."""
+    result = sandbox.run(f"print(__name__, __file__[-7:])\n{end}\nprint('after')")
+    assert (result.code, result.stdout) == (0, "__main__ main.py\n"), result.stderr
+    assert sandbox.run("exit(3)").code == 3
+
+
+def test_nothing_is_imported_for_a_program(sandbox):
+    assert "NameError" in sandbox.run("sys.exit()").stderr
+    assert 'main.py", line 2' in sandbox.run("x = 1\n1 / 0").stderr
+
+
 def test_environment_is_empty(sandbox, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     names = run(sandbox, "import os; print(sorted(os.environ))")

@@ -472,6 +472,22 @@ def test_settings_are_checked(options, message):
         GuardedReward(length, **options)
 
 
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        return self.nothing
+
+
+def test_an_error_that_cannot_say_what_it_is_costs_its_sample_alone():
+    def reward(samples: list[Sample]) -> list[float]:
+        if any(sample.response == "bad" for sample in samples):
+            raise SpeechlessError
+        return [1.0] * len(samples)
+
+    scores, errors = GuardedReward(reward).score([make_sample("bad"), make_sample("good")])
+    assert scores == [0.0, 1.0]
+    assert errors == {0: "SpeechlessError: (no message: AttributeError)"}
+
+
 def test_deadlines_fit_what_the_other_ranks_wait():
     guard = GuardedReward(length, deadline_s=30.0)
     assert [each.deadline_s for each in guard_all([guard, HTTPJudgeV2()], 1800.0)] == [30.0, 120.0]

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron_rl.rewards import FormatReward, JSONSchemaReward, LengthPenalty, PatternAnswer, text_rewards
+from lightning_megatron_rl.rewards import (
+    FormatReward,
+    JSONSchemaReward,
+    LengthPenalty,
+    PatternAnswer,
+    RewardSetupError,
+    text_rewards,
+)
 from lightning_megatron_rl.rewards.limited_child import LimitedChild
 from tests.notices import silent, told
 from tests.rewards.samples import make_sample
@@ -95,6 +102,20 @@ def test_bad_schemas_are_refused(tmp_path: Path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot be read: .*Expecting"):
         JSONSchemaReward(str(tmp_path / "bad.json"))
+
+
+def test_an_error_of_a_text_is_not_one_of_the_schema():
+    with told("ended with code 1: 0"):
+        assert JSONSchemaReward({"multipleOf": 0.5})([make_sample(f"1{'0' * 400}"), make_sample("2")]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("missing", ["#/$defs/city", "other.json"])
+def test_a_schema_that_names_what_is_not_there_ends_the_run(missing: str):
+    """Each response to which it is applied would be wrong."""
+    reward = JSONSchemaReward({"type": "object", "properties": {"city": {"$ref": missing}}})
+    assert reward([make_sample("[]"), make_sample("{}")]) == [0.0, 1.0]
+    with pytest.raises(RewardSetupError, match=rf"the schema of the reward 'json_schema' names .*{missing[-4:]}.*defs"):
+        reward([make_sample('{"city": 1}')])
 
 
 def test_length_penalty():

@@ -9,7 +9,9 @@ from lightning_megatron_rl.environments import Action, Ending, Environment, Epis
 from lightning_megatron_rl.modules.rollout_batch import to_sequence, turn_rewards
 from lightning_megatron_rl.rollout.episodes import add_episode_rewards, play_episodes
 from lightning_megatron_rl.rollout.protocol import GenerationRequest, SamplingParams, derive_seed
+from lightning_megatron_rl.rollout.record import record_line
 from lightning_megatron_rl.sample import Prompt, Sample, Turn
+from lightning_megatron_rl.utilities.text_files import parse_json
 from tests.environments.games import Bad, Sums
 from tests.modules.runs import prompts
 from tests.notices import told
@@ -200,6 +202,21 @@ def test_failed_episode_costs_the_default_and_the_others_go_on():
     assert turn_rewards(samples[2]) == {}
     start = len(samples[0].prompt.token_ids)
     assert turn_rewards(samples[0]) == {start + turn.stop - 1: 0.25 for turn in samples[0].turns}
+
+
+def test_what_a_tool_prints_in_another_encoding_costs_its_episode_alone():
+    """Bytes that are no UTF-8 are halves of characters in the names of files, say; no tokenizer takes these."""
+    with told("ContractError: Reply.text holds"):
+        samples = play(Bad(Reply(b"caf\xe9".decode(errors="surrogateescape"))), prompts=prompts(2), max_turns=2)
+    assert [sample.outcome.reason for sample in samples if sample.outcome] == ["max_turns"] * 2 + ["error"] * 2
+
+
+def test_an_error_in_another_encoding_can_be_written_and_read_again():
+    with told("OSError: no file caf"):
+        samples = play(Bad(OSError("no file caf\udce9")), prompts=prompts(2), max_turns=2)
+    add_episode_rewards(samples)
+    record = parse_json(record_line(samples[2], step=1), "a record")
+    assert record["reward_errors"] == {"environment": "OSError: no file caf\\udce9"}
 
 
 def test_episode_that_cannot_start_is_an_empty_response():
