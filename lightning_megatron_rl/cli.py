@@ -283,7 +283,7 @@ class CommandLine(LightningCLI):
         """Build module, data and Trainer; settings that one of them refuses are the user's errors, not ours."""
         try:
             super().instantiate_classes()
-        except (ValueError, MisconfigurationException) as error:
+        except (ValueError, TypeError, MisconfigurationException) as error:
             if _is_debugging():
                 raise
             message = explain(str(error)) if _NESTED.match(str(error)) else str(error)

@@ -278,6 +278,14 @@ def test_gpus_do_not_limit_processes_on_the_cpu(monkeypatch):
     build("fit", "--config", SFT, "--trainer.accelerator", "cpu", "--trainer.devices", "4")
 
 
+@pytest.mark.parametrize("devices", ["many", "-1", "[0]"])
+def test_processes_on_the_cpu_that_are_no_number_are_refused(capsys, devices):
+    options = ("--trainer.accelerator", "cpu", "--trainer.devices", devices)
+    assert "`devices` selected with `CPUAccelerator` should be an int > 0" in refusal(
+        capsys, "fit", "--config", SFT, *options
+    )
+
+
 def test_debug_switch_shows_where_a_value_was_refused(tmp_path):
     config = changed(GRPO, tmp_path / "config.yaml", "model.init_args.loss.advantage", "grpoo")
     with pytest.raises(ValueError, match="grpoo"):

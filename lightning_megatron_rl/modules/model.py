@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.models.layers.routers import RouterHooks, RoutingMode
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
-# modules and data of this package both leave batches on the CPU, each for those of a user's own
-warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in")
+# modules and data of this package both leave batches on the CPU, each for those of a user's own; modules count rows
+for _hook in ("transfer_batch_to_device", "on_before_batch_transfer"):
+    warnings.filterwarnings("ignore", message=f"You have overridden `{_hook}` in")
 
 
 class ModelModule(CountsRows, RefusesMovedArguments):

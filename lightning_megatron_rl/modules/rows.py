@@ -14,6 +14,11 @@ class CountsRows(pl.LightningModule):
 
     _num_rows: int | None = None  # of the batch at hand; None: it is no list
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count the rows before callbacks hear of the batch; a data module with this hook takes its place."""
+        CountsRows.on_train_batch_start(self, batch, 0)
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Count the rows; an empty batch counts as one, since a mean over none would be nan."""
         self._num_rows = max(1, len(batch)) if isinstance(batch, list | tuple) else None

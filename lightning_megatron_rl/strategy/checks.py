@@ -151,17 +151,18 @@ def check_clipping(trainer: "pl.Trainer") -> None:
 
 
 def check_trainer_numbers(trainer: "pl.Trainer") -> None:
-    """Refuse meaningless numbers of the Trainer that Lightning accepts.
+    """Refuse meaningless numbers of the Trainer that Lightning accepts, and a time between validations.
 
     Raises:
         ValueError: With the name, the value and the range.
     """
+    if "val_check_interval" not in vars(trainer):  # Lightning keeps one of time elsewhere
+        raise ValueError(
+            "trainer.val_check_interval is a time: each rank would look at a clock of its own, and one would validate"
+            " while another trains. Give a number of batches, or a fraction of an epoch."
+        )
     given = {name: getattr(trainer, name) for name in _TRAINER_RANGES}
-    # -1 was made infinite; an interval of time is text
-    given["num_sanity_val_steps"] = min(trainer.num_sanity_val_steps, 10**9)
-    given["val_check_interval"] = (
-        trainer.val_check_interval if isinstance(trainer.val_check_interval, int | float) else None
-    )
+    given["num_sanity_val_steps"] = min(trainer.num_sanity_val_steps, 10**9)  # -1 was made infinite
     check_ranges(_TRAINER_RANGES, given, "trainer.")
 
 

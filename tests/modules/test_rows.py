@@ -48,13 +48,27 @@ class UsersCallback(pl.Callback):
         module.log("mine", float(batch_idx), on_step=False, on_epoch=True)
 
 
+class AtStart(pl.Callback):
+    """Logs the index of each batch before the module hears of it."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("at_start", float(batch_idx), on_step=False, on_epoch=True)
+
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        module.log(f"{trainer.state.stage.value}/at_start", float(batch_idx))
+
+    on_test_batch_start = on_validation_batch_start
+
+
 def log_means(model: Path) -> dict[str, float]:
     found = {}
     module, data = UsersModule(str(model)), Sets(frozen_sequences(ROWS), 4)
-    trainer = make_trainer({}, 1, max_epochs=1)
+    trainer = make_trainer({}, 1, max_epochs=1, callbacks=[AtStart()])
     trainer.fit(module, data)
     found |= trainer.callback_metrics
-    found |= make_trainer({}, 1).test(module, data, verbose=False)[0]
+    found |= make_trainer({}, 1, callbacks=[AtStart()]).test(module, data, verbose=False)[0]
     prompted = make_trainer({}, 1, max_epochs=1, limit_val_batches=0, callbacks=[UsersCallback()])
     prompted.fit(grpo_module(model), SequenceDataModule(prompts(ROWS), 4))
     found["grpo"] = prompted.callback_metrics["mine"]
@@ -64,6 +78,7 @@ def log_means(model: Path) -> dict[str, float]:
 def test_means_of_an_epoch_are_over_rows(worker_pool, qwen3_dir):
     """Lightning takes a row's tokens for the size of its batch, and finds no size in a list of prompts."""
     (found,) = worker_pool.run(log_means, qwen3_dir, world_size=1, init_process_group=False)
-    for name in ("mine", "val/mine", "test/mine", "grpo"):
+    at_start = ("at_start", "validate/at_start", "test/at_start")
+    for name in ("mine", "val/mine", "test/mine", "grpo", *at_start):
         assert found[name] == pytest.approx(MEAN), name
     assert found["first"] == pytest.approx(1.0), "a size that is given is taken"

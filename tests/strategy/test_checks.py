@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,13 @@ def test_numbers_that_lightning_takes_and_that_mean_nothing_are_refused(name, va
     checks.check_trainer_numbers(trainer)
     setattr(trainer, name, value)
     with pytest.raises(ValueError, match=message):
+        checks.check_trainer_numbers(trainer)
+
+
+@pytest.mark.parametrize("interval", [timedelta(minutes=5), "00:00:05:00", {"minutes": 5}])
+def test_a_time_between_validations_is_refused(interval):
+    trainer = Trainer(val_check_interval=interval, accelerator="cpu", logger=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="val_check_interval is a time: each rank would look at a clock of its own"):
         checks.check_trainer_numbers(trainer)
 
 
