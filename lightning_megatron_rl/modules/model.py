@@ -163,9 +163,8 @@ class ModelModule(CountsRows, RefusesMovedArguments):
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
-            self.memory_plan = check_gpu(
-                self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies
-            )
+            copies = self.frozen_copies
+            self.memory_plan = check_gpu(self, training=stage == "fit", engine=self.engine, frozen_copies=copies)
 
     @property
     def scores_first(self) -> bool:
@@ -269,6 +268,10 @@ class ModelModule(CountsRows, RefusesMovedArguments):
         """Log what is known only when all is done."""
         self.report.end_step()
         self.budget.end_step()
+
+    def on_validation_end(self) -> None:
+        """Begin the next step's times anew."""
+        self.report.end_validation()
 
     def teardown(self, stage: str) -> None:
         """Give the memory of pushes back, and repeat what was lost in this run.
