@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 
 # modules and data of this package both leave batches on the CPU, each for those of a user's own; modules count rows
-for _hook in ("transfer_batch_to_device", "on_before_batch_transfer"):
-    warnings.filterwarnings("ignore", message=f"You have overridden `{_hook}` in")
+warnings.filterwarnings("ignore", message="You have overridden `(transfer_batch_to_device|on_before_batch_transfer)`")
 
 
 class ModelModule(CountsRows, RefusesMovedArguments):
@@ -164,9 +163,8 @@ class ModelModule(CountsRows, RefusesMovedArguments):
             self.strategy.check_checkpoint(start, training=stage == "fit")
             self._hf_model.check_checkpoint(start)
         if "model" not in self._modules:
-            self.memory_plan = check_gpu(
-                self, training=stage == "fit", engine=self.engine, frozen_copies=self.frozen_copies
-            )
+            copies = self.frozen_copies
+            self.memory_plan = check_gpu(self, training=stage == "fit", engine=self.engine, frozen_copies=copies)
 
     @property
     def scores_first(self) -> bool:
@@ -270,6 +268,10 @@ class ModelModule(CountsRows, RefusesMovedArguments):
         """Log what is known only when all is done."""
         self.report.end_step()
         self.budget.end_step()
+
+    def on_validation_end(self) -> None:
+        """Begin the next step's times anew."""
+        self.report.end_validation()
 
     def teardown(self, stage: str) -> None:
         """Give the memory of pushes back, and repeat what was lost in this run.

@@ -273,7 +273,7 @@ class PPOModule(GRPOModule):
             advantages = list(whole.split([len(sequence) for sequence in sequences]))
         rollout.set_field("values", values)
         rollout.set_field("returns", returns)
-        rollout.set_field("advantages", advantages)
+        rollout.set_token_advantages(advantages)
 
     def update_critic(self, part: Rollout) -> Tensor:
         """Take one optimizer step of the critic on one part of a rollout; return its loss, equal on every rank."""

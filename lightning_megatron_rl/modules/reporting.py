@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 START_PHASE = "start"  # from the Trainer's call of `setup` to a model and a sampler that are ready
 SYNC_PHASES = ("rollout", "weight_sync", "sleep", "offload")  # what may come before the step's own clock starts
+MEMORY_PHASES = ("sleep", "offload")  # which a validation goes through as well as a step
 
 
 class StepReport:
@@ -34,6 +35,7 @@ class StepReport:
         self.num_tokens = 0  # this replica's, in the updates of the current step
         self._setup_began = self._step_began = self._step_ended = time.monotonic()
         self._sync_seconds = 0.0  # of the current step, before its clock started
+        self._validation_ended = 0.0  # the last one
         self.table: list[tuple[str, str]] = []  # at start, once it was printed
         self._others = OthersLoad()  # until then
         self._checked_monitors = False  # whether the first step of the fit has been logged
@@ -69,9 +71,18 @@ class StepReport:
         self._sync_seconds = sum(self.phase_seconds.get(name, 0.0) for name in SYNC_PHASES)
         self._step_began = time.monotonic()
 
+    def end_validation(self) -> None:
+        """Leave what a validation did out of the next step, but for the weights, which both sample with."""
+        for name in MEMORY_PHASES:
+            self.phase_seconds.pop(name, None)
+        self._validation_ended = time.monotonic()
+
     def step_window(self) -> tuple[float, float]:
-        """Return when the step began, the sync before it included, and when it ended. # seconds of time.monotonic"""
-        return self._step_began - self._sync_seconds, self._step_ended
+        """Return when the step began, the sync before it included, and when it ended. # seconds of time.monotonic
+
+        A sync before a validation is not included: the sampler drew the validation's responses in between.
+        """
+        return max(self._step_began - self._sync_seconds, self._validation_ended), self._step_ended
 
     def log_update(self) -> None:
         """Log gradient norm and learning rate of the step that was taken, and how many were skipped."""

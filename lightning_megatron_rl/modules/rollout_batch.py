@@ -97,6 +97,13 @@ class Rollout:
             sample.advantage = advantage
             sequence.fields["advantages"] = torch.full((len(sequence),), advantage)
 
+    def set_token_advantages(self, advantages: Sequence[Tensor]) -> None:
+        """Give each token its advantage, from ``[tokens]`` per sample, and each sample the mean of those that count."""
+        self.set_field("advantages", advantages)
+        for sample, sequence, advantage in zip(self.samples, self.sequences, advantages, strict=True):
+            counted = advantage[sequence.loss_mask]
+            sample.advantage = counted.mean().item() if len(counted) else 0.0
+
     def filter_overlong(self) -> None:
         """Leave the tokens of responses that the limit cut out of the loss and of its count of tokens."""
         for sample, sequence in zip(self.samples, self.sequences, strict=True):

@@ -30,7 +30,8 @@ class RunStop:
 
     All ranks check for a signal on any rank at the end of each batch and validation, after the checkpoint callbacks.
     The checkpoint is written there, where loops, data and callbacks are between two batches. The run ends when the
-    batch's metrics are logged, before a due validation or the next batch.
+    batch's metrics are logged, before a due validation or the next batch. A `trainer.should_stop` that one rank has set
+    until then ends the fit on all of them: the others would wait for it.
 
     Args:
         strategy: Of the fit.
@@ -60,14 +61,14 @@ class RunStop:
     def on_train_start(self) -> None:
         """End for a signal that came before, which has nothing new to save."""
         with self._phase("start of training"):
-            self._stopping = self._notice.agree(self._device)
+            self._stopping, _ = self._notice.agree(self._device)
         self.stop_if_told()
 
     def save_if_told(self) -> None:
         """Write the checkpoint of a run that was told to stop; a collective at every batch's end."""
         trainer = self._trainer
         with self._phase("end of batch"):
-            told = self._notice.agree(self._device)
+            told, trainer.should_stop = self._notice.agree(self._device, trainer.should_stop)
         if not told or 0 <= trainer.max_steps <= trainer.global_step:  # it is about to end by itself
             return
         self._stopping = told

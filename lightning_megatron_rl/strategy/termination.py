@@ -45,11 +45,12 @@ class StopNotice:
         elif number == signal.SIGINT and time.monotonic() - self._when > _IMPATIENT:
             signal.default_int_handler(number, frame)
 
-    def agree(self, device: torch.device) -> int:
-        """Return the number of a signal that any rank received, the same on every rank, or 0; a collective."""
-        received = torch.tensor(self.received, device=device)
+    def agree(self, device: torch.device, wants_end: bool = False) -> tuple[int, bool]:
+        """Return the number of a signal that any rank received, or 0, and whether any wants the end; a collective."""
+        received = torch.tensor([self.received, wants_end], device=device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        return int(received)
+        number, wanted = received.tolist()
+        return number, bool(wanted)
 
 
 def exit_code(number: int) -> int:

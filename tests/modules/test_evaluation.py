@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from lightning_megatron_rl.modules import evaluation
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings, vote
 from lightning_megatron_rl.rewards import text_rewards
 from lightning_megatron_rl.rewards.limited_child import LimitedChild
-from lightning_megatron_rl.rollout.protocol import SamplingParams
+from lightning_megatron_rl.rollout.protocol import Generation, GenerationRequest, SamplingParams, SyncReport
 from lightning_megatron_rl.sample import Outcome, Prompt, Sample, Turn
+from lightning_megatron_rl.weights.source import WeightSource
 from tests.distributed import WorkerError
-from tests.modules.runs import NUM_GENERATIONS, fit_grpo, prompts
+from tests.modules.runs import NUM_GENERATIONS, ReplayEngine, fit_grpo, prompts, recorded_samples
 from tests.notices import told
 from tests.strategy.test_megatron import LAYOUTS
 from tests.training import Run, SequenceDataModule, make_trainer
+
+PAUSE_S = 0.5
 
 
 def group(dataset: str, rewards: list[float], answers: str | None = None, index: int = 0) -> list[Sample]:
@@ -214,6 +218,47 @@ def test_times_of_another_trainers_validation_are_not_the_first_steps(worker_poo
     (run,) = job(worker_pool, qwen3_dir, make_module=validated_module)
     assert run.steps[0]["time/step_s"] > run.steps[0]["time/weight_sync_s"]
     assert run.steps[0]["time/step_s"] < 1000
+
+
+class SlowToSyncAndValidate(ReplayEngine):
+    """Takes its time for new weights, for greedy responses and to fall asleep, and next to nothing for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sleep_level = 1
+
+    def update_weights(self, source: WeightSource, version: int) -> SyncReport:
+        """Take weights, so slowly that as long before a step the validation's responses are drawn."""
+        time.sleep(3 * PAUSE_S)
+        return super().update_weights(source, version)
+
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[list[Generation]]:
+        """Answer, slowly in a validation."""
+        if params.temperature == 0:
+            time.sleep(PAUSE_S)
+        return super().generate(requests, params)
+
+    def sleep(self, level: int) -> int:
+        """Fall asleep, slowly."""
+        time.sleep(PAUSE_S)
+        return 0
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Wake at once."""
+
+
+def test_what_a_validation_did_is_not_the_next_steps(worker_pool, qwen3_dir):
+    """Of its work the step has the weights alone, which both sample with; its responses are not the step's."""
+    module = {"engine": SlowToSyncAndValidate(), "evaluation": EvaluationSettings()}
+    (run,) = job(worker_pool, qwen3_dir, module=module)
+    first, second = run.steps
+    assert second["perf/sampler_idle_frac"] > 0.9
+    for step in (first, second):
+        assert PAUSE_S <= step["time/sleep_s"] < 2 * PAUSE_S, "after its own rollout alone"
+        assert 3 * PAUSE_S <= step["time/weight_sync_s"] < 6 * PAUSE_S, "once"
+        assert step["time/step_s"] >= 4 * PAUSE_S
+    tokens = sum(len(sample.response_ids) for sample in recorded_samples(8)[4 * NUM_GENERATIONS :])
+    assert second["perf/sampler_tokens_per_s"] * PAUSE_S < tokens, "in a step that took longer"
 
 
 def test_early_stopping_and_checkpoints_monitor_them(worker_pool, qwen3_dir, tmp_path):

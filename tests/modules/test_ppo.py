@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -110,6 +110,33 @@ def test_first_updates_equal_transformers_and_plain_formulas(worker_pool, qwen3_
     explained = 1 - error.var() / returns.var()
     assert run.steps[0]["critic/explained_var"] == pytest.approx(explained.item(), rel=RELATIVE)
     assert run.steps[0]["critic/lr"] == pytest.approx(2e-3)
+
+
+class Advantages(Callback):
+    """Of the samples of all steps, and of their tokens that count."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        rollout = module.last_rollout
+        for sample, sequence in zip(rollout.samples, rollout.sequences, strict=True):
+            self.found.append((sample.advantage, sequence.fields["advantages"][sequence.loss_mask]))
+
+
+def fit_and_keep_advantages(model: Path) -> list[tuple[float, torch.Tensor]]:
+    kept = Advantages()
+    fit_ppo(model, {}, 1, steps=1, callbacks=[kept])
+    return kept.found
+
+
+def test_a_samples_advantage_is_the_mean_of_its_tokens(worker_pool, qwen3_dir):
+    """Which records and reports of samples show."""
+    (found,) = worker_pool.run(fit_and_keep_advantages, qwen3_dir, world_size=1, init_process_group=False)
+    assert len(found) == 4 * NUM_GENERATIONS
+    for advantage, of_tokens in found:
+        assert advantage == pytest.approx(of_tokens.mean().item())
+        assert advantage != 0
 
 
 def test_warm_up_trains_the_critic_alone(worker_pool, qwen3_dir):

@@ -89,6 +89,23 @@ def test_a_signal_while_data_are_loaded_or_in_an_evaluation(worker_pool, qwen3_d
     assert worker_pool.run(tell_elsewhere, qwen3_dir, 2, world_size=2, init_process_group=False) == [[143] * 2, [0] * 2]
 
 
+class Ends(pl.Callback):
+    """Sets `should_stop` on the second rank alone, behind the first batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            trainer.should_stop = True
+
+
+def end_on_one_rank(model: Path) -> int:
+    """Steps of a fit that one of its ranks wants to end."""
+    return len(fit_sft(model, {"timeout_s": 20.0}, 2, steps=3, callbacks=[Ends()]).steps)
+
+
+def test_one_rank_ends_the_fit_of_all(worker_pool, qwen3_dir):
+    assert worker_pool.run(end_on_one_rank, qwen3_dir, world_size=2, init_process_group=False) == [1, 1]
+
+
 def test_a_run_that_is_at_its_end_ends_by_itself(worker_pool, qwen3_dir, tmp_path):
     job = Job(qwen3_dir, tmp_path, "sft", saves_every=100, callbacks=[IsTold(0)], trainer={"max_steps": 1})
     assert worker_pool.run(train, job, 1, world_size=1, init_process_group=False)[0]["code"] == 0
