@@ -13,6 +13,7 @@ import yaml
 import lightning_megatron_rl
 from lightning_megatron_rl import cli
 from lightning_megatron_rl.__main__ import main
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.cli import _is_refusal, explain
 from lightning_megatron_rl.devices.facts import DeviceFacts
 from lightning_megatron_rl.environments import Environment
@@ -572,3 +573,18 @@ def test_null_reaches_a_setting_inside_train():
     built = build("fit", "--config", SFT, "--model.train.lr_scheduler", "null", "--model.train.optimizer=null")
     assert built.model.train_settings.lr_scheduler is None
     assert built.model.train_settings.optimizer is None
+
+
+def test_lists_of_configs_are_merged_as_the_quick_start_says(tmp_path):
+    """jsonargparse's way: a list takes the place of one of another length; else its items keep settings by place."""
+    overlay = tmp_path / "overlay.yaml"
+
+    def directories(names: list[str]) -> list[str | None]:
+        overlay.write_text(yaml.safe_dump({"trainer": {"callbacks": names}}))
+        trainer = build("fit", "--config", ROOT / "configs" / "demo" / "grpo.yaml", "--config", overlay).trainer
+        return [callback.dirpath for callback in trainer.callbacks if isinstance(callback, RolloutSamples)]
+
+    samples, other = "RolloutSamples", "lightning.pytorch.callbacks.LearningRateMonitor"
+    assert directories([samples]) == [None]
+    assert directories([other, samples, other]) == ["runs/demo/grpo/hf"]  # of the export in its place
+    assert directories([samples, other, other]) == ["runs/demo/grpo/samples"]

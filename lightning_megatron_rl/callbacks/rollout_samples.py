@@ -17,7 +17,7 @@ from lightning_megatron_rl.rollout.record import Origin, record_line
 from lightning_megatron_rl.rollout.record_file import RecordFile
 from lightning_megatron_rl.sample import Sample
 from lightning_megatron_rl.strategy.required import require_megatron
-from lightning_megatron_rl.utilities.console import line_start
+from lightning_megatron_rl.utilities.console import line_start, printable
 from lightning_megatron_rl.utilities.files import check_writable
 from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, check_ranges
 from lightning_megatron_rl.utilities.seeds import run_seed
@@ -155,9 +155,10 @@ def _show(samples: list[Sample], step: int) -> None:
 
     table = Table(title=f"samples of step {step}", title_justify="left", expand=False)
     for column, justify in (("prompt", "left"), ("response", "left"), ("answer", "left"), ("reward", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for sample in samples:
         texts = (sample.prompt.text, sample.response, sample.prompt.answer or "")
-        table.add_row(*(Text(text[:_CONSOLE_WIDTH]) for text in texts), f"{sample.reward:.2f}")
+        shown = (Text(printable(text[:_CONSOLE_WIDTH], sys.stdout)) for text in texts)
+        table.add_row(*shown, f"{sample.reward:.2f}")
     print(line_start(sys.stdout), end="")
     Console().print(table)

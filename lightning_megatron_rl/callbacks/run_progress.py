@@ -206,8 +206,8 @@ def outputs(trainer: pl.Trainer) -> list[tuple[str, str]]:
             found.append(("checkpoints", str(callback.dirpath)))
         elif isinstance(callback, HFExport):
             found.append(("Hugging Face model", str(callback.dirpath)))
-        elif isinstance(callback, RolloutSamples) and callback.dirpath is not None:
-            found.append(("samples", str(callback.dirpath)))
+        elif isinstance(callback, RolloutSamples) and callback.directory is not None:
+            found.append(("samples", callback.dirpath or str(callback.directory)))
         elif isinstance(callback, RunLog) and callback.path is not None:
             found.append(("log", str(callback.path)))
     return found

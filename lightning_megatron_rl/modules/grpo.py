@@ -506,9 +506,13 @@ class GRPOModule(PolicyModule):
             *self.sampler.describe(),
             *describe_unplanned(self.engine, self.strategy),
             *([] if self.environment is None else [("environment", f"{type(self.environment).__name__}, {turns}")]),
-            *self.loss.config.describe(),
+            *self.describe_objective(),
             ("reference", self.reference_settings.model or self.reference.kind.replace("_", " ")),
         ]
+
+    def describe_objective(self) -> list[tuple[str, str]]:
+        """Return what advantage and loss are, for the table at start."""
+        return self.loss.config.describe()
 
     def rank_metrics(self) -> dict[str, float]:
         """Return what the sampler has to say of a step, and how much of it was lost by waiting."""

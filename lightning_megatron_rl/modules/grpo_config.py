@@ -200,9 +200,14 @@ class GRPOLossConfig:
         """Whether the policy loss takes the correction's weights as an argument; others are multiplied by them."""
         return policy_loss(self.policy_loss) is vespo
 
-    def describe(self) -> list[tuple[str, str]]:
-        """Return rows for the table at start: what the objective is made of."""
-        names = [choice if isinstance(choice, str) else _name(choice) for choice in (self.advantage, self.policy_loss)]
+    def describe(self, advantage: str | None = None) -> list[tuple[str, str]]:
+        """Return rows for the table at start: what the objective is made of.
+
+        Args:
+            advantage: Where it is not the one of these settings.
+        """
+        choices = (advantage or self.advantage, self.policy_loss)
+        names = [choice if isinstance(choice, str) else _name(choice) for choice in choices]
         mode = self.aggregation if isinstance(self.aggregation, str) else _name(self.aggregation)
         sampler = "bypass" if self.bypass else "none" if self.correction is None else self.correction
         sampler = sampler if isinstance(sampler, str) else _name(sampler)

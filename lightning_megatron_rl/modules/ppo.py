@@ -208,6 +208,14 @@ class PPOModule(GRPOModule):
         """As of GRPO; while the critic warms up there is no update that would tell of the mismatch."""
         return super().scores_first or (self.critic_settings.warmup_rollouts > 0 and not self.loss_config.bypass)
 
+    def describe_objective(self) -> list[tuple[str, str]]:
+        """Return what advantage and loss are, and where the critic starts, for the table at start."""
+        settings = self.critic_settings
+        start = settings.init_from or settings.model or self.model_path
+        warmup = f", alone for {settings.warmup_rollouts} rollouts" if settings.warmup_rollouts else ""
+        gae_settings = f"gae (gamma {settings.gamma:g}, lam {settings.lam:g})"
+        return [*self.loss.config.describe(gae_settings), ("critic", f"from {start}{warmup}")]
+
     # ---- training --------------------------------------------------------------------------------------------------
 
     @property

@@ -166,8 +166,11 @@ def print_table(title: str, rows: list[tuple[str, str]]) -> None:
     """Print two columns on rank 0."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")  # a path is one long word
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # brackets are no markup
     Console().print(table)

@@ -97,7 +97,7 @@ SECTIONS = (  # a metric belongs to the first that fits
         {"share of clipped tokens": ("policy/clip_frac_low", "policy/clip_frac_high")},
         "No updates were logged.",
     ),
-    Section("Routing", r"^moe/", {}, "The model has no experts."),
+    Section("Routing", r"^moe/", {}, "No routing was logged: a model without experts has none."),
     Section(
         "Time",
         r"^(time|perf)/",
@@ -130,8 +130,7 @@ def constants(names: Sequence[str], runs: Sequence[Run]) -> dict[str, float]:
     """Return the metrics that have one and the same value in all steps of all runs, of two steps or more."""
     found = {}
     for name in names:
-        series = [run.metrics[name].finite().values for run in runs if name in run.metrics]
-        values = np.concatenate(series)
+        values = np.concatenate([run.metrics[name].values for run in runs if name in run.metrics])
         if len(values) > 1 and (values == values[0]).all():
             found[name] = float(values[0])
     return found
@@ -177,6 +176,8 @@ def _lines(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
                     meta="smooth",
                 )
     note = f"{points:,} of {thinned:,} steps are drawn; every peak is kept." if thinned else ""
+    if not figure.data:
+        note = "No value is a finite number."
     return Chart(title, figure, note)
 
 

@@ -60,9 +60,7 @@ def check_numbers(metrics: Metrics) -> Finding:
         wrong = ~np.isfinite(series.values)
         if wrong.any():
             first = series.steps[wrong][0]
-            evidence.append(
-                f"{metric} is none in {wrong.sum()} of {wrong.size} steps, for the first time in {first:.0f}"
-            )
+            evidence.append(f"{metric} is no number in {wrong.sum()} of {wrong.size} steps, first in {first:.0f}")
             last = last or bool(wrong[-NEVER_AGAIN:].all())
     if not evidence and not any(series.is_long() for series in watched.values()):
         return _unknown(name, " or ".join(WATCHED))

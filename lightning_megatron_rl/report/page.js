@@ -3,8 +3,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const layout = {
   margin: {l: 56, r: 12, t: 26, b: 40}, font: {color: "#1c2733", size: 12}, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
   hovermode: "closest", legend: {orientation: "h", y: -0.22, yanchor: "top", x: 0, font: {size: 11}, traceorder: "normal"},
-  xaxis: {title: {text: "step", standoff: 6}, gridcolor: "#eef1f5", zeroline: false},
-  yaxis: {gridcolor: "#eef1f5", zerolinecolor: "#c3ccd6", exponentformat: "power"},
+  xaxis: {automargin: true, title: {text: "step", standoff: 6}, gridcolor: "#eef1f5", zeroline: false},
+  yaxis: {automargin: true, gridcolor: "#eef1f5", zerolinecolor: "#c3ccd6", exponentformat: "power"},
 };
 const config = {displaylogo: false, displayModeBar: "hover", responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]};
 const element = (tag, className, text) => {
@@ -21,6 +21,8 @@ const draw = place => {
   const figure = data.figures[place.dataset.figure];
   const axes = {xaxis: {...layout.xaxis, ...figure.layout.xaxis}, yaxis: {...layout.yaxis, ...figure.layout.yaxis}};
   figure.data.forEach(trace => { trace.visible = shows(trace.meta); });
+  const named = new Set(figure.data.filter(trace => trace.name && trace.showlegend !== false).map(trace => trace.name)).size;
+  place.style.height = `${290 + 17 * Math.max(0, Math.ceil(named / 2) - 2)}px`;  // a long legend takes none of the lines
   Plotly.newPlot(place, figure.data, {...layout, ...figure.layout, ...axes}, config);
   drawn.add(place);
 };
@@ -70,9 +72,10 @@ const tokens = sample => {
     const own = !sample.turns.length || sample.turns.some(([start, stop]) => position >= start && position < stop);
     const token = element("span", own ? "token" : "token other", piece === "" ? "·" : piece);
     const logprob = sample.logprobs[place];
-    token.title = own ? `token ${position}: log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 2)}`
-      : `token ${position}: of the environment`;
-    if (own) token.style.backgroundColor = shade(logprob);
+    const told = logprob === null ? "log-prob not a number"
+      : `log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 2)}`;
+    token.title = `token ${position}: ${own ? told : "of the environment"}`;
+    if (own && logprob !== null) token.style.backgroundColor = shade(logprob);
     box.append(token);
   });
   return box;
@@ -86,7 +89,9 @@ const card = sample => {
   if (sample.kind !== "training") facts.push(["", sample.kind]);
   facts.forEach(([name, fact]) => { const item = element("span", "", name + " "); item.append(element("b", "", fact)); head.append(item); });
   if (sample.cut) head.append(element("span", "cut", "cut for this report"));
-  box.append(head, element("div", "text", `${sample.prompt.slice(-600)} ⟶ ${response(sample).slice(0, 600)}`));
+  const text = element("div", "text");  // a bdi each: text from right to left would mix with the other one
+  text.append(element("bdi", "", sample.prompt.slice(-600)), " ⟶ ", element("bdi", "", response(sample).slice(0, 600)));
+  box.append(head, text);
   head.addEventListener("click", () => {
     box.querySelectorAll(".detail").forEach(part => part.remove());
     if (!box.classList.toggle("open")) return;

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import sysconfig
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -121,6 +122,18 @@ def line_start(stream: TextIO) -> str:
     return _CLEAR if stream.isatty() else ""
 
 
+def printable(text: str, stream: TextIO) -> str:
+    """Return text whose control characters do nothing to a terminal, and which a stream can encode.
+
+    Line breaks and tabs stay, all others are escaped: a response may have sequences that clear the screen.
+    """
+    shown = "".join(
+        ascii(char)[1:-1] if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text
+    )
+    encoding = stream.encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def is_shown(level: int, frame: FrameType | None) -> bool:
     """Whether the console shows a message, by its level and its first caller outside logging modules."""
     if level >= logging.ERROR:
@@ -188,7 +201,11 @@ def outlived_output() -> Iterator[None]:
         stream.flush()
     buffer = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
     lasting = io.TextIOWrapper(
-        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=bool(stream.line_buffering)
+        # what the terminal's encoding lacks, of a sample say, is escaped: it must not end a run
+        buffer,
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=bool(stream.line_buffering),
     )
     with redirect_stdout(lasting):
         try:

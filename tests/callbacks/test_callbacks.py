@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron_rl.callbacks.prediction_files import PredictionFiles, items, plain
-from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples, whole_groups
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples, _show, whole_groups
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches
 from lightning_megatron_rl.modules.policy import Scores
@@ -66,6 +66,15 @@ def test_samples_of_all_replicas_are_kept(worker_pool, qwen3_dir, tmp_path):
 def test_rollout_samples_settings_are_checked(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         RolloutSamples(**{name: value})
+
+
+def test_shown_samples_are_whole_and_do_nothing_to_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _show([Sample(Prompt([1], "0" * 70, answer="2"), [1], [0.5], response="\x1b[2J[i]")], 1)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\\x1b[2J[i]" in shown
+    assert shown.count("0") == 70 + len("000")  # and the reward's
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, 8), (8, 8), (7, 4), (4, 4), (3, 3), (1, 1)])

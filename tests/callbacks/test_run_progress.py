@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
+from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunProgress, bar, describe, duration, outputs, planned_steps
 from tests.training import fit_sft
 
@@ -82,10 +83,12 @@ def test_time_left_does_not_count_the_start_of_the_sampler(monkeypatch):
 
 
 def test_outputs_are_named(tmp_path):
-    callbacks = [ModelCheckpoint(dirpath=tmp_path / "checkpoints"), HFExport(str(tmp_path / "hf"))]
+    samples = RolloutSamples()  # without a dirpath
+    samples.directory = tmp_path / "logs" / "samples"
+    callbacks = [ModelCheckpoint(dirpath=tmp_path / "checkpoints"), HFExport(str(tmp_path / "hf")), samples]
     trainer: Any = SimpleNamespace(loggers=[CSVLogger(tmp_path, "logs", "")], callbacks=callbacks)
     assert [place for _, place in outputs(trainer)] == [
-        str(tmp_path / "logs") + "/", str(tmp_path / "checkpoints"), str(tmp_path / "hf"),
+        str(tmp_path / "logs") + "/", str(tmp_path / "checkpoints"), str(tmp_path / "hf"), str(samples.directory),
     ]  # fmt: skip
 
 

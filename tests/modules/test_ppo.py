@@ -14,6 +14,7 @@ from lightning_megatron_rl.algorithms.tally import Tally
 from lightning_megatron_rl.models.layers.value_head import new_weight
 from lightning_megatron_rl.modules.critic import CriticSettings, ValueLoss, add_value_metrics, token_rewards
 from lightning_megatron_rl.modules.grpo_config import GRPOLossConfig
+from lightning_megatron_rl.modules.ppo import PPOModule
 from lightning_megatron_rl.modules.reference import ReferenceSettings
 from lightning_megatron_rl.rollout.generate import generate_samples
 from lightning_megatron_rl.rollout.protocol import SamplingParams
@@ -284,3 +285,10 @@ def test_explained_variance():
     tally = Tally()
     add_value_metrics(tally, returns, torch.ones(4), mask)
     assert math.isnan(tally.compute()["critic/explained_var"])
+
+
+def test_the_table_at_start_names_the_advantage_that_is_used():
+    settings = CriticSettings(model="other", lam=0.9, warmup_rollouts=5)
+    rows = dict(PPOModule("model", [length], critic=settings, engine=ReplayEngine()).describe_objective())
+    assert rows["advantage, loss, aggregation"] == "gae (gamma 1, lam 0.9), ppo_clip, token_mean"
+    assert rows["critic"] == "from other, alone for 5 rollouts"

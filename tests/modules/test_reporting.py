@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_megatron_rl.modules.reporting import StepReport
+from lightning_megatron_rl.modules.reporting import StepReport, print_table
 from lightning_megatron_rl.modules.sft import SFTModule
 from lightning_megatron_rl.modules.training import TrainingSettings
 from lightning_megatron_rl.utilities import cpus
@@ -73,3 +73,13 @@ def test_a_second_fit_has_a_table_of_its_own(worker_pool, qwen3_dir):
     """Which is in its report, too."""
     (found,) = worker_pool.run(fit_twice, qwen3_dir, world_size=1, init_process_group=False)
     assert found == [f"{size} per replica x 1 replicas = {size}" for size in (4, 2)]
+
+
+def test_the_table_at_start_shows_paths_as_they_are(capsys, monkeypatch):
+    """Brackets and colons are no markup, and a long path is folded, not cut."""
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table("run", [("model", "models/[v2]/[/b]"), ("critic", "a" * 60), ("mode", ":smile:")])
+    shown = capsys.readouterr().out
+    assert "models/[v2]/[/b]" in shown
+    assert "…" not in shown
+    assert ":smile:" in shown

@@ -94,7 +94,7 @@ def test_a_loss_that_is_no_number_is_told_of_at_once():
         for one in check_run({"sft/loss": Series(np.array([1.0, 2.0]), np.array([1.0, np.nan]))})
         if (one.name == "no number")
     ]
-    assert (found.level, found.evidence) == ("warning", "sft/loss is none in 1 of 2 steps, for the first time in 2")
+    assert (found.level, found.evidence) == ("warning", "sft/loss is no number in 1 of 2 steps, first in 2")
 
 
 def test_values_that_are_no_numbers_are_left_out():

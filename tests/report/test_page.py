@@ -130,6 +130,37 @@ def test_a_token_shows_its_logprob(page):
 
 
 @needs_browser
+def test_text_from_right_to_left_does_not_mix_with_the_other(page):
+    page.evaluate("document.getElementById('reset').click()")
+    texts = page.evaluate("[...document.querySelectorAll('.sample .text')][0].querySelectorAll('bdi').length")
+    assert texts == 2
+
+
+@needs_browser
+def test_labels_of_an_axis_are_whole(page):
+    """Those of the distribution of rewards, a range each, are wider than numbers."""
+    page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+    place = "document.querySelectorAll('.plot')[1]"
+    page.evaluate(f"{place}.scrollIntoView()")
+    page.wait(f"{place}.querySelector('.ytick text')")
+    left = f"Math.min(...[...{place}.querySelectorAll('.ytick text')].map(it => it.getBoundingClientRect().left))"
+    assert page.evaluate(f"{left} >= {place}.getBoundingClientRect().left")
+
+
+@needs_browser
+def test_a_narrow_page_is_not_covered_by_its_head(page):
+    size = {"height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.call("Emulation.setDeviceMetricsOverride", width=400, **size)
+    try:
+        page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+        page.evaluate("document.getElementById('checks').scrollIntoView()")
+        assert page.evaluate("document.querySelector('header').getBoundingClientRect().bottom") <= 0
+        page.wait("document.documentElement.scrollWidth <= window.innerWidth")  # charts are drawn anew
+    finally:
+        page.call("Emulation.setDeviceMetricsOverride", width=1280, **size)
+
+
+@needs_browser
 def test_the_switches_hide_lines(page):
     page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
     page.evaluate("document.querySelector('.plot').scrollIntoView()")
@@ -150,6 +181,17 @@ def test_the_page_names_nothing_outside_itself(tmp_path):
     assert "https://" not in own
     assert "default-src 'none'" in own
     assert " src=" not in own
+
+
+def test_a_metric_that_was_no_number_is_not_called_constant(tmp_path):
+    def metrics(step: int) -> dict[str, float]:
+        infinite = float("inf") if step > 20 else 1.0
+        return {"policy/grad_norm": infinite, "policy/loss": float("nan"), "policy/lr": 0.5}
+
+    text = write_report([write_run(tmp_path / "run", 30, metrics)]).read_text()
+    assert "Constant: policy/lr 0.5." in text
+    assert "<h3>policy/grad_norm</h3>" in text
+    assert text.count("No value is a finite number.") == 1  # of the loss, which has nothing to draw
 
 
 def test_embedded_text_ends_no_script():

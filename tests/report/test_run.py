@@ -203,4 +203,4 @@ def test_the_end_of_a_metric_is_where_its_numbers_end(tmp_path):
 
     text = write_page([read_run(write_run(tmp_path / "run", 30, metrics))])
     assert "until step 20, then no number, from 0.5<" in text
-    assert "policy/loss is none in 10 of 30 steps, for the first time in 21" in text
+    assert "policy/loss is no number in 10 of 30 steps, first in 21" in text

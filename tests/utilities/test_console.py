@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_megatron_rl.utilities import console
-from lightning_megatron_rl.utilities.console import MessageLog, outlived_output, prints_to_log
+from lightning_megatron_rl.utilities.console import MessageLog, outlived_output, printable, prints_to_log
 
 OURS = str(console.PACKAGE / "modules" / "grpo.py")
 LIBRARY = str(Path(sysconfig.get_paths()["purelib"]) / "megatron" / "core" / "some.py")
@@ -127,6 +127,21 @@ def test_an_output_that_takes_all_gets_all(tmp_path, monkeypatch, capsys):
     with outlived_output():  # text in memory
         print("ours")
     assert capsys.readouterr().out == "ours\n"
+
+
+def test_what_a_terminal_cannot_encode_ends_no_run(tmp_path, monkeypatch):
+    with (tmp_path / "output").open("w", encoding="latin-1") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with outlived_output():
+            print("é ⟶ 中")
+    assert (tmp_path / "output").read_text(encoding="latin-1") == "é \\u27f6 \\u4e2d\n"
+
+
+def test_text_does_nothing_to_a_terminal():
+    utf8, latin = (io.TextIOWrapper(io.BytesIO(), encoding=name) for name in ("utf-8", "latin-1"))
+    assert printable("a\x1b[2J\x9b1m\r\n\tb\x00\x7f中", utf8) == "a\\x1b[2J\\x9b1m\\r\n\tb\\x00\\x7f中"
+    assert printable("é中", latin) == "é\\u4e2d"
+    assert printable("half \ud83d", utf8) == "half \\ud83d"
 
 
 def test_what_is_said_by_way_of_lightnings_messengers(taken, shown, tmp_path):
