@@ -16,7 +16,6 @@ import yaml
 
 from lightning_megatron_rl.rewards.base import reward_names
 from tests.command_line import ROOT
-from tests.selection import by_default
 
 GRPO = ROOT / "configs" / "demo" / "grpo.yaml"
 SFT = ROOT / "configs" / "demo" / "sft.yaml"
@@ -64,7 +63,8 @@ class Fails(pl.Callback):
         self._raise("step")
 
 
-@pytest.mark.parametrize(("at", "code"), by_default([("setup", 2)], [("setup", 2), ("step", 1)], several=True))
+@pytest.mark.slow  # test_cli.py has the line without ranks
+@pytest.mark.parametrize(("at", "code"), [("setup", 2), ("step", 1)])
 def test_what_is_refused_while_a_run_is_set_up_is_one_line(qwen3_dir, tmp_path, at: str, code: int):
     """With two real ranks; an error in a step, here of one rank, has its traceback. Both are in the run's record."""
     config = yaml.safe_load(

@@ -1,5 +1,7 @@
 """Weights that go to servers in buckets, over links that are slow."""
 
+import pytest
+
 from tests.cluster.hosts import Host
 from tests.cluster.push_script import DEADLINE_S, SIZES
 from tests.distributed import ROOT
@@ -7,6 +9,7 @@ from tests.distributed import ROOT
 RATE = 16_000_000  # bytes per second
 
 
+@pytest.mark.slow
 def test_a_tensor_may_take_longer_than_the_deadline(make_hosts, tmp_path):
     """A whole embedding to many servers at a time does: what has a deadline is a piece of it."""
     hosts = make_hosts(2)

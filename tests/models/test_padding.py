@@ -18,7 +18,6 @@ from lightning_megatron_rl.models.hf.model import HFModel
 from lightning_megatron_rl.models.layers.padding import padding_row
 from tests.distributed import WorkerPool
 from tests.models.padding_runs import gradients_of
-from tests.selection import by_default
 from tests.tiny_models import FILE, save_tiny_model, tiny_config
 
 FAMILIES = [
@@ -113,7 +112,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(["pp2"], LAYOUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout(name: str, tmp_path: Path, worker_pool: WorkerPool):
     """Tied and not, the padding token first, last (from the end) and none; rows of a second rank's vocabulary, too."""
     models = {

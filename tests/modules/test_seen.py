@@ -16,7 +16,6 @@ from lightning_megatron_rl.rollout.streaming import BESIDE_S, POLL_S
 from tests.callbacks.test_trace_events import check_format, check_rows, spans
 from tests.modules.runs import fit_grpo, length
 from tests.modules.test_streaming import ALONE, BATCH, ROWS, write_rows
-from tests.selection import by_default
 from tests.training import Run
 
 STEPS = ROWS // BATCH
@@ -125,7 +124,8 @@ def test_a_synchronous_run_is_idle_by_turns(worker_pool, qwen3_dir, rows, tmp_pa
         assert metrics["perf/trainer_idle_frac"] + metrics["perf/sampler_idle_frac"] >= 1 - 0.02
 
 
-@pytest.mark.parametrize("placement", by_default(["separate"], ["shared", "separate"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["shared", "separate"])
 def test_a_stream_is_seen(worker_pool, qwen3_dir, rows, tmp_path, placement):
     lag = BESIDE_S + 2 * POLL_S if placement == "separate" else 0.0
     path, settings = tmp_path / "timeline.json", {"max_staleness": 2, "placement": placement}

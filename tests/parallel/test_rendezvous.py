@@ -67,6 +67,7 @@ assert dist.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_the_process_group_ends_before_the_interpreter():
     """Else threads of gloo free tensors in an interpreter that is gone, by which some runs end with SIGABRT."""
     done = subprocess.run(

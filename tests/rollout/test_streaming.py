@@ -409,6 +409,7 @@ def test_a_closed_stream_leaves_nothing_in_the_engine(streaming, tokenizer, back
     second.close()
 
 
+@pytest.mark.slow
 def test_two_responses_of_one_name_are_refused(streaming):
     """The tokens of one would be taken for those of the other."""
     harness = streaming

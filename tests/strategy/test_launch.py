@@ -183,7 +183,8 @@ def test_several_devices_in_an_interactive_interpreter_are_refused(monkeypatch):
         pl.Trainer(strategy="megatron", accelerator="cpu", devices=2, logger=False)
 
 
-@pytest.mark.parametrize("rank", by_default([1], [0, 1]))
+@pytest.mark.slow  # tests/parallel/test_presence.py has it without a run
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_rank_ends_the_others_with_a_word(launch, qwen3_dir, rank):
     """A rank that is gone in the middle of a step leaves nobody waiting for the process-group timeout.
 

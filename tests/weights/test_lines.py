@@ -431,7 +431,7 @@ def test_one_rank_begins_the_next_message_before_it_knows_the_end_of_the_last(wo
         (None, "rank 0 of the replica: RuntimeError: its device is cpu"),
         (NoGroup, "worker 0 of the server on 127.0.0.1: RuntimeError: no driver"),
         (FailingGroup, "worker 0 of the server on 127.0.0.1: RuntimeError: no way"),
-        (SlowGroup, f"the group was not there within {SHORT:.0f} s"),
+        pytest.param(SlowGroup, f"the group was not there within {SHORT:.0f} s", marks=pytest.mark.slow),
     ],
 )
 def test_all_take_gloo_where_one_has_no_nccl(worker_pool, group, reason):
