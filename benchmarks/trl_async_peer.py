@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import batched, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from trl_long_tail import LongTailLoop, choose_attention, reward
 
     on_cuda, device = options.device == "cuda", torch.device(options.device)
-    samples, steps = options.prompts * options.generations, options.warmup + options.steps
+    steps = options.warmup + options.steps
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     tokenizer.chat_template, tokenizer.response_schema = CHAT, {"type": "object"}
     count = options.prompts * (steps + options.bound + 1)
@@ -65,6 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         seed=0,
     )
     ends: list[float] = []
+    trained: list[tuple[int, int]] = []  # samples and their tokens, of each micro-batch
 
     class Clock(TrainerCallback):
         """Takes the time of the first step's begin and of each step's end; weights are sent before the latter."""
@@ -82,11 +83,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     class Counting(AsyncGRPOTrainer):
         """Counts what it trains on."""
 
-        trained: list[tuple[int, int]] = []  # noqa: RUF012 - samples and their tokens, of each micro-batch
-
         def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
             tokens = int((inputs["token_index"] >= 0).sum())
-            self.trained.append((int(inputs["segment_id"].max()) + 1, tokens))
+            trained.append((int(inputs["segment_id"].max()) + 1, tokens))
             return super().training_step(model, inputs, num_items_in_batch)
 
     attention = choose_attention()
@@ -105,9 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     compute = ComputeDtype(trainer.model, TRANSFORMERS_PROJECTION)
     trainer.train()
     seconds = [later - earlier for earlier, later in pairwise(ends)]
-    trained = [
-        trainer.trained[first : first + options.prompts] for first in range(0, len(trainer.trained), options.prompts)
-    ]
+    by_step = list(batched(trained, options.prompts))
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return {
         "who": "TRL AsyncGRPOTrainer",
@@ -130,14 +127,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rewards": [row["reward"] for row in logged],
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_cuda else None,
         "work": {
-            "samples_per_step": [sum(count for count, _ in step) for step in trained],
-            "response_tokens_per_step": [sum(tokens for _, tokens in step) for step in trained],
+            "samples_per_step": [sum(count for count, _ in step) for step in by_step],
+            "response_tokens_per_step": [sum(tokens for _, tokens in step) for step in by_step],
             "prompt_tokens": options.prompt_tokens,
             "optimizer_steps": trainer.state.global_step,
             "compute_dtype": compute.name(),
             **optimizer_work([getattr(trainer.optimizer, "optimizer", trainer.optimizer)]),  # Accelerate wraps it
         },
-        "samples": samples,
     }
 
 
