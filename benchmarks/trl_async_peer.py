@@ -21,6 +21,7 @@ import torch
 from common import SHAPES, TokenPrompts, default_device, summary, synchronize, write_model
 from ours import add_arguments
 from servers import end_with_parent, serve_vllm
+from trl_peer import settings
 from work_done import TRANSFORMERS_PROJECTION, ComputeDtype, optimizer_work
 
 START_S = 300.0  # of the server, which compiles
@@ -42,27 +43,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     count = options.prompts * (steps + options.bound + 1)
     rows = TokenPrompts(count, options.prompt_tokens, SHAPES[options.shape]["vocab_size"])()
     config = AsyncGRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        **settings(options),
         per_device_train_batch_size=options.generations,
         gradient_accumulation_steps=options.prompts,
         token_budget=0,  # batches of as many samples as ours
-        num_generations=options.generations,
-        max_completion_length=options.response_tokens,
         max_staleness=options.bound,
-        max_steps=steps,
-        learning_rate=1e-6,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused" if on_cuda else "adamw_torch",
-        bf16=options.precision == "bf16-mixed",
-        gradient_checkpointing=False,
-        temperature=1.0,
         vllm_server_base_url=options.server,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=not on_cuda,
-        seed=0,
     )
     ends: list[float] = []
     trained: list[tuple[int, int]] = []  # samples and their tokens, of each micro-batch

@@ -82,25 +82,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         weights = 2 * sum(p.numel() for p in _load(directory).parameters())
         fraction = (weights + options.cache_gb * 2**30 + 4 * 2**30) / total
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        **settings(options),
         per_device_train_batch_size=options.trl_batch,
         gradient_accumulation_steps=samples // options.trl_batch // options.devices,
-        num_generations=options.generations,
-        max_completion_length=options.response_tokens,
-        max_steps=steps,
-        learning_rate=1e-6,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused" if on_cuda else "adamw_torch",
-        bf16=options.precision == "bf16-mixed",
-        gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-        temperature=1.0,
         beta=0.0,
         num_iterations=1,
         shuffle_dataset=False,
-        use_cpu=not on_cuda,
         use_vllm=on_cuda,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=fraction or 0.3,
@@ -109,12 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         dataloader_num_workers=0,
-        seed=0,
     )
     times: list[dict[str, float]] = []
     phases: dict[str, Phase] = {}
@@ -181,6 +164,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "compute_dtype": compute.name(),
             **optimizer_work([getattr(trainer.optimizer, "optimizer", trainer.optimizer)]),  # Accelerate wraps it
         },
+    }
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what TRL's trainers are both told, the synchronous one and the asynchronous one."""
+    on_cuda = options.device == "cuda"
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "num_generations": options.generations,
+        "max_completion_length": options.response_tokens,
+        "max_steps": options.warmup + options.steps,
+        "learning_rate": 1e-6,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused" if on_cuda else "adamw_torch",
+        "bf16": options.precision == "bf16-mixed",
+        "gradient_checkpointing": False,
+        "temperature": 1.0,
+        "use_cpu": not on_cuda,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 0,
     }
 
 
