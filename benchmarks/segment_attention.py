@@ -27,8 +27,8 @@ def attend(
     if not causal or window_size != (-1, -1):
         raise ValueError(f"causal={causal}, window_size={window_size}: plain causal attention is meant")
     if query.is_cuda:
-        ends = (longest_q, longest_k)
-        return varlen_attn(query, key, value, starts_q, starts_k, *ends, scale=softmax_scale, window_size=(-1, 0))
+        packed = (query, key, value, starts_q, starts_k, longest_q, longest_k)
+        return varlen_attn(*packed, scale=softmax_scale, window_size=(-1, 0))
     parts = []
     for first_q, last_q, first_k, last_k in zip(
         starts_q[:-1].tolist(), starts_q[1:].tolist(), starts_k[:-1].tolist(), starts_k[1:].tolist(), strict=True

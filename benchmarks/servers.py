@@ -78,20 +78,12 @@ def serve(
                 variables |= _host(f"server{number}") if share else {}
                 log = Path(logs) / f"{number}.txt"
                 started.append(_Server(["lightning_megatron_rl", "serve", str(model), *arguments], variables, log))
-            for server in started:
-                server.wait(deadline)
             own = {TOKEN_VARIABLE: token} | (_host("trainer") if share else {})
-            try:
+            _wait(started, deadline)
+            with _telling(started):
                 yield Servers([server.url for server in started], own, share)
-            except RuntimeError:  # of the trainer, which does not know what servers printed
-                for server in started:
-                    print(f"the server {server.url}:\n{server.tail()}", file=sys.stderr)
-                raise
         finally:
-            for server in started:
-                server.process.send_signal(signal.SIGTERM)
-            for server in started:
-                server.end()
+            _end(started)
 
 
 @contextmanager
@@ -110,13 +102,13 @@ def serve_vllm(model: Path, arguments: Sequence[str], gpu: str, timeout_s: float
     variables = {**VLLM_VARIABLES, "CUDA_VISIBLE_DEVICES": gpu}
     with tempfile.TemporaryDirectory() as logs:
         module = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1", *arguments]
-        server = _Server(module, variables, Path(logs) / "vllm.txt")
+        started = [_Server(module, variables, Path(logs) / "vllm.txt")]
         try:
-            server.wait(time.monotonic() + timeout_s)
-            yield server.url
+            _wait(started, time.monotonic() + timeout_s)
+            with _telling(started):
+                yield started[0].url
         finally:
-            server.process.send_signal(signal.SIGTERM)
-            server.end()
+            _end(started)
 
 
 def _host(name: str) -> dict[str, str]:
@@ -173,6 +165,31 @@ class _Server:
     def tail(self) -> str:
         """Return the end of what it printed."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+
+
+def _wait(started: Sequence[_Server], deadline: float) -> None:
+    """Wait until all servers answer."""
+    for server in started:
+        server.wait(deadline)
+
+
+@contextmanager
+def _telling(started: Sequence[_Server]) -> Iterator[None]:
+    """Show what servers printed if their trainer, which does not know it, ends with a RuntimeError."""
+    try:
+        yield
+    except RuntimeError:
+        for server in started:
+            print(f"the server {server.url}:\n{server.tail()}", file=sys.stderr)
+        raise
+
+
+def _end(started: Sequence[_Server]) -> None:
+    """End all servers at the same time."""
+    for server in started:
+        server.process.send_signal(signal.SIGTERM)
+    for server in started:
+        server.end()
 
 
 def end_with_parent() -> None:

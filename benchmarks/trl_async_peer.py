@@ -137,8 +137,12 @@ class _Nothing:
     def destroy(self) -> None: ...
 
 
-def serve_and_train(options: argparse.Namespace) -> int:
-    """Start the server on the last GPU, and this script again with the others; return how it ended."""
+def serve_and_train(options: argparse.Namespace) -> None:
+    """Start the server on the last GPU, and this script again on the first.
+
+    Raises:
+        RuntimeError: The server did not start, or training failed.
+    """
     on_cuda, own = options.device == "cuda", gpus.visible()
     directory = write_model(options.model or Path(tempfile.mkdtemp()) / "model", options.shape)
     if on_cuda:
@@ -159,7 +163,9 @@ def serve_and_train(options: argparse.Namespace) -> int:
         if on_cuda:
             environment["CUDA_VISIBLE_DEVICES"] = own[0]
         again = [sys.executable, *sys.argv, f"--server={url}", f"--model={directory}"]
-        return subprocess.run(again, env=environment, check=False, preexec_fn=end_with_parent).returncode
+        code = subprocess.run(again, env=environment, check=False, preexec_fn=end_with_parent).returncode
+        if code != 0:
+            raise RuntimeError(f"TRL's trainer ended with {code}")
 
 
 def main() -> None:
@@ -170,7 +176,8 @@ def main() -> None:
     parser.add_argument("--server", help="vLLM's, which runs already; none: one is started")
     options = parser.parse_args()
     if options.server is None:
-        sys.exit(serve_and_train(options))
+        serve_and_train(options)
+        return
     print(json.dumps(measure(options)), flush=True)
     os._exit(0)  # threads of TRL may wait for ever
 

@@ -16,20 +16,24 @@ class CountsRows(pl.LightningModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Count the rows before callbacks hear of the batch; a data module with this hook takes its place."""
-        CountsRows.on_train_batch_start(self, batch, 0)
+        self._count_rows(batch)
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Count the rows; an empty batch counts as one, since a mean over none would be nan."""
-        self._num_rows = max(1, len(batch)) if isinstance(batch, list | tuple) else None
+        """Count the rows."""
+        self._count_rows(batch)
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count the rows."""
-        CountsRows.on_train_batch_start(self, batch, batch_idx)
+        self._count_rows(batch)
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count the rows."""
-        CountsRows.on_train_batch_start(self, batch, batch_idx)
+        self._count_rows(batch)
+
+    def _count_rows(self, batch: Any) -> None:
+        """Count the rows; an empty batch counts as one, since a mean over none would be nan."""
+        self._num_rows = max(1, len(batch)) if isinstance(batch, list | tuple) else None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; without a `batch_size` the mean of an epoch is over the rows of its batches."""
