@@ -111,6 +111,8 @@ def main() -> None:
     before = saved(options) if options.resume else {}
     rows: list[dict[str, Any]] = before.get("rows", [])
     others: dict[str, Any] = before.get("peers", {})
+    about = {**facts(options.device), "benchmark": "B4 long tail", "load_before": load, **epoch_of(options)}
+    about["earlier"] = earlier_runs(before)
 
     todo = wanted(options, placements, bounds, rows)
     rates = [] if known_rates(rows) else ["--rates", *map(str, sizes)]  # by the first row
@@ -132,16 +134,16 @@ def main() -> None:
                 failed.append(str(error))
                 print(error, file=sys.stderr, flush=True)  # the others may take an hour
                 continue
-            rows.append({**row, "others_cpus": busy.cpus() if options.at_once == 1 else None})
+            rows.append({**row, "date": about["date"], "others_cpus": busy.cpus() if options.at_once == 1 else None})
             rows.sort(key=lambda one: (one["placement"] == "separate", one["devices"], one["max_staleness"], name(one)))
             finish(rows, options)
-            write(rows, options, load, others)  # what is measured is not lost with a later side
+            write(rows, options, about, others)  # what is measured is not lost with a later side
             print(f"{name(row)}: {row['samples_per_s']:.1f} samples/s", flush=True)
         for side, runs in of_peers.items():
-            others[side] = finish_side(options, side, runs, rows[0])
-            write(rows, options, load, others)
+            others[side] = {**finish_side(options, side, runs, rows[0]), "date": about["date"]}
+            write(rows, options, about, others)
     finish(rows, options)
-    print_table(write(rows, options, load, others))
+    print_table(write(rows, options, about, others))
     if failed:
         sys.exit("\n".join(failed))
 
@@ -346,19 +348,22 @@ def whole_periods(seconds: Sequence[float], period: int) -> Sequence[float]:
     return seconds[: len(seconds) // period * period]
 
 
+def earlier_runs(before: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return command and date of the runs that measured what a result has already, the last one behind the others.
+
+    Example:
+        ``earlier_runs({}) == []``
+    """
+    if not before:
+        return []
+    return [*before.get("earlier", []), {name: before[name] for name in ("command", "date")}]
+
+
 def write(
-    rows: list[dict[str, Any]], options: argparse.Namespace, load: float, others: dict[str, Any]
+    rows: list[dict[str, Any]], options: argparse.Namespace, about: Mapping[str, Any], others: dict[str, Any]
 ) -> dict[str, Any]:
     """Write and draw what is known by now, and return it."""
-    result = {
-        **facts(options.device),
-        "benchmark": "B4 long tail",
-        "load_before": load,
-        **epoch_of(options),
-        "rows": rows,
-        "goals": goals(rows, options.device, others),
-        "peers": others,
-    }
+    result = {**about, "rows": rows, "goals": goals(rows, options.device, others), "peers": others}
     path = result_path("long_tail", options.device, options.out)
     write_json(path, result)
     plot(result, path.with_suffix(".png"))

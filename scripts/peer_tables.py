@@ -19,6 +19,7 @@ class Row(NamedTuple):
         theirs: By the peer; None: not measured.
         more_is_better: A rate, not seconds.
         result: Where it stands.
+        dates: Of ours, and of peers that were measured on another day than ours.
     """
 
     work: str
@@ -27,6 +28,7 @@ class Row(NamedTuple):
     theirs: dict[str, float | None]
     more_is_better: bool
     result: Result
+    dates: str
 
     def times(self, peer: str) -> float | None:
         """Return how many times as fast ours is."""
@@ -46,7 +48,7 @@ def _steps(results: Path) -> Iterator[Row]:
         theirs = {peer: _step(result.get(peer)) for peer in NAMES}
         if any(value is not None for value in theirs.values()):
             work = f"GRPO step, {result['ours']['shape']}, {_short(result['device'])}"
-            yield Row(work, "s", result["ours"]["step_s"]["median"], theirs, False, result)
+            yield Row(work, "s", result["ours"]["step_s"]["median"], theirs, False, result, result["date"])
 
 
 def _long_tail(results: Path) -> Iterator[Row]:
@@ -60,16 +62,17 @@ def _long_tail(results: Path) -> Iterator[Row]:
             trl = "trl, two GPUs" if two else "trl"
             if bound:
                 trl = f"trl, asynchronous, bound {bound}" if apart else ""
-            theirs = {
-                "trl": _rate(result["peers"].get(trl)),
-                "verl": _rate(result["peers"].get(verl)) if apart or not two else None,
+            sides = {
+                "trl": result["peers"].get(trl),
+                "verl": result["peers"].get(verl) if apart or not two else None,
             }
+            theirs = {peer: _rate(side) for peer, side in sides.items()}
             if not any(theirs.values()):
                 continue
             told = f"bound of staleness {bound}{row.get('sampler', '')}" if bound else "synchronous"
             gpus = f"two {_short(result['device'])}s" if two else _short(result["device"])
             work = f"long responses, {result['shape']}, {told}, {gpus}"
-            yield Row(work, "samples/s", row["samples_per_s"], theirs, True, result)
+            yield Row(work, "samples/s", row["samples_per_s"], theirs, True, result, _dates(result, row, sides))
 
 
 def _step(side: dict[str, Any] | None) -> float | None:
@@ -80,19 +83,26 @@ def _rate(side: dict[str, Any] | None) -> float | None:
     return None if side is None else side.get("samples_per_s")
 
 
+def _dates(result: Result, row: dict[str, Any], sides: dict[str, dict[str, Any] | None]) -> str:
+    """Return the day of ours, and those of peers that were measured on another one."""
+    ours = row.get("date", result["date"])
+    days = {peer: side.get("date", result["date"]) for peer, side in sides.items() if side is not None}
+    return "; ".join([ours, *(f"{NAMES[peer]} {day}" for peer, day in days.items() if day != ours)])
+
+
 def _short(device: str) -> str:
     return device.removeprefix("NVIDIA ").split()[0]
 
 
 def peers(results: Path = RESULTS) -> str:
-    """Return the table of all work that was measured beside peers in one run."""
+    """Return the table of all work that was measured beside peers."""
     header = "| work, one GPU if not two | unit | this project | TRL | verl | date |"
     lines = []
     for row in rows(results):
         cells = [
             "–" if (other := row.theirs[peer]) is None else f"{other:.2f} ({row.times(peer):.2f} ×)" for peer in NAMES
         ]
-        lines.append(f"| {row.work} | {row.unit} | {row.ours:.2f} | {cells[0]} | {cells[1]} | {row.result['date']} |")
+        lines.append(f"| {row.work} | {row.unit} | {row.ours:.2f} | {cells[0]} | {cells[1]} | {row.dates} |")
     return table(header, lines)
 
 

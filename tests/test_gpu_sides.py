@@ -117,8 +117,8 @@ def test_what_is_left_of_a_comparison_does_not_start(monkeypatch):
 
 
 def test_times_are_those_of_seconds_and_of_rates():
-    seconds = peer_tables.Row("a step", "s", 2.0, {"trl": 5.0, "verl": None}, False, {})
-    rate = peer_tables.Row("samples", "samples/s", 2.0, {"trl": 5.0, "verl": 1.0}, True, {})
+    seconds = peer_tables.Row("a step", "s", 2.0, {"trl": 5.0, "verl": None}, False, {}, "")
+    rate = peer_tables.Row("samples", "samples/s", 2.0, {"trl": 5.0, "verl": 1.0}, True, {}, "")
     assert (seconds.times("trl"), seconds.times("verl")) == (2.5, None)
     assert (rate.times("trl"), rate.times("verl")) == (0.4, 2.0)
 
@@ -149,7 +149,7 @@ def test_rows_of_two_gpus_stand_beside_peers_on_two(tmp_path: Path):
     """A synchronous run beside TRL's, a sampler of its own beside verl's."""
     rates = {"trl": 2.0, "verl, synchronous": 4.0, "trl, two GPUs": 3.0, "verl, separate, bound 2": 5.0}
     rates |= {"verl, bound 2": 5.5, "trl, asynchronous, bound 1": 4.0}
-    result = {
+    result: dict[str, Any] = {
         "device": "NVIDIA H200",
         "date": "2026-11-26",
         "shape": "1.7b",
@@ -165,12 +165,13 @@ def test_rows_of_two_gpus_stand_beside_peers_on_two(tmp_path: Path):
         ],
         "peers": {name: {"samples_per_s": rate} for name, rate in rates.items()},
     }
+    result["peers"]["trl, asynchronous, bound 1"]["date"] = "2026-11-27"
     (tmp_path / "long_tail_two.json").write_text(json.dumps(result))
     assert [
         line.split(" | ")[0] + line.partition("6.00")[2] for line in peer_tables.peers(tmp_path).splitlines()[2:]
     ] == [
         "| long responses, 1.7b, synchronous, H200 | 2.00 (3.00 ×) | 4.00 (1.50 ×) | 2026-11-26 |",
         "| long responses, 1.7b, synchronous, two H200s | 3.00 (2.00 ×) | – | 2026-11-26 |",
-        "| long responses, 1.7b, bound of staleness 1, two H200s | 4.00 (1.50 ×) | – | 2026-11-26 |",
+        "| long responses, 1.7b, bound of staleness 1, two H200s | 4.00 (1.50 ×) | – | 2026-11-26; TRL 2026-11-27 |",
         "| long responses, 1.7b, bound of staleness 2, two H200s | – | 5.00 (1.20 ×) | 2026-11-26 |",
     ]

@@ -67,6 +67,16 @@ def test_the_row_that_measured_rates_need_not_be_the_first():
     assert long_tail.known_rates([]) is None
 
 
+def test_a_result_that_is_continued_names_the_runs_before():
+    long_tail: Any = importlib.import_module("long_tail")
+    first = {"command": "a", "date": "2026-11-29", "rows": []}
+    second = {"command": "b", "date": "2026-11-30", "earlier": long_tail.earlier_runs(first)}
+    assert long_tail.earlier_runs(second) == [
+        {"command": "a", "date": "2026-11-29"},
+        {"command": "b", "date": "2026-11-30"},
+    ]
+
+
 def test_goals_of_a_long_tail_by_hand():
     long_tail: Any = importlib.import_module("long_tail")
     rows = [
