@@ -42,12 +42,11 @@ def run_of(model: Path, rows: Path, bound: int, steps: int) -> tuple[pl.Trainer,
     return trainer, GRPOModule(**nested(options)), PromptDataModule(str(rows), str(model), batch_size=BATCH), used
 
 
-def fits(model: Path, rows: Path, checkpoint: Path) -> dict[str, tuple[list[list[int]], list[int]]]:
-    """Fit two steps, save, fit the rest; go on from the checkpoint twice, with a stream and in two fits without one.
+Fits = dict[str, tuple[list[list[int]], list[int]]]  # rows and ages of each step, by what goes on
 
-    And begin again behind two steps: with another Trainer, and on its data with a third one that streams nothing; with
-    another module of the same Trainer.
-    """
+
+def fits(model: Path, rows: Path, checkpoint: Path) -> Fits:
+    """Fit two steps, save, fit the rest; go on from the checkpoint twice, with a stream and in two fits without one."""
     trainer, module, data, used = run_of(model, rows, BOUND, FIRST)
     trainer.fit(module, data)
     trainer.save_checkpoint(checkpoint)
@@ -63,6 +62,15 @@ def fits(model: Path, rows: Path, checkpoint: Path) -> dict[str, tuple[list[list
     trainer.fit_loop.epoch_loop.max_steps = ALL
     trainer.fit(module, data)
     found["without a stream"] = (begun + used.rows, used.ages)
+    return found
+
+
+def fits_with_others(model: Path, rows: Path) -> Fits:
+    """Begin again behind two steps: with another Trainer, and on its data with a third one that streams nothing.
+
+    And with another module of the same Trainer.
+    """
+    found = {}
     trainer, module, data, _ = run_of(model, rows, BOUND, FIRST)
     trainer.fit(module, data)
     trainer, _, data, used = run_of(model, rows, BOUND, ALL)
@@ -83,29 +91,41 @@ def fits(model: Path, rows: Path, checkpoint: Path) -> dict[str, tuple[list[list
 
 
 @pytest.fixture(scope="module")
-def found(worker_pool, qwen3_dir, tmp_path_factory) -> dict[str, tuple[list[list[int]], list[int]]]:
+def found(worker_pool, qwen3_dir, tmp_path_factory) -> Fits:
     directory = tmp_path_factory.mktemp("again")
     rows = write_rows(directory / "rows.jsonl")
     return worker_pool.run(fits, qwen3_dir, rows, directory / "after.ckpt", world_size=1, **ALONE)[0]
 
 
+@pytest.fixture(scope="module")
+def found_with_others(worker_pool, qwen3_dir, tmp_path_factory) -> Fits:
+    rows = write_rows(tmp_path_factory.mktemp("others") / "rows.jsonl")
+    return worker_pool.run(fits_with_others, qwen3_dir, rows, world_size=1, **ALONE)[0]
+
+
+def check(used: list[list[int]], ages: list[int]) -> None:
+    assert len(used) == ALL
+    assert sorted(row for step in used for row in step) == list(range(ROWS))
+    assert max(ages) <= BOUND
+
+
+@pytest.mark.parametrize("how", ["same Trainer", "checkpoint", "without a stream"])
+def test_no_prompt_is_lost_and_none_comes_again(found, how):
+    check(*found[how])
+
+
+@pytest.mark.slow  # eight fits
 @pytest.mark.parametrize(
     "how",
     [
-        "same Trainer",
-        "checkpoint",
-        "without a stream",
         "another Trainer",
         "another Trainer, without a stream",
         "another module",
         "another module, without a stream",
     ],
 )
-def test_no_prompt_is_lost_and_none_comes_again(found, how):
-    used, ages = found[how]
-    assert len(used) == ALL
-    assert sorted(row for step in used for row in step) == list(range(ROWS))
-    assert max(ages) <= BOUND
+def test_another_trainer_or_module_begins_with_all_prompts(found_with_others, how):
+    check(*found_with_others[how])
 
 
 def logged_mean(model: Path, rows: Path) -> float:
