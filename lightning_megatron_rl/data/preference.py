@@ -149,6 +149,11 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         return segments_to_sequence(self.tokenizer, segments, where)
 
     def _conversation(self, messages: list[Message], where: str) -> TokenSequence:
+        if self.template.prompt_template != "{prompt}":
+            raise ValueError(
+                f"{where}: prompt_template={self.template.prompt_template!r} is for text prompts, but the responses are"
+                " conversations: leave it at its default"
+            )
         whole = self.template.with_system_prompt(messages, where)
         segments = conversation_segments(
             self.tokenizer,
