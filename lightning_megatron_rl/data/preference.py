@@ -11,7 +11,7 @@ from lightning_megatron_rl.data.sft import completion_segments, segments_to_sequ
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import Message, PromptTemplate, check_messages, conversation_segments
 from lightning_megatron_rl.utilities.notices import tell_loss
-from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges, check_words
 
 
 @dataclass
@@ -84,6 +84,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
         check_ranges({"max_length": COUNT}, locals(), "data.")
+        check_words({"overlong": Overlong}, locals(), "data.")
         self.prompt_column = prompt_column
         self.chosen_column = chosen_column
         self.rejected_column = rejected_column

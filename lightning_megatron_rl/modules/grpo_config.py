@@ -20,7 +20,17 @@ from lightning_megatron_rl.algorithms.policy_losses import (
 )
 from lightning_megatron_rl.algorithms.registry import by_name
 from lightning_megatron_rl.algorithms.schedules import LinearSchedule
-from lightning_megatron_rl.utilities.ranges import FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    Range,
+    check_ranges,
+    check_words,
+)
+
+KLPlace = Literal["loss", "reward"]
 
 # what each loss and correction is called with, by its own argument: the setting that holds it
 _POLICY_LOSS_OPTIONS = {
@@ -131,7 +141,7 @@ class GRPOLossConfig:
     top_entropy_quantile: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: str | KLEstimator = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: KLPlace = "loss"
     kl_importance_weighting: bool = False
     entropy_coef: float = 0.0
     entropy_schedule: LinearSchedule | None = None
@@ -235,6 +245,7 @@ class GRPOLossConfig:
 
     def _check_ranges(self) -> None:
         check_ranges(_RANGES, vars(self), "loss.")
+        check_words({"kl_in": KLPlace}, vars(self), "loss.")
         for sign in ("positive", "negative"):
             check_vespo(**{name: getattr(self, name) for name in (f"vespo_k_{sign}", f"vespo_lambda_{sign}")})
         for name in ("icepop", "geo_mask"):
